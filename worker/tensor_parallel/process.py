@@ -36,7 +36,7 @@ from quire.worker.ranks import OneRank, RankLostError
 from quire.worker.runner import ModelThread
 from quire.worker.tensor_parallel.follower import Follower, follow
 from quire.worker.tensor_parallel.group import LEADER, Place, RankGroup, given_place
-from quire.worker.tensor_parallel.leader import Leader
+from quire.worker.tensor_parallel.leader import FAILURE_TIMEOUT_S, Leader
 from quire.worker.watchdog import GROUP_LIMIT_S
 
 log = logging.getLogger("quire.worker")
@@ -112,6 +112,8 @@ class Group:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self._why: str | None = None
+        self._was_killed = False
+        """True if a follower was ended by a signal: it had no reason of its own, which the leader may have too."""
         self._is_lost = threading.Event()
         self._is_ending = False
         self._leader: Leader | None = None
@@ -177,7 +179,10 @@ class Group:
         """Wait for a part of the start. Raises CannotStartError if a rank ends meanwhile."""
         await asyncio.wait((work, self.lost), return_when=asyncio.FIRST_COMPLETED)
         if work.done() and not isinstance(work.exception(), RankLostError):
-            return work.result()
+            if work.exception() is not None:  # a collective may fail before the other rank's end is known
+                await asyncio.wait((self.lost,), timeout=FAILURE_TIMEOUT_S)
+            if not self._was_killed:
+                return work.result()
         raise CannotStartError(self._why or str(work.exception()))
 
     async def await_loss(self) -> None:
@@ -200,6 +205,7 @@ class Group:
         for rank, process in enumerate(self._processes, 1):
             if process.sentinel in ended:
                 process.join()
+                self._was_killed = process.exitcode is not None and process.exitcode < 0
                 self._lose(f"rank {rank} (pid {process.pid}) {_describe_exit(process.exitcode)}")
                 return
 
