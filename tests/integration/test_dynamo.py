@@ -233,12 +233,16 @@ def test_blocks_that_continue_a_known_prefix_are_known(dynamo: Dynamo) -> None:
 
 def test_nothing_is_stale_after_a_worker_was_killed(dynamo: Dynamo) -> None:
     """Requests go on at the other one. The next worker is used, and the index has nothing of the old one."""
-    prompts = draw_prompts(2, 8)
-    for prompt in prompts:
+    prompts: list[str] = []
+    workers: list[str] = []
+    for prompt in draw_prompts(2, 100):
         num_before = dynamo.applied()["stored", "ok"]
         dynamo.frontend.complete(prompt)
         await_that("its blocks are known", lambda before=num_before: dynamo.applied()["stored", "ok"] > before)
-    workers = [dynamo.complete_routed(prompt)[2] for prompt in prompts]
+        prompts.append(prompt)
+        workers.append(dynamo.complete_routed(prompt)[2])
+        if len(prompts) >= 8 and sorted(Counter(workers).values())[:-1] >= [2]:
+            break  # the router chose either worker at least twice: between equal ones it draws
     assert len(set(workers)) == 2, workers
     (gone,) = {worker for worker in workers if is_worker_of(dynamo.backends["two"], worker)}
     num_taken = taken_out(dynamo.backends["two"])
@@ -246,7 +250,6 @@ def test_nothing_is_stale_after_a_worker_was_killed(dynamo: Dynamo) -> None:
     await_that("the router knows it", lambda: taken_out(dynamo.backends["two"]) > num_taken, timeout_s=10)
     held = [prompt for prompt, worker in zip(prompts, workers, strict=True) if worker == gone]
     asked_later = held[1:]
-    assert asked_later, workers
     for prompt, worker in zip(prompts, workers, strict=True):
         if prompt in asked_later:
             continue
@@ -292,12 +295,16 @@ def taken_out(backend: Backend) -> int:
 
 def test_a_backend_stops_by_a_signal(dynamo: Dynamo) -> None:
     """It gives its lease back. Last in this file: the backend is not started again."""
-    dynamo.await_used(
-        "one", iter(draw_prompts(6, 1000))
-    )  # its worker was killed: the frontend may not know it again yet
     assert dynamo.backends["two"].stop() == 0, dynamo.backends["two"].log()[-2000:]
     await_that("its lease is gone", lambda: dynamo.fleet.pools()["two"].lease_count == 0, timeout_s=10)
-    assert dynamo.frontend.complete(PROMPT)["choices"]
+
+    def is_served() -> bool:
+        answer = dynamo.frontend.http.post("/v1/completions", json=request_of(PROMPT))
+        return answer.status_code == 200 and bool(answer.json()["choices"])
+
+    # Its worker was killed: the frontend may not know it again yet. While both were there, it may never have chosen
+    # this one: it can still count the load of the streams that ended with the worker.
+    await_that("the other backend serves", is_served)
 
 
 def test_another_version_is_said_at_the_start(tmp_path: Path) -> None:
