@@ -20,6 +20,7 @@ from quire.compute.v1 import worker_service_pb2
 from quire.worker.errors import Refused
 from quire.worker.executor import Executor
 from quire.worker.gate import Gate
+from quire.worker.graphs import capture_decode
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import PagedModel
 from quire.worker.runner import ModelThread
@@ -29,6 +30,8 @@ from quire.worker.steps import EndedStep, StepLimits, Steps, new_epoch
 
 POOL = "default"
 LEASE_TTL_S = 3600.0
+MAX_GRAPH_TOKENS = 512
+"""The default of the worker's --max-graph-tokens."""
 
 
 def refused_error(refused: CallRefused | Refused) -> QuireError:
@@ -48,7 +51,10 @@ class InProcessServices:
         pool = KVPool(model.specs, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
         self._thread = ModelThread(asyncio.get_running_loop())
         gate = Gate(POOL, new_epoch())
-        executor = Executor(model, pool, max_num_seqs=max_num_seqs)
+        decode = None
+        if model.device.type == "cuda":
+            decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
+        executor = Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
         self.geometry = attach_pb2.PoolGeometry(
             block_size_tokens=block_size,
             block_count=num_blocks,

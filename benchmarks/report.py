@@ -54,12 +54,18 @@ Measure = Callable[..., Findings]
 
 
 def benchmark(
-    name: str, measure: Measure, *, packages: Sequence[str] = (), flags: Mapping[str, str] = MappingProxyType({})
+    name: str,
+    measure: Measure,
+    *,
+    packages: Sequence[str] = (),
+    flags: Mapping[str, str] = MappingProxyType({}),
+    options: Sequence[click.Option] = (),
 ) -> click.Command:
     """The command of a benchmark: --quick, --output and its own flags.
 
     packages  the figures depend on their versions
     flags     help by flag ("--peers"); each is on or off
+    options   flags that have a value; None where they are not given
     """
 
     @click.command(name=name)
@@ -67,11 +73,13 @@ def benchmark(
     @click.option(
         "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the plot."
     )
-    def main(quick: bool, output: Path | None, **own: bool) -> None:
+    def main(quick: bool, output: Path | None, **own: Any) -> None:
         given = {"quick": quick, **own}
         os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
         about = {
-            "command": " ".join([f"quire bench {name}", *(f"--{flag}" for flag, is_on in given.items() if is_on)]),
+            "command": " ".join(
+                [f"quire bench {name}", *(_shown(flag, value) for flag, value in given.items() if value)]
+            ),
             "machine": machine(*packages),
             "load_average_at_start": round(os.getloadavg()[0], 2),
         }
@@ -84,8 +92,13 @@ def benchmark(
             write(findings, about, output, findings.file_name or name)
 
     main.params += [click.Option([flag], is_flag=True, help=text) for flag, text in flags.items()]
+    main.params += options
     main.help = (sys.modules[measure.__module__].__doc__ or "").partition("\n")[0]
     return main
+
+
+def _shown(flag: str, value: Any) -> str:
+    return f"--{flag}" if value is True else f"--{flag} {value:g}"
 
 
 def progress_bar() -> Progress:

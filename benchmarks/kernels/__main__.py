@@ -21,6 +21,8 @@ import click
 if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
+
 import elementwise
 import tables
 import torch
@@ -47,13 +49,13 @@ ROWS = (
 
 
 class Run:
-    """One run: its results so far, and its time limit."""
+    """One run: its results so far, and the time limit of a grid."""
 
     def __init__(self, results: tables.Results, device: torch.device, minutes: float, progress: Progress) -> None:
         self.results = results
         self.device = device
         self.clock: Clock = DryClock() if results.dry else GraphClock()
-        self._deadline = time.monotonic() + minutes * 60
+        self._minutes = minutes
         self._progress = progress
 
     def measure_ceilings(self) -> None:
@@ -67,6 +69,7 @@ class Run:
             cells = list(dry_cells(grid))
         else:
             cells = list(decode_cells() if grid == "decode" else prefill_cells())
+        deadline = time.monotonic() + self._minutes * 60
         target = self.results.decode if grid == "decode" else self.results.prefill
         task = self._progress.add_task(grid, total=len(cells))
         for cell in cells:
@@ -74,7 +77,7 @@ class Run:
             self._progress.update(task, description=f"{grid}: {about}")
             if not fits(cell, self.device):
                 self.results.left_out.append(f"{grid} {about}: memory")
-            elif time.monotonic() > self._deadline:
+            elif time.monotonic() > deadline:
                 self.results.left_out.append(f"{grid} {about}: time")
             else:
                 target.append(measure(cell, rows, self.clock, self.device))
@@ -88,7 +91,7 @@ class Run:
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option("--grid", type=click.Choice((*GRIDS, "all")), default="all", show_default=True, help="What is measured.")
-@click.option("--minutes", default=9.0, show_default=True, help="No further attention cell is begun after that.")
+@click.option("--minutes", default=9.0, show_default=True, help="For each attention grid: no further cell then.")
 @click.option("--dry", is_flag=True, help="On a CPU, tiny, in Triton's interpreter: whether everything runs.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
 def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:

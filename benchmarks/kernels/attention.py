@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 from peers import AbsentError, Row, UnfitError
+from report import summary
 from timing import Clock
 from workload import Cell, Tensors
 
@@ -30,7 +31,9 @@ class Measured:
     unfit: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
-        return self.cell.describe() | {"samples_us": self.samples_us, "errors": self.errors, "unfit": self.unfit}
+        taken_us = {row: summary(samples) for row, samples in self.samples_us.items()}
+        errors = {row: float(f"{error:.2g}") for row, error in self.errors.items()}
+        return self.cell.describe() | {"taken_us": taken_us, "errors": errors, "unfit": self.unfit}
 
 
 def present(rows: Iterable[Row], absent: dict[str, str]) -> list[Row]:

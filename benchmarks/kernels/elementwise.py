@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from grids import DRY_HEADS, LLAMA
 from ours import decode_plan
+from report import summary
 from timing import Call, Clock
 from torch import Tensor
 from workload import BF16, Cell, Heads, Tensors, uniform
@@ -38,7 +39,8 @@ class Timing:
     samples_us: list[float]
 
     def as_json(self) -> dict[str, object]:
-        return {"kernel": self.kernel, "size": self.size, "num_bytes": self.num_bytes, "samples_us": self.samples_us}
+        about = {"kernel": self.kernel, "size": self.size, "num_bytes": self.num_bytes}
+        return about | {"taken_us": summary(self.samples_us)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ import torch
 from attention import Measured
 from elementwise import Timing
 from grids import LLAMA, TO_REACH_US
+from machine import machine
 from matplotlib import pyplot
+from report import save_svg, summary, write_json
 from rich.console import Console
 from rich.table import Table
 from timing import median
-
-sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
-
-from machine import machine
-from report import save_svg, write_json
 
 matplotlib.use("svg")
 
@@ -47,7 +43,7 @@ class Results:
             "command": self.command,
             "dry": self.dry,
             "machine": machine("torch", "triton", "numpy") | gpu(),
-            "ceilings": self.ceilings,
+            "ceilings": {name: summary(samples) for name, samples in self.ceilings.items()},
             "absent": self.absent,
             "left_out": self.left_out,
             "decode": [each.as_json() for each in self.decode],

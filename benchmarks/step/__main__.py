@@ -12,16 +12,20 @@ transformers' continuous batching. On a CPU: a Llama of 56 million parameters in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import click
 import torch
-from cells import Cell, Timing, fits, measure
+from cells import Cell, Timing, fits, make_executor, measure
 from engines import NUM_CORES
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -30,7 +34,10 @@ from rich.progress import Progress
 from rich.table import Table
 from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, TINY, Shape
-from workloads import Served, Work, equal_lengths, mixed_lengths, serve
+from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, serve
+
+from quire.worker.executor import Executor
+from quire.worker.model import PagedModel
 
 GRID = tuple(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256))
 # The targets of a decode step on an H200, ms: must and goal.
@@ -61,7 +68,7 @@ class Plan:
 
 
 def gpu_plan() -> Plan:
-    works = (equal_lengths(QWEN3_8B), mixed_lengths(QWEN3_06B))
+    works = (mixed_lengths(QWEN3_06B), equal_lengths(QWEN3_8B))
     shapes = (LLAMA_8B, LLAMA_1B, QWEN3_06B, QWEN3_17B)
     return Plan(shapes, (torch.bfloat16,), (*GRID, *PROMPTS), works, 30, copy_bytes=4 << 30, product_size=8192)
 
@@ -90,38 +97,88 @@ class Measured:
     left_out: list[str]
 
 
-def run(plan: Plan, device: torch.device, progress: Progress) -> Measured:
-    ceilings = {}
-    timings, served, left_out = [], [], []
-    pieces = len(plan.shapes) * len(plan.dtypes) * len(plan.cells) + len(plan.works)
-    task = progress.add_task("ceilings", total=pieces)
-    for dtype in plan.dtypes:
-        ceilings[str(dtype).removeprefix("torch.")] = measure_ceilings(
-            device, dtype, num_bytes=plan.copy_bytes, size=plan.product_size
-        )
-    for shape in plan.shapes:
-        for dtype in plan.dtypes:
-            model = shape.load(dtype=dtype, device=device, max_model_len=longest(plan.cells))
-            for cell in plan.cells:
-                progress.update(task, description=f"{shape.name} {dtype}: {cell.name}")
-                if fits(cell, model):
-                    limits = TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 else None
-                    barred = Cell(cell.num_seqs, cell.cached, cell.new, *(limits or ()))
-                    known = ceilings[str(dtype).removeprefix("torch.")]
-                    timings.append(measure(shape, model, barred, known, num_steps=plan.num_steps))
-                else:
-                    left_out.append(f"{shape.name}, {cell.name}: memory")
-                free(device)
-                progress.advance(task)
-            del model
-            free(device)
-    for work in plan.works:
-        progress.update(task, description=work.name)
-        dtype = plan.dtypes[0]
-        served += asyncio.run(serve(work, dtype=dtype, device=device, ceilings=next(iter(ceilings.values()))))
-        free(device)
-        progress.advance(task)
-    return Measured(ceilings, timings, served, left_out)
+class Run:
+    """One run: its results so far, and its time limit. A piece that fails is left out, with the reason."""
+
+    def __init__(self, plan: Plan, device: torch.device, progress: Progress, *, minutes: float | None) -> None:
+        self.plan = plan
+        self.device = device
+        self.measured = Measured({}, [], [], [])
+        self._deadline = time.monotonic() + (math.inf if minutes is None else minutes * 60)
+        self._progress = progress
+        num_pieces = len(plan.shapes) * len(plan.dtypes) * len(plan.cells) + len(plan.works) * len(ROWS)
+        self._task = progress.add_task("ceilings", total=num_pieces)
+
+    def run(self) -> Measured:
+        """Measure, the most telling first. Ctrl-C ends it with what there is."""
+        try:
+            self._run_all()
+        except KeyboardInterrupt:
+            self.measured.left_out.append("the rest: stopped")
+        works = [work.name for work in self.plan.works]
+        self.measured.served.sort(key=lambda served: works.index(served.work))
+        return self.measured
+
+    def _run_all(self) -> None:
+        for dtype in self.plan.dtypes:
+            self.measured.ceilings[name_of(dtype)] = measure_ceilings(
+                self.device, dtype, num_bytes=self.plan.copy_bytes, size=self.plan.product_size
+            )
+        self._serve_all(ROWS[0])
+        for shape in self.plan.shapes:
+            for dtype in self.plan.dtypes:
+                self._measure_steps(shape, dtype)
+                free(self.device)
+        self._serve_all(ROWS[1])
+
+    def _serve_all(self, row: str) -> None:
+        for work in self.plan.works:
+            with self._piece(f"{work.name}, {row}"):
+                self._serve(work, row)
+
+    @contextlib.contextmanager
+    def _piece(self, name: str, count: int = 1) -> Iterator[None]:
+        """Note how far it is; the reason if it fails; the memory that it took is free afterwards."""
+        self._progress.update(self._task, description=name)
+        try:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("no time")
+            yield
+        except Exception as error:
+            self.measured.left_out.append(f"{name}: {next(iter(str(error).splitlines()), repr(error))}")
+        free(self.device)
+        self._progress.advance(self._task, count)
+
+    def _measure_steps(self, shape: Shape, dtype: torch.dtype) -> None:
+        cells = self.plan.cells
+        name = f"{shape.name} {name_of(dtype)}"
+        with self._piece(f"{name}: graphs", 0):
+            model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells))
+            fitting = [cell for cell in cells if fits(cell, model)]
+            executor = make_executor(model, fitting)
+            for cell in fitting:
+                with self._piece(f"{name}: {cell.name}"):
+                    self._measure_step(shape, model, executor, cell)
+            for cell in cells:
+                if cell not in fitting:
+                    self.measured.left_out.append(f"{name}: {cell.name}: memory")
+                    self._progress.advance(self._task)
+
+    def _measure_step(self, shape: Shape, model: PagedModel, executor: Executor, cell: Cell) -> None:
+        limits = TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 else None
+        barred = Cell(cell.num_seqs, cell.cached, cell.new, *(limits or ()))
+        ceilings = self.measured.ceilings[name_of(model.dtype)]
+        timing = measure(shape, model, executor, barred, ceilings, num_steps=self.plan.num_steps)
+        self.measured.timings.append(timing)
+
+    def _serve(self, work: Work, row: str) -> None:
+        ceilings = next(iter(self.measured.ceilings.values()))
+        serving = serve(work, row, dtype=self.plan.dtypes[0], device=self.device, ceilings=ceilings)
+        self.measured.served.append(asyncio.run(serving))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def longest(cells: Sequence[Cell]) -> int:
@@ -135,11 +192,11 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_all(quick: bool, progress: Progress, *, float32: bool) -> Findings:
+def measure_all(quick: bool, progress: Progress, *, float32: bool, minutes: float | None) -> Findings:
     device = torch.device("cuda" if torch.cuda.is_available() and not quick else "cpu")
     torch.set_num_threads(NUM_CORES)
     plan = quick_plan() if quick else gpu_plan() if device.type == "cuda" else cpu_plan(float32=float32)
-    measured = run(plan, device, progress)
+    measured = Run(plan, device, progress, minutes=minutes).run()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {NUM_CORES} threads"
     figures = {
         "device": name,
@@ -207,7 +264,8 @@ def plot(measured: Measured) -> Figure:
 
 
 FLAGS = {"--float32": "On a CPU: without bfloat16, in half the time."}
-main = benchmark("step", measure_all, packages=("torch", "transformers", "triton"), flags=FLAGS)
+MINUTES = click.Option(["--minutes"], type=float, help="No further piece is begun after that.")
+main = benchmark("step", measure_all, packages=("torch", "transformers", "triton"), flags=FLAGS, options=[MINUTES])
 
 if __name__ == "__main__":
     main()

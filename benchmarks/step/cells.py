@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from in_process import MAX_GRAPH_TOKENS
 from roofline import Ceilings, step_bound_s, synchronize
-from shapes import Shape
+from shapes import BLOCK_SIZE, Shape
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.executor import Executor, Outcome, StepResult
 from quire.worker.grants import Step
-from quire.worker.kv_pool import NULL_BLOCK, KVPool, bytes_per_block
+from quire.worker.graphs import capture_decode
+from quire.worker.kv_pool import NULL_BLOCK, bytes_per_block
 from quire.worker.model import PagedModel
 
-BLOCK_SIZE = 16
 WARM_UP_STEPS = 3
+LEASE = "benchmark"
+MEMORY_SHARE = 0.85
+"""The part of a GPU's free memory for keys and values; graphs and the largest step take some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,26 @@ def fits(cell: Cell, model: PagedModel) -> bool:
     if model.device.type != "cuda":
         return True
     needed = (cell.num_blocks + 1) * bytes_per_block(model.specs, BLOCK_SIZE, model.dtype)
-    return bool(needed < 0.9 * torch.cuda.mem_get_info(model.device)[0])
+    return bool(needed < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0])
 
 
-def measure(shape: Shape, model: PagedModel, cell: Cell, ceilings: Ceilings, *, num_steps: int) -> Timing:
+def make_executor(model: PagedModel, cells: Sequence[Cell]) -> Executor:
+    """An executor for all of these cells, with a pool of random keys and values; on a GPU with graphs, as a worker."""
+    pool = model.make_pool(num_blocks=1 + max(cell.num_blocks for cell in cells), block_size=BLOCK_SIZE)
+    for tensor in pool.tensors():
+        tensor.normal_()
+        tensor[NULL_BLOCK] = 0
+    max_num_seqs = max(cell.num_seqs for cell in cells)
+    decode = None
+    if model.device.type == "cuda":
+        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
+    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+
+
+def measure(
+    shape: Shape, model: PagedModel, executor: Executor, cell: Cell, ceilings: Ceilings, *, num_steps: int
+) -> Timing:
     """Run the cell's step num_steps times. Raises RuntimeError if the executor does not compute one."""
-    executor = Executor(model, filled_pool(model, cell), max_num_seqs=cell.num_seqs)
     steps = make_steps(cell, WARM_UP_STEPS + num_steps, vocab_size=model.vocab_size)
     results, seconds = [], []
     for step in steps:
@@ -106,6 +124,7 @@ def measure(shape: Shape, model: PagedModel, cell: Cell, ceilings: Ceilings, *, 
         start = time.perf_counter()
         results.append(computed(executor.execute(step)))
         seconds.append(time.perf_counter() - start)
+    executor.fence_lease(LEASE)
 
     def median_ms(parts: Sequence[float]) -> float:
         return round(1e3 * statistics.median(parts[WARM_UP_STEPS:]), 4)
@@ -124,17 +143,6 @@ def measure(shape: Shape, model: PagedModel, cell: Cell, ceilings: Ceilings, *, 
     )
 
 
-def filled_pool(model: PagedModel, cell: Cell) -> KVPool:
-    """A pool for the cell that holds random keys and values."""
-    pool = KVPool(
-        model.specs, num_blocks=cell.num_blocks + 1, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
-    )
-    for tensor in pool.tensors():
-        tensor.normal_()
-        tensor[NULL_BLOCK] = 0
-    return pool
-
-
 def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
     """A decode's steps each compute the token after the last one; a prompt's all compute the same tokens again."""
     generator = np.random.default_rng(0)
@@ -145,7 +153,7 @@ def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
         is_decode = cell.new == 1
         start = cell.cached + (number if is_decode else 0)
         grant = grant_pb2.StepGrant(
-            lease_id="benchmark",
+            lease_id=LEASE,
             step_number=number + 1,
             known_step_number=number,
             run_sequence_ids=seq_ids,

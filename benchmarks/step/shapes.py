@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from quire.worker.fused_steps import choose_steps
 from quire.worker.model import PagedModel, prepare_model
+from quire.worker.process import pick_attention
+
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,12 @@ class Shape:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        return prepare_model(model.eval().requires_grad_(False), max_model_len=max_model_len)
+        return prepare_model(
+            model.eval().requires_grad_(False),
+            max_model_len=max_model_len,
+            step_kind=pick_attention("auto", device, block_size=BLOCK_SIZE),
+            fused_steps=choose_steps(device, block_size=BLOCK_SIZE, wanted=None),
+        )
 
 
 def _llama(**sizes: Any) -> Callable[[], PretrainedConfig]:

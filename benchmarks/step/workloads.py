@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from engines import Setup, generate, one_process
 from roofline import Ceilings, workload_bound_s
-from shapes import Shape
+from shapes import BLOCK_SIZE, Shape
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 8192
 ANSWER_TIMEOUT_S = 300
 
@@ -77,17 +76,20 @@ def mixed_lengths(shape: Shape, *, num_requests: int = 256, limits: tuple[int, i
     return Work(name, shape, prompts, num_new)
 
 
-async def serve(work: Work, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings) -> list[Served]:
-    """Both rows, one after the other, each after a short run that does not count."""
+ROWS = ("Quire, in one process", "transformers, continuous batching")
+
+
+async def serve(work: Work, row: str, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings) -> Served:
+    """One of ROWS, after a short run that does not count."""
     bound_s = workload_bound_s(
         work.shape, dtype, ceilings, prompts=[len(prompt) for prompt in work.prompts], outputs=work.num_new
     )
     total = sum(work.num_new)
-    rows: dict[str, float] = {
-        "Quire, in one process": await _quire(work, dtype=dtype, device=device),
-        "transformers, continuous batching": _continuous_batching(work, dtype=dtype, device=device),
-    }
-    return [Served(work.name, row, round(seconds, 4), total, total / bound_s) for row, seconds in rows.items()]
+    if row == ROWS[0]:
+        seconds = await _quire(work, dtype=dtype, device=device)
+    else:
+        seconds = _continuous_batching(work, dtype=dtype, device=device)
+    return Served(work.name, row, round(seconds, 4), total, total / bound_s)
 
 
 async def _quire(work: Work, *, dtype: torch.dtype, device: torch.device) -> float:

@@ -20,10 +20,10 @@ def test_a_dry_run_measures_every_row_and_writes_what_it_measured(tmp_path: Path
     assert results["dry"]
     assert results["ceilings"].keys() == {"copy_gb_s", "read_gb_s"}
     for grid in ("decode", "prefill"):
-        rows = [row for cell in results[grid] for row in cell["samples_us"]]
+        rows = [row for cell in results[grid] for row in cell["taken_us"]]
         assert rows.count("Quire") == len(results[grid])
         assert all(error < 1e-5 for cell in results[grid] for error in cell["errors"].values())
-    assert {"Quire", "tutorial", "dense SDPA"} <= results["decode"][0]["samples_us"].keys()
+    assert {"Quire", "tutorial", "dense SDPA"} <= results["decode"][0]["taken_us"].keys()
     assert {"q20"} <= {cell["name"] for cell in results["prefill"]}
     kernels = {timing["kernel"] for timing in results["elementwise"]}
     assert {"add_rmsnorm", "copy_blocks", "qkv_prologue", "argmax", "build_decode_plan"} <= kernels
