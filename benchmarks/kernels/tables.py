@@ -22,6 +22,7 @@ from timing import median
 matplotlib.use("svg")
 
 OURS = "Quire"
+PANELS_IN_A_ROW = 4
 
 
 @dataclass(slots=True)
@@ -161,15 +162,27 @@ def write(results: Results, folder: Path) -> None:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Bandwidth against context, a panel per batch size, for the first cell's heads, block size and dtype."""
+    """Bandwidth against context, a panel per batch size, for the first cell's heads, block size and dtype.
+
+    Batches of mixed lengths are left out.
+    """
     kind = _kind(results.decode[0])
-    cells = [each for each in results.decode if _kind(each) == kind and each.cell.is_decode]
+    cells = [each for each in results.decode if _kind(each) == kind and each.cell.is_decode and _is_even(each)]
     batches = sorted({len(each.cell.seq_lens) for each in cells})
     rows = sorted({row for each in cells for row in each.samples_us}, key=lambda row: (row != OURS, row))
+    num_rows = -(-len(batches) // PANELS_IN_A_ROW)
     canvas, panels = pyplot.subplots(
-        1, len(batches), figsize=(3.2 * len(batches) + 1.5, 4), sharey=True, squeeze=False, layout="constrained"
+        num_rows,
+        min(len(batches), PANELS_IN_A_ROW),
+        figsize=(10, 2.6 * num_rows + 0.6),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
-    for axes, batch in zip(panels[0], batches, strict=True):
+    for axes in panels.flat[len(batches) :]:
+        axes.set_axis_off()
+    for axes, batch in zip(panels.flat, batches, strict=False):
         for row in rows:
             points = sorted(
                 (sum(each.cell.seq_lens) / batch, each.cell.kv_bytes / median(each.samples_us[row]) / 1e6)
@@ -181,14 +194,19 @@ def plot(results: Results, path: Path) -> None:
             axes.axhline(results.ceiling_gb_s(f"{name}_gb_s") / 1e3, color="grey", linestyle=style, label=name)
         axes.set_xscale("log", base=2)
         axes.set_title(f"batch {batch}", fontsize=9)
-        axes.set_xlabel("tokens a sequence, mean")
+        axes.set_xlabel("tokens a sequence, mean", fontsize=8)
+        axes.tick_params(labelbottom=True)
         axes.grid(linewidth=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("TB/s of keys and values")
-    panels[0][-1].legend(fontsize=7)
+    canvas.supylabel("TB/s of keys and values", fontsize=9)
+    canvas.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower right", fontsize=8)
     canvas.suptitle(f"paged decode, {', '.join(map(str, kind))}, {gpu()['gpu']}", fontsize=10)
     save_svg(canvas, path)
     pyplot.close(canvas)
+
+
+def _is_even(each: Measured) -> bool:
+    return max(each.cell.seq_lens) < 2 * min(each.cell.seq_lens)
 
 
 def _kind(each: Measured) -> tuple[object, ...]:
