@@ -103,6 +103,10 @@ class SimulatedPool:
         self.num_steps = 0
         self.num_computed = 0
 
+    def busy_until(self, now_s: float) -> float:
+        """Return the seconds of computing until now; busy_s has the steps in flight whole."""
+        return self.busy_s - sum(min(sent.compute_s, max(0.0, sent.ends_at_s - now_s)) for sent in self._flight)
+
     # For routers.
 
     def look_for(self, prompt: bytes, tenant: str) -> None:

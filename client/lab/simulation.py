@@ -71,6 +71,8 @@ class Simulation:
         self._num_events = 0
         self._now_s = 0.0
         self._num_ended = 0
+        self._busy_s = [0.0] * len(self.pools)
+        """By pool, when the last request ended. A step that was sent ahead of an end may go on."""
         self._series = Series()
         self.records = [Record(each.tenant, each.num_prompt, each.num_output) for each in self.requests]
 
@@ -171,6 +173,8 @@ class Simulation:
 
     def _finish(self, number: int) -> None:
         self._num_ended += 1
+        if self._num_ended == len(self.requests):
+            self._busy_s = [pool.busy_until(self._now_s) for pool in self.pools]
         follower = self._followers.get(number)
         if follower is not None:
             self._push(self._now_s + self.requests[follower].at_s, _ARRIVAL, follower)
@@ -189,7 +193,7 @@ class Simulation:
             "preemptions": sum(each.preemptions for each in schedulers),
             "generated_tokens": sum(each.sampled_tokens for each in schedulers),
             "computed_tokens": sum(pool.num_computed for pool in self.pools),
-            "busy_s": sum(pool.busy_s for pool in self.pools),
+            "busy_s": sum(pool.busy_until(self._series.next_s) for pool in self.pools),
             "ended": self._num_ended,
         } | (_host_sample(books) if self.config.fleet.host_blocks else {})
 
@@ -206,7 +210,7 @@ class Simulation:
             "copying_s": sum(pool.copying_s for pool in self.pools),
             "computed_tokens": last["computed_tokens"],
             "recomputed_tokens": sum(each.recomputed_token_count for each in books),
-            "busy_s": last["busy_s"],
+            "busy_s": sum(self._busy_s),
             "workers": fleet.workers,
             "steps": sum(pool.num_steps for pool in self.pools),
             "used_ratio": ratio(sum(series["used_blocks"]), len(series["at_s"]) * fleet.blocks * fleet.workers),
@@ -230,7 +234,7 @@ class Simulation:
         placed = [record for record in self.records if record.pool == index and not record.was_refused]
         return {
             "requests": len(placed),
-            "busy_ratio": ratio(pool.busy_s, duration_s),
+            "busy_ratio": ratio(self._busy_s[index], duration_s),
             "hit_ratio": ratio(sum(r.num_cached for r in placed), sum(r.num_prompt for r in placed)),
             "evicted_blocks": books.evicted_block_count,
             "preemptions": pool.scheduler_statistics().preemptions,

@@ -65,6 +65,8 @@ def test_two_requests_take_the_time_that_one_can_compute_by_hand() -> None:
     assert second.token_s is None
     assert outcome.metrics["hit_ratio"] == pytest.approx(0.4)
     assert outcome.metrics["output_tokens_per_s"] == pytest.approx(4 / 5.9)
+    assert outcome.metrics["busy_ratio"] == pytest.approx(1.0), "not the step that was sent ahead of the last end"
+    assert outcome.pools[0]["busy_ratio"] == pytest.approx(1.0)
 
 
 def test_an_answer_of_known_length_needs_no_step_too_many() -> None:
