@@ -11,7 +11,6 @@ transformers' continuous batching. On a CPU: a Llama of 56 million parameters in
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import math
@@ -173,8 +172,8 @@ class Run:
 
     def _serve(self, work: Work, row: str) -> None:
         ceilings = next(iter(self.measured.ceilings.values()))
-        serving = serve(work, row, dtype=self.plan.dtypes[0], device=self.device, ceilings=ceilings)
-        self.measured.served.append(asyncio.run(serving))
+        served = serve(work, row, dtype=self.plan.dtypes[0], device=self.device, ceilings=ceilings)
+        self.measured.served.append(served)
 
 
 def name_of(dtype: torch.dtype) -> str:

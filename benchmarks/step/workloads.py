@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -79,14 +80,14 @@ def mixed_lengths(shape: Shape, *, num_requests: int = 256, limits: tuple[int, i
 ROWS = ("Quire, in one process", "transformers, continuous batching")
 
 
-async def serve(work: Work, row: str, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings) -> Served:
+def serve(work: Work, row: str, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings) -> Served:
     """One of ROWS, after a short run that does not count."""
     bound_s = workload_bound_s(
         work.shape, dtype, ceilings, prompts=[len(prompt) for prompt in work.prompts], outputs=work.num_new
     )
     total = sum(work.num_new)
     if row == ROWS[0]:
-        seconds = await _quire(work, dtype=dtype, device=device)
+        seconds = asyncio.run(_quire(work, dtype=dtype, device=device))
     else:
         seconds = _continuous_batching(work, dtype=dtype, device=device)
     return Served(work.name, row, round(seconds, 4), total, total / bound_s)
@@ -129,14 +130,18 @@ def _continuous_batching(work: Work, *, dtype: torch.dtype, device: torch.device
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=settings
         ) as manager:
-            for index, (prompt, new) in enumerate(zip(work.prompts, work.num_new, strict=True)):
-                manager.add_request(prompt, request_id=str(index), max_new_tokens=limit(new))
-            finished = 0
-            while finished < len(work.prompts):
-                result = manager.get_result(timeout=ANSWER_TIMEOUT_S)
-                if result is None:
-                    raise RuntimeError(f"continuous batching gave no result for {ANSWER_TIMEOUT_S} s")
-                finished += result.is_finished()
+            try:
+                for index, (prompt, new) in enumerate(zip(work.prompts, work.num_new, strict=True)):
+                    manager.add_request(prompt, request_id=str(index), max_new_tokens=limit(new))
+                finished = 0
+                while finished < len(work.prompts):
+                    result = manager.get_result(timeout=ANSWER_TIMEOUT_S)
+                    if result is None:
+                        raise RuntimeError(f"continuous batching gave no result for {ANSWER_TIMEOUT_S} s")
+                    finished += result.is_finished()
+            except BaseException:
+                manager.stop(hard_stop=True)  # the end of the block would wait for all requests, also after Ctrl-C
+                raise
         return time.perf_counter() - start
 
     run(lambda new: min(new, 4))
