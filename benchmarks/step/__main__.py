@@ -11,14 +11,14 @@ transformers' continuous batching. On a CPU: a Llama of 56 million parameters in
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -126,42 +126,38 @@ class Run:
         self._serve_all(ROWS[0])
         for shape in self.plan.shapes:
             for dtype in self.plan.dtypes:
-                self._measure_steps(shape, dtype)
-                free(self.device)
+                self._try(f"{shape.name} {name_of(dtype)}", self._measure_steps, shape, dtype, count=0)
         self._serve_all(ROWS[1])
 
     def _serve_all(self, row: str) -> None:
         for work in self.plan.works:
-            with self._piece(f"{work.name}, {row}"):
-                self._serve(work, row)
+            self._try(f"{work.name}, {row}", self._serve, work, row)
 
-    @contextlib.contextmanager
-    def _piece(self, name: str, count: int = 1) -> Iterator[None]:
-        """Note how far it is; the reason if it fails; the memory that it took is free afterwards."""
+    def _try(self, name: str, piece: Callable[..., None], *arguments: Any, count: int = 1) -> None:
+        """Run a piece, `count` of all, if there is time. The memory that it took is free afterwards."""
         self._progress.update(self._task, description=name)
-        try:
-            if time.monotonic() > self._deadline:
-                raise TimeoutError("no time")
-            yield
-        except Exception as error:
-            self.measured.left_out.append(f"{name}: {next(iter(str(error).splitlines()), repr(error))}")
-        free(self.device)
+        if time.monotonic() > self._deadline:
+            self.measured.left_out.append(f"{name}: time")
+        else:
+            try:
+                piece(*arguments)
+            except Exception as error:
+                self.measured.left_out.append(f"{name}: {next(iter(str(error).splitlines()), repr(error))}")
+            free(self.device)
         self._progress.advance(self._task, count)
 
     def _measure_steps(self, shape: Shape, dtype: torch.dtype) -> None:
-        cells = self.plan.cells
-        name = f"{shape.name} {name_of(dtype)}"
-        with self._piece(f"{name}: graphs", 0):
-            model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells))
-            fitting = [cell for cell in cells if fits(cell, model)]
-            executor = make_executor(model, fitting)
-            for cell in fitting:
-                with self._piece(f"{name}: {cell.name}"):
-                    self._measure_step(shape, model, executor, cell)
-            for cell in cells:
-                if cell not in fitting:
-                    self.measured.left_out.append(f"{name}: {cell.name}: memory")
-                    self._progress.advance(self._task)
+        """All cells; the model and its pool are loaded once."""
+        cells, name = self.plan.cells, f"{shape.name} {name_of(dtype)}"
+        model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells))
+        fitting = [cell for cell in cells if fits(cell, model)]
+        executor = make_executor(model, fitting)
+        for cell in cells:
+            if cell in fitting:
+                self._try(f"{name}: {cell.name}", self._measure_step, shape, model, executor, cell)
+            else:
+                self.measured.left_out.append(f"{name}: {cell.name}: memory")
+                self._progress.advance(self._task)
 
     def _measure_step(self, shape: Shape, model: PagedModel, executor: Executor, cell: Cell) -> None:
         limits = TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 else None
