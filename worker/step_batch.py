@@ -152,7 +152,10 @@ def _check_blocks(
     first = np.asarray(starts)
     end = first + np.asarray(counts)
     begins, ends = table.held(rows)
-    for group, i in np.argwhere((ends * block_size < end) | (begins * block_size > first)):
+    is_outside = (ends * block_size < end) | (begins * block_size > first)
+    if not is_outside.any():
+        return
+    for group, i in np.argwhere(is_outside):
         where = f"row {rows[i]}: its blocks of layer group {group}"
         held = f"positions {begins[group, i] * block_size} .. {ends[group, i] * block_size - 1}"
         raise ValueError(f"{where} hold {held}, and the tokens take {first[i]} .. {end[i] - 1}")
