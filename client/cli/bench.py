@@ -1,6 +1,5 @@
 """`quire bench`: runs one of the benchmarks of the checkout, which are not in the installed packages."""
 
-import ast
 import importlib.util
 import os
 import sys
@@ -84,5 +83,5 @@ def script_of(folder: Path, name: str) -> Path:
 
 def _first_line(script: Path) -> str:
     """The first line of a benchmark's docstring, without running it."""
-    source = (script / "__main__.py" if script.is_dir() else script).read_text()
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    with (script / "__main__.py" if script.is_dir() else script).open() as source:
+        return source.readline().strip().removeprefix('"""').removesuffix('"""')
