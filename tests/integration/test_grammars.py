@@ -287,9 +287,9 @@ def stopped_compilers(worker_pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             if parent == worker_pid and b"grammar_trial" in status.with_name("cmdline").read_bytes():
-                found.append(int(status.parent.name))
-    for pid in found:
-        os.kill(pid, signal.SIGSTOP)
+                pid = int(status.parent.name)
+                os.kill(pid, signal.SIGSTOP)
+                found.append(pid)
     return found
 
 
