@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_every_step_gets_its_verdict_and_the_report_says_why(first_hour: ModuleT
     report = (tmp_path / "report.md").read_text()
     assert "3 of 6 steps are ok, 1 are not, 2 were not run." in report
     assert "There is no GPU here" in report
+    without_seconds = re.sub(r"\| \d+ \|", "| 0 |", report)
     for line in (
         "| [The good](#good) | ok | 0 | on the CPU |",
         "| [The bad](#bad) | FAILED | 0 | on the CPU: status 3 |",
@@ -59,7 +61,7 @@ def test_every_step_gets_its_verdict_and_the_report_says_why(first_hour: ModuleT
         "- 7 passed in 1 s",
         "- interpreted",
     ):
-        assert line in report.replace("| 1 |", "| 0 |"), line
+        assert line in without_seconds, line
     assert "noise" not in report
     assert "```text\nit broke here\n```" in report
     assert (tmp_path / "good.log").read_text() == "noise\nreport: 3 of 3\nmore noise\n"
