@@ -188,7 +188,8 @@ def test_a_pool_with_another_model_is_left_and_its_requests_go_on_elsewhere() ->
                 tokens += chunk.token_ids
             assert tokens == RECITED[:60]
             await until_pools(router, "a")
-            assert b.open_leases == []
+            while b.open_leases:  # given back when the engine of the pool has closed, which is after it is left
+                await asyncio.sleep(0.005)
             assert router.router_statistics().moves == 1
 
     run(body())
