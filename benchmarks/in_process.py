@@ -42,6 +42,14 @@ def refused_error(refused: CallRefused | Refused) -> QuireError:
     return error_of_reason(refused.reason.value, str(refused), refused.metadata)
 
 
+def make_executor(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Executor:
+    """An executor as a worker makes it: on a GPU with its steps as graphs."""
+    decode = None
+    if model.device.type == "cuda":
+        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
+    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+
+
 class InProcessServices:
     """A catalog with one attached pool, and the steps of its worker. Make it on the event loop."""
 
@@ -51,10 +59,7 @@ class InProcessServices:
         pool = KVPool(model.specs, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
         self._thread = ModelThread(asyncio.get_running_loop())
         gate = Gate(POOL, new_epoch())
-        decode = None
-        if model.device.type == "cuda":
-            decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
-        executor = Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+        executor = make_executor(model, pool, max_num_seqs=max_num_seqs)
         self.geometry = attach_pb2.PoolGeometry(
             block_size_tokens=block_size,
             block_count=num_blocks,

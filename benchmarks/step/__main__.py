@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import click
 import torch
-from cells import Cell, Timing, fits, make_executor, measure
+from cells import Cell, Timing, executor_for, fits, measure
 from engines import NUM_CORES
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -151,7 +151,7 @@ class Run:
         cells, name = self.plan.cells, f"{shape.name} {name_of(dtype)}"
         model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells))
         fitting = [cell for cell in cells if fits(cell, model)]
-        executor = make_executor(model, fitting)
+        executor = executor_for(model, fitting)
         for cell in cells:
             if cell in fitting:
                 self._try(f"{name}: {cell.name}", self._measure_step, shape, model, executor, cell)

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from in_process import MAX_GRAPH_TOKENS
+from in_process import make_executor
 from roofline import Ceilings, step_bound_s, synchronize
 from shapes import BLOCK_SIZE, Shape
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.executor import Executor, Outcome, StepResult
 from quire.worker.grants import Step
-from quire.worker.graphs import capture_decode
 from quire.worker.kv_pool import NULL_BLOCK, bytes_per_block
 from quire.worker.model import PagedModel
 
@@ -100,17 +99,13 @@ def fits(cell: Cell, model: PagedModel) -> bool:
     return bool(needed < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0])
 
 
-def make_executor(model: PagedModel, cells: Sequence[Cell]) -> Executor:
-    """An executor for all of these cells, with a pool of random keys and values; on a GPU with graphs, as a worker."""
+def executor_for(model: PagedModel, cells: Sequence[Cell]) -> Executor:
+    """An executor for all of these cells, with a pool of random keys and values."""
     pool = model.make_pool(num_blocks=1 + max(cell.num_blocks for cell in cells), block_size=BLOCK_SIZE)
     for tensor in pool.tensors():
         tensor.normal_()
         tensor[NULL_BLOCK] = 0
-    max_num_seqs = max(cell.num_seqs for cell in cells)
-    decode = None
-    if model.device.type == "cuda":
-        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
-    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+    return make_executor(model, pool, max_num_seqs=max(cell.num_seqs for cell in cells))
 
 
 def measure(
