@@ -250,6 +250,7 @@ def test_nothing_is_stale_after_a_worker_was_killed(dynamo: Dynamo) -> None:
     await_that("the router knows it", lambda: taken_out(dynamo.backends["two"]) > num_taken, timeout_s=10)
     held = [prompt for prompt, worker in zip(prompts, workers, strict=True) if worker == gone]
     asked_later = held[1:]
+    assert asked_later, workers
     for prompt, worker in zip(prompts, workers, strict=True):
         if prompt in asked_later:
             continue
