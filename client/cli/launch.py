@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import http.client
 import json
+import math
 import os
 import queue
 import shutil
@@ -49,6 +50,8 @@ _GUARDED = Path(__file__).with_name("guarded.py")
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.05
+_EXIT_POLL_S = 0.01
+_DEATH_POLL_S = 0.2
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -88,8 +91,7 @@ class ServiceProcess:
         self._target = target
         self._arguments = tuple(arguments)
         self._process: subprocess.Popen[bytes] | None = None
-        self._exited = threading.Event()
-        self._exited.set()
+        self._is_running = False
         self._on_exit: Callable[[], None] | None = None
         self._watch: threading.Thread | None = None
 
@@ -106,7 +108,7 @@ class ServiceProcess:
     @property
     def is_running(self) -> bool:
         """True if the process exists."""
-        return not self._exited.is_set()
+        return self._is_running
 
     def start(self) -> None:
         """Starts the process; does not wait for it. Raises LaunchError if it runs already."""
@@ -149,7 +151,14 @@ class ServiceProcess:
 
     def wait_exited(self, timeout_s: float | None = None) -> bool:
         """Waits until the process has ended. Returns False if the time ran out."""
-        return self._exited.wait(timeout_s)
+        # By looking again and again: an interrupt in the midst of threading.Event.wait can leave its lock taken.
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._is_running:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(_EXIT_POLL_S, left_s))
+        return True
 
     def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int | None:
         """Ends it with SIGTERM, after `timeout_s` with SIGKILL; returns its exit status. Nothing to do: fine."""
@@ -206,13 +215,13 @@ class ServiceProcess:
         finally:
             os.close(read_fd)
         self._process = process
-        self._exited.clear()
+        self._is_running = True
         threading.Thread(target=self._reap, args=(process, write_fd), name=f"reap-{self.name}", daemon=True).start()
 
     def _reap(self, process: subprocess.Popen[bytes], write_fd: int) -> None:
         process.wait()
         os.close(write_fd)
-        self._exited.set()
+        self._is_running = False
         callback = self._on_exit
         if callback is not None:
             callback()
@@ -225,7 +234,7 @@ class ServiceProcess:
         """
         self._on_exit = callback
         try:
-            if self._exited.is_set():
+            if not self._is_running:
                 callback()
             yield
         finally:
@@ -412,8 +421,9 @@ class LocalServices:
         """Waits until one of the services has ended by itself; returns it. Signals interrupt the wait as usual."""
         while True:
             for service in self._services:
-                if service.wait_exited(0.2):
+                if not service.is_running:
                     return service
+            time.sleep(_DEATH_POLL_S)
 
     def stop(self) -> None:
         """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.

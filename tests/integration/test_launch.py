@@ -306,6 +306,40 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(folder: Path, parent
     assert line > 100, "the start ran fewer lines than it has: nothing was tried"
 
 
+def test_an_interrupt_at_any_moment_of_a_wait_leaves_nothing_locked(
+    folder: Path, parents: list[subprocess.Popen[str]]
+) -> None:
+    """The signal comes from inside, at each call, line and return of `wait` and of what it calls."""
+    source = """
+        import signal, sys
+        from quire.client.cli import launch
+
+        def interrupt_at(moment):
+            def trace(*_):
+                nonlocal moment
+                moment -= 1
+                if moment == 0:
+                    sys.settrace(None)
+                    signal.raise_signal(signal.SIGINT)
+                return trace
+            return trace
+
+        with launch.LocalServices.start(
+            model={model!r}, cachemgr_target={stand_in!r}, worker_target={stand_in!r}
+        ) as services:
+            for moment in range(1, 16):
+                try:
+                    sys.settrace(interrupt_at(moment))
+                    services.wait()
+                except KeyboardInterrupt:
+                    sys.settrace(None)
+        sys.exit(7)
+    """
+    parent = start_parent(parents, "any", source)
+    assert parent.wait(DEADLINE_S) == 7
+    assert not left_in(folder)
+
+
 def test_kill_9_of_the_parent_leaves_no_child_and_no_socket(folder: Path, parents: list[subprocess.Popen[str]]) -> None:
     parent = start_parent(parents, "any")
     pids = pids_printed(parent)
