@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forking
+import hypothesis
 import pytest
 
 DEFAULTS = {
@@ -82,6 +83,12 @@ for name, value in DEFAULTS.items():
 # A shell without job control starts a command in the background with SIGINT ignored. What the command starts ignores it
 # too, and the programs that tests interrupt would go on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example may take as long as a busy machine needs, and each run has the same examples.
+hypothesis.settings.register_profile(
+    "quire", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("quire")
 
 forking.install()
 

@@ -88,7 +88,7 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     seq_lens=lengths,
     num_programs=st.integers(1, 9),
@@ -112,7 +112,7 @@ def test_every_program_has_an_equal_run(
     assert all(load <= run for load in busy[-1:])
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     seq_lens=lengths,
     num_programs=st.integers(1, 9),

@@ -277,7 +277,7 @@ def test_offsets_beyond_int32(device: torch.device, heads_first: bool) -> None:
     assert torch.equal(out, small.run()[0])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(
         st.integers(0, 90).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, min(n, 30)))), min_size=1, max_size=4

@@ -1558,7 +1558,7 @@ def windowed_worlds(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data())
 def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
     world = World(shape)
@@ -1623,7 +1623,7 @@ def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list
             assert world.ended[sequence.arrival] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data())
 def test_only_a_request_that_breaks_the_model_fails(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
     world = World(shape)
