@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -80,6 +81,7 @@ def be_rank(rank: int, folder: str, families: tuple[str, ...], size: int) -> Non
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     ranks.least(0)  # so that none ends before the other is done
+    os._exit(0)  # as ranks of a worker do: threads of torch.distributed may abort an interpreter that ends
 
 
 def checksums(ranks: OneRank, group: RankGroup) -> list[list[int]]:

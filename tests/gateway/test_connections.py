@@ -114,7 +114,7 @@ def test_a_reader_who_takes_nothing_is_disconnected(services: LocalServices, tmp
 
 def test_sigterm_drains(services: LocalServices, tmp_path: Path) -> None:
     """Running streams end whole; new requests are refused with 503 meanwhile; then the process ends with status 0."""
-    gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
+    gateway = Gateway(services.cachemgr_address, "--drain-timeout", str(DEADLINE_S), log=tmp_path / "log")
     idle = gateway.connect()
     idle.connect()
     with gateway.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
