@@ -1,6 +1,7 @@
 """An engine for scripts and notebooks: plain calls, and a thread that runs the event loop."""
 
 import asyncio
+import queue
 import threading
 import weakref
 from collections import abc
@@ -30,12 +31,25 @@ class _LoopThread:
 
     def run(self, coroutine: abc.Coroutine[Any, Any, Answer]) -> Answer:
         """Return what a coroutine returns; Ctrl-C cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        # By a queue, which is C code: Ctrl-C in the midst of concurrent.futures.Future.result can leave its lock taken.
+        ended: queue.SimpleQueue[asyncio.Task[Answer]] = queue.SimpleQueue()
+        begun: list[asyncio.Task[Answer]] = []
+
+        def begin() -> None:
+            begun.append(self._loop.create_task(coroutine))
+            begun[0].add_done_callback(ended.put)
+
+        def cancel() -> None:
+            for task in begun:
+                task.cancel()
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(begin)
+            task = ended.get()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(cancel)
             raise
+        return task.result()
 
     def close(self) -> None:
         """Close the engine and end the thread. Doing it twice is fine."""

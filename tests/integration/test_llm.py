@@ -122,6 +122,46 @@ def test_ctrl_c_cancels_a_call_and_the_next_one_works(cachemgr: str) -> None:
     assert not leases(cachemgr)
 
 
+INTERRUPTED_AT_ANY_MOMENT = """
+import signal, sys
+from quire.client import LLM
+
+def interrupt_at(moment):
+    def trace(*_):
+        nonlocal moment
+        moment -= 1
+        if moment == 0:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    return trace
+
+llm = LLM(sys.argv[1])
+for moment in range(1, 1000):
+    sys.settrace(interrupt_at(moment))
+    try:
+        llm.generate("The input", max_tokens=2)
+        break
+    except KeyboardInterrupt:
+        assert len(llm.generate("The input", max_tokens=2)) == 1
+sys.settrace(None)
+print(moment)
+"""
+
+
+def test_ctrl_c_at_any_moment_of_a_call_leaves_nothing_locked(cachemgr: str) -> None:
+    """The signal comes from inside, at each call, line and return of a call."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_ANY_MOMENT, cachemgr],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0
+    assert 20 < int(done.stdout) < 999, "it was interrupted at each moment, and then not any more"
+    assert not leases(cachemgr)
+
+
 def test_the_snippet_of_the_page(
     cachemgr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
