@@ -2009,8 +2009,6 @@ def configured(num_examples: int) -> settings:
         phases=PHASES,
         report_multiple_bugs=False,
         stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
