@@ -311,28 +311,17 @@ def test_an_interrupt_at_any_moment_of_a_wait_leaves_nothing_locked(
 ) -> None:
     """The signal comes from inside, at each call, line and return of `wait` and of what it calls."""
     source = """
-        import signal, sys
-        from quire.client.cli import launch
+        import contextlib, os, sys
+        from quire.client.cli.launch import LocalServices
 
-        def interrupt_at(moment):
-            def trace(*_):
-                nonlocal moment
-                moment -= 1
-                if moment == 0:
-                    sys.settrace(None)
-                    signal.raise_signal(signal.SIGINT)
-                return trace
-            return trace
+        sys.path.insert(0, os.path.dirname({stand_in!r}))
+        from interrupting import interrupt_at
 
-        with launch.LocalServices.start(
-            model={model!r}, cachemgr_target={stand_in!r}, worker_target={stand_in!r}
-        ) as services:
+        with LocalServices.start(model={model!r}, cachemgr_target={stand_in!r}, worker_target={stand_in!r}) as services:
             for moment in range(1, 16):
-                try:
-                    sys.settrace(interrupt_at(moment))
+                with contextlib.suppress(KeyboardInterrupt):
+                    interrupt_at(moment)
                     services.wait()
-                except KeyboardInterrupt:
-                    sys.settrace(None)
         sys.exit(7)
     """
     parent = start_parent(parents, "any", source)

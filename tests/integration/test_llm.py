@@ -123,22 +123,15 @@ def test_ctrl_c_cancels_a_call_and_the_next_one_works(cachemgr: str) -> None:
 
 
 INTERRUPTED_AT_ANY_MOMENT = """
-import signal, sys
+import sys
 from quire.client import LLM
 
-def interrupt_at(moment):
-    def trace(*_):
-        nonlocal moment
-        moment -= 1
-        if moment == 0:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return trace
-    return trace
+sys.path.insert(0, sys.argv[2])
+from interrupting import interrupt_at
 
 llm = LLM(sys.argv[1])
 for moment in range(1, 1000):
-    sys.settrace(interrupt_at(moment))
+    interrupt_at(moment)
     try:
         llm.generate("The input", max_tokens=2)
         break
@@ -152,7 +145,7 @@ print(moment)
 def test_ctrl_c_at_any_moment_of_a_call_leaves_nothing_locked(cachemgr: str) -> None:
     """The signal comes from inside, at each call, line and return of a call."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_AT_ANY_MOMENT, cachemgr],
+        [sys.executable, "-c", INTERRUPTED_AT_ANY_MOMENT, cachemgr, str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
         text=True,
         timeout=DEADLINE_S,
