@@ -1,6 +1,6 @@
 //! Leases: their sequences, their steps, and the answers kept for repeated requests.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,7 @@ use crate::books::room::update_reservation;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
 use crate::cache::groups::Group;
+use crate::cache::mixing::SequenceMap;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, root_hash};
 use crate::cache::tenants::{TenantId, Tenants};
@@ -26,7 +27,7 @@ pub const REMEMBERED_PLANS: usize = 8;
 pub struct Lease {
     pub tenant: TenantId,
     pub tenant_name: Vec<u8>,
-    pub sequences: HashMap<i32, Row>,
+    pub sequences: SequenceMap<Row>,
     pub next_step: u64,
     /// The last step that was reported.
     pub settled_step: u64,

@@ -181,11 +181,12 @@ impl<'a> StepPlanner<'a> {
             sequence.in_host.as_mut().map(|tables| std::mem::take(&mut tables.blocks)).unwrap_or_default();
         self.plan.released_ids.push(sequence.seq_id);
         let blocks = self.end(row);
-        self.let_go(blocks.clone())?;
+        let hinted = hint.map(|hint| (hint.expected_in, blocks.clone()));
+        self.let_go(blocks)?;
         self.let_go_in_host(host_blocks)?;
-        match hint.map(|hint| hint.expected_in) {
-            Some(Some(seconds)) => self.expect_back(&blocks, seconds),
-            Some(None) => self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]),
+        match hinted {
+            Some((Some(seconds), blocks)) => self.expect_back(&blocks, seconds),
+            Some((None, blocks)) => self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]),
             None => {}
         }
         Ok(())

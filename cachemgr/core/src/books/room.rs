@@ -132,7 +132,11 @@ fn refuse_empty(seq_id: i64, num_tokens: usize) -> Option<Refusal> {
 
 /// Refuses tokens outside of the model's vocabulary.
 pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -> Option<Refusal> {
-    let is_foreign = |token: &i32| *token as u32 as usize >= geometry.vocab_size; // negative ones are large
+    let end = u32::try_from(geometry.vocab_size).unwrap_or(u32::MAX);
+    let is_foreign = |token: &i32| *token as u32 >= end; // negative ones are large
+    if !tokens.iter().fold(false, |any, token| any | is_foreign(token)) {
+        return None; // several at a time, which a search for the first one is not
+    }
     let index = tokens.iter().position(is_foreign)?;
     let (value, limit) = (tokens[index], geometry.vocab_size - 1);
     let message = format!("token {value} at index {index} of sequence {seq_id} is not in the vocabulary, 0 to {limit}");

@@ -326,16 +326,10 @@ impl Lineage {
 
     /// Takes out the first blocks of a ring as far as they are of one segment, at most `count`. Returns that.
     fn take_alike(&mut self, ring: u32, count: usize, victims: &mut Vec<BlockId>) -> u32 {
-        let number = self.segment_of(self.rings.first(ring));
-        for _ in 0..count {
-            let block = self.rings.first(ring);
-            if block == ring || self.segment_of(block) != number {
-                break;
-            }
-            self.rings.remove(block);
-            self.segment_of[block as usize] = UNKNOWN;
-            victims.push(block);
-        }
+        let Lineage { rings, segment_of, .. } = self;
+        let (number, first) = (segment_of[rings.first(ring) as usize], victims.len());
+        rings.take_first(ring, count, |block| segment_of[block as usize] == number, victims);
+        victims[first..].iter().for_each(|block| segment_of[*block as usize] = UNKNOWN);
         number
     }
 
@@ -389,12 +383,13 @@ impl EvictionPolicy for Lineage {
         if blocks.iter().any(|block| self.segment_of(*block) == UNKNOWN) {
             self.adopt_parked(blocks);
         }
-        let clock = self.clock;
-        for block in blocks {
-            let number = self.segment_of(*block);
-            self.segment(number).parked_at = clock;
-            let place = if number == UNKNOWN { NUM_PLACES } else { self.segment(number).place.into() };
-            self.rings.append(*block, (self.num_blocks + place) as u32);
+        let Lineage { rings, segments, segment_of, num_blocks, clock, .. } = self;
+        for alike in blocks.chunk_by(|one, next| segment_of[*one as usize] == segment_of[*next as usize]) {
+            let number = segment_of[alike[0] as usize];
+            let segment = &mut segments[number as usize];
+            segment.parked_at = *clock;
+            let place = if number == UNKNOWN { NUM_PLACES } else { segment.place.into() };
+            rings.append_all(alike, (*num_blocks + place) as u32);
         }
         self.num_parked += blocks.len();
     }

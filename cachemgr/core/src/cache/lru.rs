@@ -25,7 +25,7 @@ impl EvictionPolicy for Lru {
     fn forget(&mut self, _: &[BlockId]) {}
 
     fn park(&mut self, blocks: &[BlockId]) {
-        blocks.iter().for_each(|block| self.ring.append(*block, NULL_BLOCK));
+        self.ring.append_all(blocks, NULL_BLOCK);
         self.num_parked += blocks.len();
     }
 
@@ -36,11 +36,7 @@ impl EvictionPolicy for Lru {
 
     fn evict(&mut self, count: usize, victims: &mut Vec<BlockId>) {
         self.num_parked -= count;
-        for _ in 0..count {
-            let block = self.ring.first(NULL_BLOCK);
-            self.ring.remove(block);
-            victims.push(block);
-        }
+        self.ring.take_first(NULL_BLOCK, count, |_| true, victims);
     }
 
     fn num_parked(&self) -> usize {

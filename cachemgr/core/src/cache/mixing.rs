@@ -6,8 +6,10 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 /// 2^64 over the golden ratio, odd.
 const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// A table by number. Numbers are mixed by a key of the process, so that no client can choose some that collide.
+/// A table by number. Numbers are mixed by a random key, so that no client can choose some that collide.
 pub type NumberMap<V> = HashMap<u64, V, Mixing>;
+/// The same by the number of a sequence.
+pub type SequenceMap<V> = HashMap<i32, V, Mixing>;
 
 /// Makes hashers with a key that every table has for itself.
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +46,10 @@ impl Hasher for Mixer {
     fn write_u64(&mut self, number: u64) {
         let product = u128::from(self.mixed ^ number ^ self.key) * u128::from(self.key);
         self.mixed = (product >> 64) as u64 ^ product as u64;
+    }
+
+    fn write_i32(&mut self, number: i32) {
+        self.write_u64(number as u32 as u64);
     }
 
     fn write(&mut self, bytes: &[u8]) {

@@ -238,6 +238,7 @@ impl BlockPool {
             (0..num_missing).for_each(|_| self.evict_one(count, asker, &mut blocks));
         } else if num_missing > 0 {
             self.parking.evict(num_missing, &self.accounts.reclaims(asker.tenant, count), &mut blocks);
+            self.index.warm_blocks(&blocks[num_popped..]);
             for block in &blocks[num_popped..] {
                 self.accounts.uncache(self.owners[*block as usize], 1);
                 self.lose(*block, asker);
@@ -281,22 +282,27 @@ impl BlockPool {
 
     /// Adds `count` references to each of these blocks, which are held or in the index.
     pub fn acquire(&mut self, blocks: &[BlockId], count: u32) -> Result<()> {
-        let mut parked = Vec::new();
+        let (mut idle, mut num_shared) = (Vec::new(), 0);
         for &block in blocks {
-            let before = self.ref_count(block);
+            let refs = &mut self.refs[block as usize];
+            let before = std::mem::replace(refs, *refs + count);
+            num_shared += usize::from(before < 2 && before + count >= 2);
             if before == 0 {
-                if !self.index.is_findable(block) {
-                    return broken(format!("block {block} has no content to share"));
-                }
-                self.counters.num_active += 1;
-                match (self.pin_count(block), self.is_kept(block)) {
-                    (0, false) => parked.push(block),
-                    (0, true) => self.num_idle_kept -= 1,
-                    _ => {}
-                }
+                idle.push(block);
             }
-            self.refs[block as usize] = before + count;
-            self.counters.num_shared += usize::from(before < 2 && before + count >= 2);
+        }
+        if let Some(block) = idle.iter().find(|block| !self.index.is_findable(**block)) {
+            return broken(format!("block {block} has no content to share"));
+        }
+        self.counters.num_shared += num_shared;
+        self.counters.num_active += idle.len();
+        let mut parked = Vec::with_capacity(idle.len());
+        for block in idle {
+            match (self.pins[block as usize], self.is_kept(block)) {
+                (0, false) => parked.push(block),
+                (0, true) => self.num_idle_kept -= 1,
+                _ => {}
+            }
         }
         self.counters.num_references += blocks.len() * count as usize;
         if let Some(first) = parked.first() {
@@ -311,7 +317,7 @@ impl BlockPool {
 
     /// Removes one reference from each. Give a table's tail first: blocks are evicted in this order.
     pub fn release(&mut self, blocks: &[BlockId]) -> Result<()> {
-        blocks.iter().try_for_each(|block| self.let_go(*block))?;
+        self.let_go(blocks)?;
         self.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
         Ok(())
@@ -319,10 +325,8 @@ impl BlockPool {
 
     /// Removes one reference from each and adds one pin: not reused until `unpin`.
     pub fn retire(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for &block in blocks {
-            self.let_go(block)?;
-            self.pins[block as usize] += 1;
-        }
+        self.let_go(blocks)?;
+        blocks.iter().for_each(|block| self.pins[*block as usize] += 1);
         self.journal.touch_all(blocks, &self.owners);
         Ok(())
     }
@@ -352,6 +356,7 @@ impl BlockPool {
 
     /// Makes a computed block findable by its prefix hash, unless another one of its group is; returns the one that is
     /// from now on.
+    #[inline]
     pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
         let standing = self.index.publish(&identity(hash, self.groups.of(block)), block);
         if standing == block {
@@ -502,29 +507,42 @@ impl BlockPool {
         }
     }
 
-    fn let_go(&mut self, block: BlockId) -> Result<()> {
-        let Some(refs) = self.ref_count(block).checked_sub(1) else {
-            return broken(format!("block {block} is released, nobody holds it"));
-        };
-        self.refs[block as usize] = refs;
-        self.counters.num_references -= 1;
-        self.counters.num_shared -= usize::from(refs == 1);
-        self.counters.num_active -= usize::from(refs == 0);
+    fn let_go(&mut self, blocks: &[BlockId]) -> Result<()> {
+        let (mut num_unshared, mut num_left) = (0, 0);
+        for block in blocks {
+            let refs = &mut self.refs[*block as usize];
+            match *refs {
+                0 => return broken(format!("block {block} is released, nobody holds it")),
+                1 => num_left += 1,
+                2 => num_unshared += 1,
+                _ => {}
+            }
+            *refs -= 1;
+        }
+        self.counters.num_references -= blocks.len();
+        self.counters.num_shared -= num_unshared;
+        self.counters.num_active -= num_left;
         Ok(())
     }
 
     /// Those of these that nothing keeps any more: with content they are parked, without they are free.
     fn rest(&mut self, blocks: &[BlockId]) {
-        let mut idle: Vec<BlockId> = blocks.iter().copied().filter(|block| self.is_idle(*block)).collect();
-        if !self.keeps.is_empty() {
-            let before = idle.len();
-            idle.retain(|block| !self.is_kept(*block));
-            self.num_idle_kept += before - idle.len();
+        let (mut parked, mut free) = (Vec::with_capacity(blocks.len()), Vec::new());
+        for &block in blocks {
+            if !self.is_idle(block) {
+                continue;
+            }
+            if self.is_kept(block) {
+                self.num_idle_kept += 1;
+            } else if self.index.is_findable(block) {
+                parked.push(block);
+            } else {
+                free.push(block);
+            }
         }
-        let Some(first) = idle.first() else { return };
+        let Some(first) = parked.first().or(free.first()) else { return };
         let owner = self.owners[*first as usize];
-        self.accounts.let_go(owner, idle.len());
-        let (parked, free): (Vec<_>, Vec<_>) = idle.into_iter().partition(|block| self.index.is_findable(*block));
+        self.accounts.let_go(owner, parked.len() + free.len());
         if !free.is_empty() {
             self.push_free(&free);
         }

@@ -7,6 +7,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use sha2::block_api::compress256;
 use sha2::{Digest, Sha256};
 
 use crate::cache::mixing::mixing_key;
@@ -32,13 +33,37 @@ pub fn root_hash(tenant: &[u8], salt: &[u8], model_fingerprint: &[u8]) -> Hash {
 /// A token id is hashed as a little-endian int32; a partial tail is ignored. Cost: one SHA-256 per block.
 pub fn chain_hashes(mut parent: Hash, tokens: &[i32], block_size: usize, hashes: &mut Vec<Hash>) {
     hashes.reserve(tokens.len() / block_size);
-    let mut content = vec![0; 32 + 4 * block_size];
+    let length = parent.len() + 4 * block_size;
+    let mut message = padded(length);
     for block in tokens.chunks_exact(block_size) {
-        content[..32].copy_from_slice(&parent);
-        write_tokens(block, &mut content[32..]);
-        parent = Sha256::digest(&content).into();
+        let content = &mut message.as_flattened_mut()[..length];
+        content[..parent.len()].copy_from_slice(&parent);
+        write_tokens(block, &mut content[parent.len()..]);
+        parent = hash_padded(&message);
         hashes.push(parent);
     }
+}
+
+/// A message of so many zero bytes with SHA-256's padding (FIPS 180-4, 5.1.1). That depends on the length alone: to pad
+/// once for all blocks of a prompt saves a tenth of an admission's time.
+fn padded(length: usize) -> Vec<[u8; 64]> {
+    let mut message = vec![[0; 64]; (length + 9).div_ceil(64)];
+    let bytes = message.as_flattened_mut();
+    bytes[length] = 0x80;
+    *bytes.last_chunk_mut().expect("it has a block at least") = (8 * length as u64).to_be_bytes();
+    message
+}
+
+/// SHA-256 of a padded message (FIPS 180-4, 5.3.3 and 6.2).
+fn hash_padded(message: &[[u8; 64]]) -> Hash {
+    let mut state =
+        [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
+    compress256(&mut state, message);
+    let mut hash = [0; 32];
+    for (cell, word) in hash.chunks_exact_mut(4).zip(state) {
+        cell.copy_from_slice(&word.to_be_bytes());
+    }
+    hash
 }
 
 /// SHA-256 of token ids.
@@ -173,15 +198,20 @@ impl PrefixIndex {
 
     /// The block that holds this prefix's last block.
     pub fn lookup(&self, hash: &Hash) -> Option<BlockId> {
-        let mixed = self.mix(hash);
+        self.seek(hash, self.mix(hash)).ok()
+    }
+
+    /// The block of a hash; if there is none, the empty place of its entry.
+    #[inline]
+    fn seek(&self, hash: &Hash, mixed: u32) -> std::result::Result<BlockId, usize> {
         let mut place = mixed as usize & self.mask;
         loop {
             let entry = self.entries[place];
             if entry == 0 {
-                return None;
+                return Err(place);
             }
             if (entry >> 32) as u32 == mixed && self.hashes[entry as u32 as usize] == *hash {
-                return Some(entry as u32);
+                return Ok(entry as u32);
             }
             place = (place + 1) & self.mask;
         }
@@ -203,24 +233,28 @@ impl PrefixIndex {
     }
 
     /// Makes a computed block findable, unless another one is by this hash; returns the one that is from now on.
+    #[inline]
     pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
-        if let Some(standing) = self.lookup(hash) {
+        if let Some(standing) = self.enter(hash, block) {
             return standing;
         }
-        self.enter(hash, block);
         self.hashes[block as usize] = *hash;
         self.past[block as usize] = Past::Findable;
         self.num_indexed += 1;
         block
     }
 
-    fn enter(&mut self, hash: &Hash, block: BlockId) {
+    /// Enters the block of a hash. If there is one already, that stays and is returned.
+    #[inline]
+    fn enter(&mut self, hash: &Hash, block: BlockId) -> Option<BlockId> {
         let mixed = self.mix(hash);
-        let mut place = mixed as usize & self.mask;
-        while self.entries[place] != 0 {
-            place = (place + 1) & self.mask;
+        match self.seek(hash, mixed) {
+            Ok(standing) => Some(standing),
+            Err(place) => {
+                self.entries[place] = u64::from(mixed) << 32 | u64::from(block);
+                None
+            }
         }
-        self.entries[place] = u64::from(mixed) << 32 | u64::from(block);
     }
 
     /// Removes a block from the index because it is allocated again.
@@ -241,9 +275,14 @@ impl PrefixIndex {
     }
 
     /// Reads the places of these entries, so that looking them up one by one does not wait for memory each time.
-    pub fn warm(&self, hashes: &[Hash]) {
+    pub fn warm<'a>(&self, hashes: impl IntoIterator<Item = &'a Hash>) {
         let read = |hash| self.entries[self.mix(hash) as usize & self.mask];
-        black_box(hashes.iter().map(read).fold(0, |all, entry| all ^ entry));
+        black_box(hashes.into_iter().map(read).fold(0, |all, entry| all ^ entry));
+    }
+
+    /// The same for the entries of blocks that are in the index.
+    pub fn warm_blocks(&self, blocks: &[BlockId]) {
+        self.warm(blocks.iter().map(|block| &self.hashes[*block as usize]));
     }
 
     /// Disagreements between the two directions: about the blocks of a range, and in its share of the entries.
@@ -319,6 +358,21 @@ mod tests {
         }
         index.audit_counts(&mut wrong);
         wrong
+    }
+
+    #[test]
+    fn a_hash_is_sha256_of_the_parent_and_the_tokens() {
+        let tokens: Vec<i32> = (0..200).map(|number: i32| number.wrapping_mul(0x0123_4567)).collect();
+        for block_size in 1..=64 {
+            let (mut parent, mut hashes) = ([7; 32], Vec::new());
+            chain_hashes(parent, &tokens, block_size, &mut hashes);
+            assert_eq!(hashes.len(), tokens.len() / block_size);
+            for (block, hash) in tokens.chunks_exact(block_size).zip(&hashes) {
+                let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
+                parent = Sha256::digest([&parent[..], &bytes].concat()).into();
+                assert_eq!(*hash, parent);
+            }
+        }
     }
 
     #[test]

@@ -32,6 +32,34 @@ impl Rings {
         self.prev[sentinel as usize] = node;
     }
 
+    /// The same for several nodes, in order.
+    pub fn append_all(&mut self, nodes: &[u32], sentinel: u32) {
+        let mut before = self.prev[sentinel as usize];
+        for &node in nodes {
+            self.next[before as usize] = node;
+            self.prev[node as usize] = before;
+            before = node;
+        }
+        self.next[before as usize] = sentinel;
+        self.prev[sentinel as usize] = before;
+    }
+
+    /// Takes the first nodes of a ring out, at most `count` and as long as `is_taken` says so, and appends them to `taken`.
+    pub fn take_first(&mut self, sentinel: u32, count: usize, is_taken: impl Fn(u32) -> bool, taken: &mut Vec<u32>) {
+        let mut node = self.first(sentinel);
+        for _ in 0..count {
+            if node == sentinel || !is_taken(node) {
+                break;
+            }
+            taken.push(node);
+            let after = std::mem::replace(&mut self.next[node as usize], node);
+            self.prev[node as usize] = node;
+            node = after;
+        }
+        self.next[sentinel as usize] = node;
+        self.prev[node as usize] = sentinel;
+    }
+
     /// Takes a node out, wherever it is.
     pub fn remove(&mut self, node: u32) {
         let (before, after) = (self.prev[node as usize], self.next[node as usize]);
@@ -86,6 +114,25 @@ mod tests {
         assert_eq!((rings.first(6), rings.first(7)), (6, 2));
         rings.next[7] = 7;
         assert!(!rings.contains(2));
+    }
+
+    #[test]
+    fn several_nodes_come_and_go_as_one_by_one() {
+        let (mut rings, mut others) = (Rings::new(8), Rings::new(8));
+        for nodes in [&[3, 1, 2][..], &[], &[5, 4]] {
+            rings.append_all(nodes, 7);
+            nodes.iter().for_each(|node| others.append(*node, 7));
+            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev));
+        }
+        for (count, last_taken, expected) in
+            [(2, 9, &[3, 1][..]), (9, 2, &[2]), (0, 9, &[]), (9, 9, &[5, 4]), (9, 9, &[])]
+        {
+            let mut taken = vec![6];
+            rings.take_first(7, count, |node| node <= last_taken, &mut taken);
+            assert_eq!((taken[0], &taken[1..]), (6, expected));
+            expected.iter().for_each(|node| others.remove(*node));
+            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev));
+        }
     }
 
     #[test]
