@@ -132,7 +132,8 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         lengths = tab.evaluate("window.lengths")
         assert len(set(lengths)) > 20, "the text did not come token by token"
         assert "prompt tokens" in tab.inner_text("#usage")
-        assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
+        # Changes that come together are drawn once: at the least those while the text came, and those after it.
+        tab.wait_for_function(f"Number(document.getElementById('map').dataset.draws) >= {draws + 2}")
         assert "cached" in tab.inner_text("#legend")
         tab.screenshot(path=tmp_path / f"{colours}.png")
         browser.close()
