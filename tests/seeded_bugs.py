@@ -244,7 +244,7 @@ BUGS = [
     rust(
         "published prefixes",
         "a block's hash says nothing of what comes before it",
-        ("chain_hashes", "content[..32].copy_from_slice(&parent);", ""),
+        ("chain_hashes", "content[..parent.len()].copy_from_slice(&parent);", ""),
     ),
     rust(
         "published prefixes",

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.verify
 
 ROLES = {"olga": "operator", "worker": "worker", "gate": "client,gateway"}
 TENANTS = ("alice", "bob")
-NUM_STREAMS, NUM_NEW = 32, 120
-# Tokens of each stream before something is killed.
-KILLED_AFTER = 12
+NUM_STREAMS, NUM_NEW = 32, 160
+# Tokens of half of the streams before something is killed. On a busy machine the last ones begin long after the first.
+KILLED_AFTER = 6
 PROMPTS = ("A class is", "The function returns", "When the file", "Note that", "If the value", "Each thread")
 
 Streams = dict[int, list[int]]
@@ -104,7 +104,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 def run(gateways: Sequence[Gateway], kill: Callable[[], None] | None = None) -> tuple[Streams, set[int]]:
-    """Run all streams at once, in turns through the gateways; kill when each has some tokens.
+    """Run all streams at once, in turns through the gateways; kill when half of them have some tokens.
 
     Returns the tokens of each, and the streams that lost their connection.
     """
@@ -126,7 +126,7 @@ def run(gateways: Sequence[Gateway], kill: Callable[[], None] | None = None) -> 
                         if line.startswith("data: {"):
                             for choice in json.loads(line[6:])["choices"]:
                                 tokens += choice["token_ids"]
-                        if min(map(len, streams.values())) >= KILLED_AFTER:
+                        if sum(len(each) >= KILLED_AFTER for each in streams.values()) >= NUM_STREAMS // 2:
                             are_begun.set()
             except httpx.TransportError:
                 broken.add(number)
@@ -164,10 +164,13 @@ def whole(fleet: Fleet) -> Iterator[Fleet]:
 
 
 def has_all_blocks(fleet: Fleet) -> bool:
-    """Return whether no lease but the surviving gateway's is left, and no sequence holds a block."""
+    """Return whether no lease but the surviving gateway's is left, and no sequence holds a block.
+
+    An engine that has lost its lease and its requests opens a lease with the next request.
+    """
     pools = fleet.pools().values()
     return all(
-        pool.attached and pool.lease_count == 1 and not pool.block_counts.active_count + pool.block_counts.retired_count
+        pool.attached and pool.lease_count <= 1 and not pool.block_counts.active_count + pool.block_counts.retired_count
         for pool in pools
     )
 
