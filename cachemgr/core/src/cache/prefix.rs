@@ -203,7 +203,7 @@ impl PrefixIndex {
 
     /// The block of a hash; if there is none, the empty place of its entry.
     #[inline]
-    fn seek(&self, hash: &Hash, mixed: u32) -> std::result::Result<BlockId, usize> {
+    fn seek(&self, hash: &Hash, mixed: u32) -> Result<BlockId, usize> {
         let mut place = mixed as usize & self.mask;
         loop {
             let entry = self.entries[place];
