@@ -124,7 +124,7 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         )
         draws = int(tab.locator("#map").get_attribute("data-draws") or "0")
         tab.fill("#prompt", PROMPT)
-        tab.fill("#max_tokens", "120")
+        tab.fill("#max_tokens", "480")  # a quiet machine gives 120 in half a second, and the map is drawn six times
         tab.fill("#n", "3")
         tab.click("#send")
         expect(tab.locator("#send")).to_be_disabled()
@@ -132,8 +132,7 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         lengths = tab.evaluate("window.lengths")
         assert len(set(lengths)) > 20, "the text did not come token by token"
         assert "prompt tokens" in tab.inner_text("#usage")
-        # Changes that come together are drawn once: at the least those while the text came, and those after it.
-        tab.wait_for_function(f"Number(document.getElementById('map').dataset.draws) >= {draws + 2}")
+        assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
         assert "cached" in tab.inner_text("#legend")
         tab.screenshot(path=tmp_path / f"{colours}.png")
         browser.close()

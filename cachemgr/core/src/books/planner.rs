@@ -176,7 +176,6 @@ impl<'a> StepPlanner<'a> {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
-        let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).count();
         let host_blocks =
             sequence.in_host.as_mut().map(|tables| std::mem::take(&mut tables.blocks)).unwrap_or_default();
         self.plan.released_ids.push(sequence.seq_id);
@@ -186,7 +185,11 @@ impl<'a> StepPlanner<'a> {
         self.let_go_in_host(host_blocks)?;
         match hinted {
             Some((Some(seconds), blocks)) => self.expect_back(&blocks, seconds),
-            Some((None, blocks)) => self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]),
+            Some((None, blocks)) => {
+                let sequence = self.table.get(row);
+                let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).count();
+                self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]);
+            }
             None => {}
         }
         Ok(())

@@ -45,7 +45,7 @@ pub fn chain_hashes(mut parent: Hash, tokens: &[i32], block_size: usize, hashes:
 }
 
 /// A message of so many zero bytes with SHA-256's padding (FIPS 180-4, 5.1.1). That depends on the length alone: to pad
-/// once for all blocks of a prompt saves a tenth of an admission's time.
+/// once for all blocks of a prompt saves 3 to 9 % of an admission's time.
 fn padded(length: usize) -> Vec<[u8; 64]> {
     let mut message = vec![[0; 64]; (length + 9).div_ceil(64)];
     let bytes = message.as_flattened_mut();

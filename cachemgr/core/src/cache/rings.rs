@@ -25,11 +25,7 @@ impl Rings {
 
     /// Puts a node that is in no ring at the end of one.
     pub fn append(&mut self, node: u32, sentinel: u32) {
-        let before = self.prev[sentinel as usize];
-        self.next[before as usize] = node;
-        self.prev[node as usize] = before;
-        self.next[node as usize] = sentinel;
-        self.prev[sentinel as usize] = node;
+        self.append_all(&[node], sentinel);
     }
 
     /// The same for several nodes, in order.
