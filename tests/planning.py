@@ -105,6 +105,18 @@ class ReturnHint:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedPrompt:
+    """A prompt that waits at the client."""
+
+    tokens: bytes
+    """TOKEN_BYTES each."""
+    expected_in_s: float
+    salt: bytes = b""
+    tenant: str | None = None
+    """None: the lease's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     seq_id: int
     tokens: bytes
@@ -132,6 +144,7 @@ class StepRequest:
     """About sequences that are released."""
     offloads: Sequence[int] = ()
     """Sequences to move to the host tier."""
+    expected_prompts: Sequence[ExpectedPrompt] = ()
     trims: Sequence[Trim] = ()
     forks: Sequence[Fork] = ()
     extend_ids: Sequence[int] | bytes = ()
@@ -176,6 +189,7 @@ def body_of(request: StepRequest, lease_id: str, epoch: int = 1, *, request_id: 
         release_sequence_ids=request.releases,
         return_hints=[message_of_hint(hint) for hint in request.return_hints],
         offload_sequence_ids=request.offloads,
+        expected_prompts=map(message_of_expected, request.expected_prompts),
         trim_sequence_ids=[trim.seq_id for trim in request.trims],
         trim_token_counts=[trim.num_tokens for trim in request.trims],
         forks=[
@@ -209,6 +223,14 @@ def message_of_hint(hint: ReturnHint) -> pb.ReturnHint:
         message.not_expected = True
     else:
         message.expected_in.FromNanoseconds(int(hint.expected_in_s * 1e9))
+    return message
+
+
+def message_of_expected(prompt: ExpectedPrompt) -> pb.ExpectedPrompt:
+    message = pb.ExpectedPrompt(
+        token_ids=np.frombuffer(prompt.tokens, "<i4").tolist(), salt=prompt.salt, tenant=prompt.tenant
+    )
+    message.expected_in.FromNanoseconds(int(prompt.expected_in_s * 1e9))
     return message
 
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
+from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
 from quire.client.errors import InvalidRequest
 
 _LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens", "max_unread_tokens")
@@ -16,6 +17,8 @@ class EngineConfig:
     pool                     its name; "": the only one
     max_step_tokens          tokens computed per step at most; the worker may allow fewer
     max_running_sequences    sequences that hold blocks at once at most; the worker may have room for fewer
+    max_expected_prompts     prompts at the head of the queue that cachemgr is told of: the cached blocks that they
+                             would find are evicted last
     lease_ttl_s              the pool's blocks are released this long after the end of this process; lease_bounds has
                              the range
     recovery_timeout_s       requests fail if a service can't be used for this long; errors count the delivered tokens
@@ -34,6 +37,7 @@ class EngineConfig:
     pool: str = ""
     max_step_tokens: int = 2048
     max_running_sequences: int = 256
+    max_expected_prompts: int = DEFAULT_EXPECTED_PROMPTS
     lease_ttl_s: float = DEFAULT_TTL_S
     recovery_timeout_s: float = 60.0
     max_recoveries: int = 8
@@ -49,6 +53,8 @@ class EngineConfig:
         for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
             if getattr(self, name) < 1:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+        if self.max_expected_prompts < 0:
+            raise InvalidRequest.of_field("max_expected_prompts", self.max_expected_prompts, "at least 0")
         for name in _LIMITS:
             limit = getattr(self, name)
             if limit is not None and limit < 1:

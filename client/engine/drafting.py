@@ -3,20 +3,22 @@
 from collections import abc
 from itertools import groupby
 
-from quire.client.engine.plans import Admission, Fork, Plan, SchedulerLimits
+from quire.client.engine.plans import Admission, ExpectedPrompt, Fork, Plan, SchedulerLimits
 from quire.client.engine.policy import Policy, PoolView
 from quire.client.engine.queues import Queues, id_of
 from quire.client.engine.room import Room
 from quire.client.engine.sequence import Sequence, SequenceState
 
-# Tokens of all admissions of one plan, if there are two or more (Admission.token_ids of the proto), and ids in the
-# sampling parameters of its admitted or restored sequences.
+# Tokens of all admissions of one plan, if there are two or more, and of its expected prompts (Admission.token_ids of
+# the proto); and ids in the sampling parameters of its admitted or restored sequences.
 _MAX_PLAN_TOKENS = 262_144
 # Tokens that all children of one plan's forks begin with (Fork.child_sequence_ids of the proto), and ids in their
 # sampling parameters.
 _MAX_FORKED_TOKENS = 8_388_608
 # Tokens that one plan appends to sequences (Extends.append_token_ids of the proto).
 _MAX_APPENDED_TOKENS = 262_144
+# Long enough for the head of a queue; what nobody has found after twice this time is evicted as before.
+_EXPECTED_IN_S = 60.0
 
 
 class Draft:
@@ -54,6 +56,8 @@ class Draft:
         self._forks: list[Fork] = []
         self._restores: list[int] = []
         self._admissions: list[Admission] = []
+        self._num_offered = 0  # of the line
+        self._expected: dict[Sequence, ExpectedPrompt] = {}
         self._sequences: dict[int, Sequence] = {}
 
     def add_running(self, newcomer: Sequence | None) -> None:
@@ -88,6 +92,7 @@ class Draft:
             release_ids=released,
             expected_back_s={seq_id: hints[seq_id] for seq_id in released if seq_id in hints} if hints else {},
             offload_ids=tuple(offload_ids),
+            expected=self._expected,
             trims=self._trims,
             forks=tuple(self._forks),
             extend_ids=tuple(self._ids),
@@ -221,10 +226,26 @@ class Draft:
                 return
             if budget <= 0 or not self._admits(sequence) or not self._add_newcomer(sequence):
                 return
+            self._num_offered += 1
             if sequence.tenant not in self._room.short_tenants:  # it will probably be refused again
                 budget -= max(1.0, self._expected_run_of(sequence))
             if self._room.blocks_awaited_by(self.line[0]):
                 return  # a sequence was refused blocks: none may overtake the first in the queue
+
+    def expect_line(self) -> None:
+        """Name the prompts that stay at the head of the queue, each once: what they would find is evicted last."""
+        num_given = sum(len(admission.token_ids) for admission in self._admissions)
+        for sequence in self.line[self._num_offered : self._num_offered + self._limits.max_expected_prompts]:
+            if sequence.is_expected or sequence.host_id is not None or not sequence.cache_params.reads_cache:
+                continue
+            if len(self._expected) == self._limits.max_running_sequences:
+                return
+            if num_given + len(sequence.token_ids) > _MAX_PLAN_TOKENS:
+                continue
+            num_given += len(sequence.token_ids)
+            tenant = sequence.tenant if self._by_tenant else ""
+            prompt = ExpectedPrompt(sequence.token_ids, sequence.cache_params.salt, tenant, _EXPECTED_IN_S)
+            self._expected[sequence] = prompt
 
     def _admits(self, newcomer: Sequence) -> bool:
         is_first = newcomer is self.line[0]

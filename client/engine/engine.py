@@ -688,6 +688,7 @@ class Engine:
             session.geometry,
             max_step_tokens=min(self._config.max_step_tokens, allowed),
             max_running_sequences=self._config.max_running_sequences,
+            max_expected_prompts=self._config.max_expected_prompts,
         )
 
     async def _check_grammar(self, grammar: Grammar) -> None:

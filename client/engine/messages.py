@@ -11,7 +11,18 @@ from quire.client.channel import decode_error
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.layer_groups import LayerGroup, LayerGroupKind
-from quire.client.engine.plans import Admission, Blocks, Plan, PlanItem, PlanOutcome, Refusal, SchedulerLimits, Step
+from quire.client.engine.plans import (
+    DEFAULT_EXPECTED_PROMPTS,
+    Admission,
+    Blocks,
+    ExpectedPrompt,
+    Plan,
+    PlanItem,
+    PlanOutcome,
+    Refusal,
+    SchedulerLimits,
+    Step,
+)
 from quire.client.engine.sequence import Sequence
 from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2
@@ -40,7 +51,11 @@ _LAYER_GROUP_KINDS = {
 
 
 def limits_of(
-    geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_running_sequences: int
+    geometry: attach_pb2.PoolGeometry,
+    *,
+    max_step_tokens: int,
+    max_running_sequences: int,
+    max_expected_prompts: int = DEFAULT_EXPECTED_PROMPTS,
 ) -> SchedulerLimits:
     """The limits of a pool, within those of the configuration.
 
@@ -49,6 +64,7 @@ def limits_of(
     return SchedulerLimits(
         max_step_tokens=max_step_tokens,
         max_running_sequences=min(max_running_sequences, geometry.max_sequence_count),
+        max_expected_prompts=max_expected_prompts,
         block_size=geometry.block_size_tokens,
         num_blocks=geometry.block_count - 1,
         max_sequence_tokens=geometry.max_sequence_tokens,
@@ -76,6 +92,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         release_sequence_ids=plan.release_ids,
         return_hints=[_encode_hint(seq_id, seconds) for seq_id, seconds in plan.expected_back_s.items()],
         offload_sequence_ids=plan.offload_ids,
+        expected_prompts=map(_encode_expected_prompt, plan.expected.values()),
         trim_sequence_ids=plan.trims.keys(),
         trim_token_counts=plan.trims.values(),
         forks=[
@@ -126,6 +143,15 @@ def _encode_hint(seq_id: int, expected_back_s: float) -> cache_service_pb2.Retur
     if expected_back_s == math.inf:
         return cache_service_pb2.ReturnHint(sequence_id=seq_id, not_expected=True)
     return cache_service_pb2.ReturnHint(sequence_id=seq_id, expected_in=_duration_of(expected_back_s))
+
+
+def _encode_expected_prompt(prompt: ExpectedPrompt) -> cache_service_pb2.ExpectedPrompt:
+    return cache_service_pb2.ExpectedPrompt(
+        token_ids=prompt.token_ids,
+        salt=prompt.salt,
+        tenant=prompt.tenant or None,
+        expected_in=_duration_of(prompt.expected_in_s),
+    )
 
 
 def _duration_of(seconds: float) -> duration_pb2.Duration:

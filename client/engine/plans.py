@@ -13,6 +13,9 @@ from quire.client.errors import InvalidRequest, QuireError
 
 # One in so many of a step's tokens is reserved for prompts.
 _PROMPT_SHARE = 4
+DEFAULT_EXPECTED_PROMPTS = 8
+"""As measured: docs/reference/eviction.md, queued prompts."""
+_MAY_BE_ZERO = frozenset({"num_host_blocks", "block_bytes", "has_recurrent_state", "max_expected_prompts"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class SchedulerLimits:
     max_sequence_tokens      the model's context
     vocabulary_size          token ids are below this
     max_step_failures        a request fails when this many steps it was alone in have failed
+    max_expected_prompts     prompts at the head of the queue that cachemgr is told of. One further back would find more
+                             if it were named later, because those before it may compute what it finds
     max_stalls               plans in a row without a run before the only running sequence is preempted
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              bytes that a copy of a block moves
@@ -41,6 +46,7 @@ class SchedulerLimits:
     max_sequence_tokens: int
     vocabulary_size: int
     max_step_failures: int = 3
+    max_expected_prompts: int = DEFAULT_EXPECTED_PROMPTS
     max_stalls: int = 20
     num_host_blocks: int = 0
     block_bytes: int = 0
@@ -50,7 +56,7 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name not in ("layer_groups", "tables")):
-            least = 0 if name in ("num_host_blocks", "block_bytes", "has_recurrent_state") else 1
+            least = 0 if name in _MAY_BE_ZERO else 1
             if getattr(self, name) < least:
                 raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
         object.__setattr__(self, "tables", BlockTables(self.block_size, self.layer_groups))
@@ -103,6 +109,17 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedPrompt:
+    """A prompt that waits in the queue: the blocks that it would find now are evicted last."""
+
+    token_ids: abc.Sequence[int]
+    salt: bytes
+    tenant: str
+    """The tenant of the sequence; "": the lease's."""
+    expected_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The request for the next step. extend_ids and extend_counts are parallel; sequences maps ids to sequences.
 
@@ -114,6 +131,8 @@ class Plan:
     expected_back_s: abc.Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """The seconds until the tokens of released sequences are needed again, if known; math.inf: never."""
     offload_ids: tuple[int, ...] = ()
+    expected: abc.Mapping[Sequence, ExpectedPrompt] = field(default_factory=lambda: MappingProxyType({}))
+    """The prompts of sequences that stay at the head of the queue, in its order, that cachemgr does not know of."""
     trims: abc.Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     forks: tuple[Fork, ...] = ()
     extend_ids: tuple[int, ...] = ()

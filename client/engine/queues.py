@@ -234,7 +234,7 @@ class Queues:
         self.expected_back_s.clear()
         self.offloads.clear()
         for sequence in self.waiting:
-            sequence.host_id = None
+            sequence.host_id, sequence.is_expected = None, False
         for sequence in (*self.running, *self.draining):
             sequence.forget()
             insort(self.waiting, sequence, key=by_rank)

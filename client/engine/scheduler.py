@@ -414,6 +414,7 @@ class Scheduler:
             draft.add_running(draft.line[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()
+            draft.expect_line()
         elif not self._flight:  # alone means alone: a failure must have one possible cause
             draft.add_alone(queues.suspects[0])
         releases = islice(queues.releases, self.limits.max_running_sequences)
@@ -447,6 +448,8 @@ class Scheduler:
         self._counters.planned_steps += 1
         self._counters.refusals += len(refused)
         self._room.blocks, self._room.num_free_host_blocks = outcome.blocks, outcome.num_free_host_blocks
+        for sequence in plan.expected:
+            sequence.is_expected = True
         self._take_releases(plan, refused)
         self._begin_forks(plan, refused, failed)
         if plan.restore_ids or plan.admissions:

@@ -147,6 +147,8 @@ class Sequence:
     was_admitted: bool = False
     # True if the worker has this incarnation's sampling parameters.
     sampling_sent: bool = False
+    # True if cachemgr was told that it waits.
+    is_expected: bool = False
     # A step with it and others failed: it runs alone until this many tokens are computed.
     suspect_until: int | None = None
     # Failures of steps it was alone in.
@@ -253,6 +255,7 @@ class Sequence:
         self.num_untold_tokens = 0
         self.sampling_sent = False
         self.was_admitted = True
+        self.is_expected = False
 
     def schedule(self, num_tokens: int) -> bool:
         """Count a run of this many tokens as planned. Returns whether it samples."""
@@ -299,6 +302,7 @@ class Sequence:
             self.move(SequenceState.WAITING)
         self.seq_id = None
         self.host_id, self.num_host_tokens = None, 0
+        self.is_expected = False
         self.num_scheduled_tokens = 0
         self.num_sampling = 0
         self.num_untold_tokens = 0

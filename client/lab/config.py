@@ -21,6 +21,7 @@ from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.geometry import LayerGroupKind
 from quire.client.engine import layer_groups as engine_groups
+from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
 from quire.client.engine.tier import DEFAULT_COPY_BYTES_PER_S
 from quire.client.lab.errors import ConfigError
 from quire.client.lab.sessions import KINDS, Sessions
@@ -125,6 +126,7 @@ class Fleet:
     block_size: int = 16
     eviction: str = DEFAULT_POLICY
     max_running_sequences: int = 256
+    max_expected_prompts: int = DEFAULT_EXPECTED_PROMPTS
     max_step_tokens: int = 2048
     max_sequence_tokens: int = 131_072
     separate_tenants: bool = False
@@ -135,7 +137,7 @@ class Fleet:
         limits = {
             "workers": (1, 1000), "blocks": (1, 2**24 - 1), "block_size": (1, 1024),
             "max_running_sequences": (1, 65_536), "max_step_tokens": (1, 2**20), "max_sequence_tokens": (2, 2**24),
-            "host_blocks": (0, _MOST_INT32),
+            "host_blocks": (0, _MOST_INT32), "max_expected_prompts": (0, 65_536),
         }  # fmt: skip
         _check("fleet", self, limits)
         try:

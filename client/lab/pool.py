@@ -88,7 +88,10 @@ class SimulatedPool:
         self._ledger.open_lease(_LEASE, ttl_s=1.0, now=0.0)
         self._ledger.keep_contents(False)  # nothing here reads the tokens of blocks
         limits = limits_of(
-            geometry, max_step_tokens=fleet.max_step_tokens, max_running_sequences=fleet.max_running_sequences
+            geometry,
+            max_step_tokens=fleet.max_step_tokens,
+            max_running_sequences=fleet.max_running_sequences,
+            max_expected_prompts=fleet.max_expected_prompts,
         )
         self._scheduler = Scheduler(limits, policy=policy, by_tenant=fleet.separate_tenants, verify=verify)
         self._jobs: dict[int, Job] = {}

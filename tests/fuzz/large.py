@@ -54,6 +54,15 @@ def _long_admissions(rng: random.Random) -> dict[str, Any]:
     return {"admissions": [admission(rng, seq_id, _core.MAX_PLAN_TOKENS // MAX_SEQUENCES) for seq_id in ids(rng)]}
 
 
+def _expected(rng: random.Random) -> dict[str, Any]:
+    """Prompts that find the blocks of admissions; or as many tokens as a plan may bring."""
+    bound = rng.choice((MAX_TOKENS, _core.MAX_PLAN_TOKENS // MAX_SEQUENCES))
+    prompts = [
+        {"token_ids": tokens(rng, bound), "expected_in": {"seconds": rng.choice((0, 9, 3_600))}} for _ in ids(rng)
+    ]
+    return {"expected_prompts": prompts}
+
+
 def _extends(rng: random.Random) -> dict[str, Any]:
     seq_ids = ids(rng)
     extends: dict[str, Any] = {"sequence_ids": seq_ids, "token_counts": [1] * len(seq_ids)}
@@ -84,7 +93,7 @@ def _host(rng: random.Random) -> dict[str, Any]:
     return {"offload_sequence_ids": ids(rng), "restores": [{"sequence_id": seq_id} for seq_id in ids(rng)]}
 
 
-PLAN_PARTS = (_admissions, _long_admissions, _extends, _forks, _leaving, _trims, _host)
+PLAN_PARTS = (_admissions, _long_admissions, _expected, _extends, _forks, _leaving, _trims, _host)
 
 
 def plan(rng: random.Random) -> cache_service_pb2.PlanStepRequest:

@@ -243,6 +243,7 @@ def _plans() -> list[cache_service_pb2.PlanStepRequest]:
             "release_sequence_ids": [1, 2],
             "return_hints": [{"sequence_id": 1, "expected_in": _TTL}, {"sequence_id": 2, "not_expected": True}],
         },
+        {"expected_prompts": [{"token_ids": names.TOKENS, "salt": b"s", "tenant": "", "expected_in": _TTL}]},
     ]
     plans = [cache_service_pb2.PlanStepRequest(**_PLAN | item) for item in items]
     canary = [cache_service_pb2.PlanStepRequest(lease_id=names.CANARY_LEASE, epoch=names.CANARY_EPOCH, **items[2])]

@@ -298,6 +298,33 @@ def test_who_is_expected_back_is_kept_and_who_is_not_goes_first(
     tenant.delete()
 
 
+def test_what_a_waiting_prompt_would_find_goes_last_until_it_is_found(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    tenant = begin()
+    for seq_id, retention in ((1, []), (2, [{"priority": 9}]), (3, [])):
+        tenant.plan(admissions=[{"sequence_id": seq_id, "token_ids": prompt(seq_id, 4), "retention": retention}])
+    tenant.settle()
+    waiting = {"token_ids": [*prompt(1, 4), 1], "expected_in": seconds(20)}
+    tenant.plan(release_sequence_ids=[1, 2, 3], expected_prompts=[waiting])
+    tenant.settle()
+
+    def found() -> list[int]:
+        return [cached(cachemgr, worker, prompt(seed, 4)) for seed in (1, 2, 3)]
+
+    def priorities() -> set[int]:
+        return {block.priority for block in call(cachemgr, "alice", "ListBlocks", pool=worker.pool).blocks}
+
+    tenant.admit(4, prompt(4, 4))
+    tenant.admit(5, prompt(5, 4))
+    assert (found(), priorities()) == ([4, 0, 0], {5, 10})
+    tenant.settle()
+    tenant.plan(release_sequence_ids=[4, 5], admissions=[{"sequence_id": 6, "token_ids": waiting["token_ids"]}])
+    assert priorities() == {5}
+    tenant.settle()
+    tenant.delete()
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -323,6 +350,9 @@ def test_who_is_expected_back_is_kept_and_who_is_not_goes_first(
         ({"return_hints": [{"sequence_id": 1}]}, "return_hints.hint"),
         ({"return_hints": [{"sequence_id": 1, "not_expected": False}]}, "return_hints.hint"),
         ({"return_hints": [{"sequence_id": 1, "expected_in": seconds(-1)}]}, "return_hints.expected_in"),
+        ({"expected_prompts": [{"token_ids": [1]}]}, "expected_prompts.expected_in"),
+        ({"expected_prompts": [{"expected_in": seconds(86_401)}]}, "expected_prompts.expected_in"),
+        ({"expected_prompts": [{"tenant": "x" * 129, "expected_in": seconds(1)}]}, "expected_prompts.tenant"),
     ],
 )
 def test_advice_that_makes_no_sense_is_refused(begin: Begin, fields: dict[str, Any], field: str) -> None:

@@ -269,6 +269,8 @@ class Load:
             fields["forks"] = [{"parent_sequence_id": parent, "child_sequence_ids": [self.next_id], "token_count": 3}]
         hints = [{"expected_in": seconds(draw.random())}, {"not_expected": True}]
         fields["return_hints"] = [{"sequence_id": seq_id} | draw.choice(hints) for seq_id in released[::2]]
+        if self.prompts and draw.random() < 0.3:
+            fields["expected_prompts"] = [draw.choice(self.prompts) | {"expected_in": seconds(draw.random())}]
         plan = tenant.plan(**fields)
         if draw.random() < 0.2:
             self.pin_or_unpin()
@@ -333,7 +335,7 @@ def test_under_load_every_copy_becomes_what_is_listed(cachemgr: LoneCachemgr, se
     states = {state for _, _, state in replicas[0].events()}
     assert states == {FREE, CACHED, ACTIVE, RETIRED}
     told = [event.block for answer in replicas[0].answers for event in answer.events]
-    assert {block.priority for block in told} == set(range(10))
+    assert {block.priority for block in told} == set(range(11))
     assert any(block.prefix_pin_count for block in told)
     whole, alice, bob = (set(replica.blocks) for replica in replicas[:3])
     assert alice | bob == whole

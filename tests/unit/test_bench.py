@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +32,11 @@ from quire.worker.step_batch import build_step_batch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
 
-books, eviction, kernel, padded, prefix, pressure, replay, report, serving, utilization, windows = map(
+books, eviction, kernel, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization, windows = map(
     importlib.import_module,
     (
-        *("books", "eviction", "kernel", "padded", "prefix", "pressure", "replay", "report", "serving"),
-        *("utilization", "windows"),
+        *("books", "eviction", "kernel", "padded", "prefix", "pressure", "queued_prompts", "replay", "report"),
+        *("serving", "utilization", "windows"),
     ),
 )
 roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
@@ -138,6 +139,16 @@ def test_a_spread_is_the_median_and_its_range() -> None:
     assert report.spread([3.0, 1.0, 9.0]) == "3 (1 to 9)"
     assert report.spread([2.25], ".1f") == "2.2"
     assert report.percent(0.98765) == "98.8 %"
+
+
+# -- queued prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_named_find_more() -> None:
+    case = queued_prompts.made("agents", 10, 4, 3_000)
+    case = replace(case, load=case.load | {"requests": 60}, seeds=(1,))
+    without, named = (queued_prompts.measure(case, num_expected) for num_expected in (0, 8))
+    assert named["hit_ratio"] > without["hit_ratio"] > 0
 
 
 # -- utilization ------------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
+from google.protobuf import duration_pb2
 from planning import Planned, decode_plan
 
 from quire.cache.v1 import cache_service_pb2 as pb
@@ -273,6 +274,7 @@ PLANS: dict[str, Callable[[range], dict[str, Any]]] = {
         "return_hints": [pb.ReturnHint(sequence_id=seq_id, not_expected=True) for seq_id in ids]
     },
     "offload_sequence_ids": lambda ids: {"offload_sequence_ids": ids},
+    "expected_prompts": lambda ids: {"expected_prompts": [expected_prompt([seq_id]) for seq_id in ids]},
     "trim_sequence_ids": lambda ids: {"trim_sequence_ids": ids, "trim_token_counts": ids},
     "forks": lambda ids: {"forks": [pb.Fork(child_sequence_ids=[seq_id]) for seq_id in ids]},
     "forks.child_sequence_ids": lambda ids: {
@@ -324,9 +326,16 @@ def test_the_children_of_a_plans_forks_begin_with_so_many_tokens_together() -> N
     decode_plan(forks((1, most + 1)), longest)
 
 
+def expected_prompt(token_ids: Iterable[int]) -> pb.ExpectedPrompt:
+    return pb.ExpectedPrompt(token_ids=token_ids, expected_in=duration_pb2.Duration(seconds=1))
+
+
 TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {
     "admissions.token_ids": lambda size: {
         "admissions": [pb.Admission(token_ids=[1]), pb.Admission(token_ids=[1] * (size - 1))]
+    },
+    "expected_prompts.token_ids": lambda size: {
+        "expected_prompts": [expected_prompt([1]), expected_prompt([1] * (size - 1))]
     },
     "extends.append_token_ids": lambda size: {
         "extends": pb.Extends(
@@ -345,6 +354,15 @@ def test_a_plan_brings_tokens_up_to_a_number_or_one_prompt_of_the_greatest_lengt
     decode_plan(pb.PlanStepRequest(**TOKENS[name](most)), geometry)
     refused = refuse_plan(pb.PlanStepRequest(**TOKENS[name](most + 1)), geometry)
     assert refused == {"field": name, "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
+
+
+def test_expected_prompts_have_the_tokens_that_admissions_leave() -> None:
+    most = _core.MAX_PLAN_TOKENS
+    admissions = [pb.Admission(token_ids=[1] * (most - 5))]
+    decode_plan(pb.PlanStepRequest(admissions=admissions, expected_prompts=[expected_prompt([1] * 5)]), SMALL)
+    plan = pb.PlanStepRequest(admissions=admissions, expected_prompts=[expected_prompt([1] * 3)] * 2)
+    refused = refuse_plan(plan, SMALL)
+    assert refused == {"field": "expected_prompts.token_ids", "value": "6 entries", "limit": "at most 5 entries"}
 
 
 @pytest.mark.parametrize(

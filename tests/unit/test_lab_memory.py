@@ -162,7 +162,7 @@ def test_hits_are_those_of_the_books(groups: str) -> None:
 
 @pytest.mark.parametrize("lengths", ["known", "unknown"])
 def test_every_request_ends_with_its_tokens_with_windows_and_a_host_tier(lengths: str) -> None:
-    fleet = {"blocks": 70, "host_blocks": 200, "layer_groups": GROUPS["full and windows"]}
+    fleet = {"blocks": 60, "host_blocks": 200, "layer_groups": GROUPS["full and windows"]}
     simulation = Simulation(config(PRESSURE | {"lengths": lengths}, **fleet), 3)
     outcome = simulation.run()
     assert outcome.metrics["offloads"] > 0

@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from planning import (
     Admission,
     CacheUse,
+    ExpectedPrompt,
     Fork,
     PlanItem,
     Planned,
@@ -421,14 +422,16 @@ class Writes:
 class Books:
     """Plain dictionaries, everything counted anew each time."""
 
-    def __init__(self, geometry: Geometry, shares: Sequence[Share], *, is_lru: bool) -> None:
+    def __init__(self, geometry: Geometry, shares: Sequence[Share], *, is_lru: bool, has_advice: bool) -> None:
         self.geometry = geometry
         self.shares = shares
         """By tenant."""
         self.owners: dict[int, int] = {}
         """The tenant that each block was handed out for last."""
-        self.is_lru = is_lru
+        self.is_lru = is_lru and not has_advice
         """True if the evicted block is known beforehand: the block parked longest ago."""
+        self.has_advice = has_advice
+        """True if any parked block may be evicted next."""
         self.size = geometry.block_size
         self.groups = geometry.layer_groups
         self.has_windows = any(group.kind is not LayerGroupKind.FULL for group in self.groups)
@@ -650,6 +653,9 @@ class Books:
         If a block replaced another sequence's equal block, the policy does not know it as the parent of the blocks
         after that one: two sequences computed the same tokens, or a copy came after a reset.
         """
+        if self.has_advice:
+            assert block in self.lru, f"block {block} evicted, it is not parked"
+            return
         stranded = self.next_stranded()
         if stranded is not None:
             assert block == stranded, f"block {block} evicted before {stranded}, which nobody can find"
@@ -1365,6 +1371,7 @@ class LedgerMachine(RuleBasedStateMachine):
         shares=st.sampled_from([(0, None), (0, None), (2, None), (0, 3), (1, 4)]),
         pinning=st.sampled_from([0.1, 0.0, 0.3]),
         budgets=st.sampled_from([(None, None), (None, 2), (2, 4), (0, 1)]),
+        expecting=st.sampled_from([0.0, 0.0, 0.5]),
     )
     def start(
         self,
@@ -1381,6 +1388,7 @@ class LedgerMachine(RuleBasedStateMachine):
         shares,
         pinning,
         budgets,
+        expecting,
     ):
         num_usable += 3 * (len(groups) - 1)
         num_host += 3 * (len(groups) - 1) * (num_host > 0)
@@ -1404,7 +1412,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
         # A pool with windows is always under LRU.
         self.is_lru = self.policy == "lru" or any(group != FULL for group in groups)
-        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru)
+        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru, has_advice=expecting > 0.0)
         self.worker = Worker(self.geometry)
         self.tenants = tenants
         self.delay = delay
@@ -1414,6 +1422,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """The part of the admissions that name a tenant."""
         self.pinning = pinning
         """The part of the plans that a pin follows."""
+        self.expecting = expecting
+        """The part of the plans that name prompts that wait."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -1481,9 +1491,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 )
             elif seq_id not in counts:
                 self.add_extend(sequence, seq_id, rng, counts, appends)
+        expected_prompts = [
+            ExpectedPrompt(pack(self.prompt(book, rng)), rng.choice([0.0, 5.0]), tenant=rng.choice([None, *TENANTS]))
+            for _ in range(rng.choice([1, 1, 2]) if rng.random() < self.expecting else 0)
+        ]
         return StepRequest(
             releases=releases,
             offloads=offloads,
+            expected_prompts=expected_prompts,
             trims=trims,
             forks=forks,
             restores=restores,
@@ -1575,6 +1590,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lists = (
             "releases",
             "offloads",
+            "expected_prompts",
             "trims",
             "forks",
             "extend_ids",
@@ -1597,7 +1613,8 @@ class LedgerMachine(RuleBasedStateMachine):
             *(request.offloads, request.trims, request.forks),
             *(request.extend_ids, request.restores, request.admissions),
         )
-        if not (plan.released_ids or plan.passed_seq_ids) and len(plan.refusals) == sum(map(len, items)):
+        has_effect = plan.released_ids or plan.passed_seq_ids or request.expected_prompts
+        if not has_effect and len(plan.refusals) == sum(map(len, items)):
             assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
         lease = self.books.leases[lease_id]
         runs = self.books.plan(lease, request, plan)
@@ -1922,7 +1939,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def parked_blocks_agree(self):
         parked, expected = self.ledger.parked_blocks(), self.books.lru
-        assert parked == expected if self.is_lru else sorted(parked) == sorted(expected)
+        assert parked == expected if self.books.is_lru else sorted(parked) == sorted(expected)
 
     def sequences_agree(self, lease_id, book_sequences):
         assert self.ledger.sequence_ids(lease_id) == list(book_sequences)

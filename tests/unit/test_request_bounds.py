@@ -69,6 +69,10 @@ def admission(named: str, **fields: Any) -> Beyond:
     return plan(f"admissions.{named}", admissions=[fields])
 
 
+def expected(named: str, **fields: Any) -> Beyond:
+    return plan(f"expected_prompts.{named}", expected_prompts=[fields])
+
+
 def prefix(**fields: Any) -> Beyond:
     values = {"token_ids": [1], "salt": b""} | fields
     return lambda: messages.decode_prefix(values["token_ids"], values["salt"], [GEOMETRY]), next(iter(fields))
@@ -130,6 +134,7 @@ LISTS: dict[str, Beyond] = {
     "PlanStepRequest.release_sequence_ids": plan(release_sequence_ids=IDS),
     "PlanStepRequest.return_hints": plan(return_hints=[{}] * NUM_TOO_MANY),
     "PlanStepRequest.offload_sequence_ids": plan(offload_sequence_ids=IDS),
+    "PlanStepRequest.expected_prompts": plan(expected_prompts=[{}] * NUM_TOO_MANY),
     "PlanStepRequest.trim_sequence_ids": plan(trim_sequence_ids=IDS),
     "PlanStepRequest.trim_token_counts": plan("trim_token_counts", trim_sequence_ids=[1], trim_token_counts=[1, 1]),
     "PlanStepRequest.forks": plan(forks=[{}] * NUM_TOO_MANY),
@@ -143,6 +148,8 @@ LISTS: dict[str, Beyond] = {
     "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
+    "ExpectedPrompt.token_ids": expected("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
+    "ExpectedPrompt.salt": expected("salt", salt=bytes(65)),
     "LookupPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
     "LookupPrefixRequest.salt": prefix(salt=bytes(65)),
     "ExplainPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.fairness import divide
 from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup, LayerGroupKind
 from quire.client.engine.plans import (
@@ -473,6 +474,7 @@ class World:
         self.poison: dict[int, int] = {}
         self.largest_step = 0
         self.admitted: list[Admission] = []
+        self.named: list[list[int]] = []  # the lengths of the prompts that a plan names as waiting
 
     def fresh_pool(self) -> None:
         limits = self.limits
@@ -493,6 +495,7 @@ class World:
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return False
+        self.check_expected(plan)
         between()
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
@@ -509,6 +512,15 @@ class World:
         inputs = {runs[i][0]: runs[i][1].token_ids[runs[i][2] : runs[i][2] + runs[i][3]] for i in step.given}
         self.flight.append((step, pending, inputs))
         return True
+
+    def check_expected(self, plan: Plan) -> None:
+        for sequence, prompt in plan.expected.items():
+            assert sequence.state is SequenceState.WAITING, "it does not wait"
+            assert sequence not in plan.sequences.values(), "it is asked for in this plan"
+            assert prompt.token_ids is sequence.token_ids
+        assert len(plan.expected) <= self.limits.max_running_sequences
+        if plan.expected:
+            self.named.append([len(prompt.token_ids) for prompt in plan.expected.values()])
 
     def check_preemptions(self, outcome: PlanOutcome, count: int) -> None:
         if not count:
@@ -725,6 +737,57 @@ def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatc
     assert [each for each in given if sum(each) > 8] == [[12]] * sum(12 in each for each in given)
     assert [12] in given
     assert [world.output[s.arrival] for s in sequences] == [expected_of(s, ()) for s in sequences]
+
+
+def test_cachemgr_knows_the_head_of_the_queue() -> None:
+    """Each prompt is named once, when it has come far enough; none that is admitted at once."""
+    world = World(limits(max_running_sequences=3, max_step_tokens=64))
+    for length in range(1, 15):
+        world.add([1] * length, max_tokens=length, ends=())
+    world.run()
+    assert world.named == [[4, 5, 6], [7, 8, 9], [10, 11, 12], [13], [14]]
+
+
+def test_a_prompt_that_waits_is_named_as_it_will_be_admitted() -> None:
+    world = World(limits(max_running_sequences=1), by_tenant=True)
+    world.add([1] * 40, max_tokens=9)
+    world.plan()
+    for token, cache_use in enumerate(CacheUse):
+        cache, params = CacheParams(salt=b"s", cache_use=cache_use), SamplingParams(max_tokens=9, tenant="t")
+        (sequence,) = world.scheduler.add([token] * 20, params, end_token_ids=(), seed=0, cache=cache)
+        world.output[sequence.arrival] = []
+    (named,) = world.scheduler.schedule().expected.values()
+    world.run()
+    (admission,) = (each for each in world.admitted if each.token_ids is named.token_ids)
+    assert admission.cache.cache_use is CacheUse.READ_AND_WRITE
+    assert (named.salt, named.tenant) == (admission.cache.salt, admission.tenant) == (b"s", "t")
+
+
+def test_who_is_preempted_is_named_again_and_so_is_who_lost_the_pool() -> None:
+    world = World(limits(num_blocks=16))
+    for number in range(4):
+        world.add([number] * 9, max_tokens=20, ends=())
+    world.run()
+    assert world.scheduler.statistics().preemptions > 0
+    assert max(map(max, world.named)) > 9, "with what it had generated"
+    world = World(limits(max_running_sequences=1))
+    for _ in range(2):
+        world.add([1], max_tokens=9)
+    for _ in range(2):
+        assert len(world.scheduler.schedule().expected) == 1
+        world.plan()
+        assert not world.scheduler.schedule().expected
+        world.scheduler.reset_all()
+        world.fresh_pool()
+
+
+def test_prompts_that_wait_are_named_as_far_as_a_plan_has_room_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.client.engine.drafting._MAX_PLAN_TOKENS", 8)
+    world = World(limits(max_running_sequences=2, max_step_tokens=64))
+    for length in (3, 2, 3, 4, 12, 2):
+        world.add([1] * length, max_tokens=5, ends=())
+    world.run()
+    assert world.named == [[3], [4, 2]], "12 never fit"
 
 
 def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,7 +436,7 @@ pub(crate) mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::books::plans::{CacheUse, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
+    use crate::books::plans::{CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::cache::advice::Level;
     use crate::cache::policies::POLICIES;
@@ -706,10 +706,12 @@ pub(crate) mod tests {
             let expected_in = [None, Some(0.5), Some(20.0), Some(500.0)][random.below(4)];
             return_hints.push(ReturnHint { seq_id, expected_in });
         }
+        let expected_prompts = (0..random.below(3)).map(|_| some_expected_prompt(random)).collect();
         StepRequest {
             releases,
             return_hints,
             offloads,
+            expected_prompts,
             trims,
             forks,
             extends,
@@ -717,6 +719,16 @@ pub(crate) mod tests {
             admissions,
             names_tenants: random.below(8) > 0,
             ..StepRequest::default()
+        }
+    }
+
+    fn some_expected_prompt(random: &mut Random) -> ExpectedPrompt {
+        let num_tokens = random.below(9);
+        ExpectedPrompt {
+            tokens: random.tokens(num_tokens, 2),
+            tenant: [None, Some(b"x".to_vec()), Some(b"unknown".to_vec())][random.below(3)].clone(),
+            expected_in: [0.0, 2.0][random.below(2)],
+            ..ExpectedPrompt::default()
         }
     }
 
@@ -811,7 +823,7 @@ pub(crate) mod tests {
                 bench.0.open_lease(lease_id, tenant, 30.0);
             }
             let mut findable = BTreeSet::new();
-            for _ in 0..240 {
+            for _ in 0..300 {
                 let lease_id = ["a", "b", "c"][random.below(3)];
                 now += random.below(3) as f64 / 2.0;
                 if with_shares && random.below(4) == 0 {

@@ -19,14 +19,14 @@ use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
 use crate::books::leases::Lease;
 use crate::books::plans::{
-    Admission, CacheUse, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan, StepRequest,
-    Trim,
+    Admission, CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, RefusedItem, Restore, Retention, ReturnHint, StepPlan,
+    StepRequest, Trim,
 };
 use crate::books::room::{Room, refuse_foreign_tokens, refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
-use crate::cache::advice::{Advice, FOREVER, LEAST_WORTH, Level, UNADVISED, millis};
+use crate::cache::advice::{AWAITED, Advice, FOREVER, LEAST_WORTH, Level, Millis, UNADVISED, millis};
 use crate::cache::groups::{Group, Span, identity};
 use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::pool::{BlockPool, BlockState};
@@ -103,6 +103,10 @@ impl<'a> StepPlanner<'a> {
         }
         self.pass_windows()?;
         self.write_changed_entries();
+        // The blocks of the last one are parked first, and so evicted first.
+        for prompt in request.expected_prompts.iter().rev() {
+            self.expect_prompt(prompt, request.names_tenants);
+        }
         for trim in &request.trims {
             let answer = self.trim(trim)?;
             self.answer(PlanItem::Trim, trim.seq_id, answer);
@@ -208,13 +212,35 @@ impl<'a> StepPlanner<'a> {
         sequence.blocks_tail_first(0)
     }
 
+    /// Lets the blocks that a waiting prompt would find be evicted last, unless advice says so already. No effect for a
+    /// tenant that can't have any.
+    fn expect_prompt(&mut self, prompt: &ExpectedPrompt, names_tenants: bool) {
+        let lease_tenant = self.lease.tenant;
+        let named = prompt.tenant.as_ref().map_or(Some(lease_tenant), |name| self.tenants.find(name));
+        let Some(tenant) = named.filter(|tenant| names_tenants || *tenant == lease_tenant) else { return };
+        let num_sharable = self.num_sharable(prompt.tokens.len(), CacheUse::ReadAndWrite);
+        let root = self.lease.root(tenant, self.tenants, &prompt.salt, &self.geometry.model_fingerprint);
+        let mut hashes = Vec::new();
+        let block_size = self.geometry.block_size;
+        chain_hashes(root, &prompt.tokens[..num_sharable * block_size], block_size, &mut hashes);
+        let hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes }.find();
+        let mut awaited = tail_first(&hit.tables, 0..hit.num_blocks);
+        awaited.retain(|block| matches!(self.pool.level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
+        self.pool.expect(&awaited, self.end_of_expectation(prompt.expected_in));
+    }
+
     /// Raises the level of these blocks until their expected use; an earlier use ranks higher.
     fn expect_back(&mut self, tail_first: &[BlockId], seconds: f64) {
         let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
-        let until = millis(self.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S));
+        let until = self.end_of_expectation(seconds);
         let is_raised = |block: &BlockId| self.is_kept_on(*block) && self.pool.level(*block) < level;
         let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
         self.pool.advise(&raised, Advice { level, until });
+    }
+
+    /// Twice the expected time from now: what was expected has come by then, or will not come.
+    fn end_of_expectation(&self, seconds: f64) -> Millis {
+        millis(self.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S))
     }
 
     /// Marks blocks as not needed again: those without a holder and without advice are evicted first.
@@ -751,6 +777,7 @@ impl<'a> StepPlanner<'a> {
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         self.count_found(&hit);
         self.pool.acquire(&found, 1)?;
+        self.pool.find_expected(&found);
         let tables = self.allocate_tables(hit.tables, &ends, &self.asker_for(tenant))?;
         if cache_use.writes() {
             self.pool.enter_root(&root, tenant, &admission.salt);
@@ -891,7 +918,7 @@ impl<'a> StepPlanner<'a> {
     /// sequence, and for a sequence that does not read the cache.
     fn num_sharable(&self, num_tokens: usize, cache_use: CacheUse) -> usize {
         let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;
-        if is_read { (num_tokens - 1) / self.geometry.block_size } else { 0 }
+        if is_read { num_tokens.saturating_sub(1) / self.geometry.block_size } else { 0 }
     }
 
     /// The block at this index of a group's table that a step in flight of the lease, or this one, fills: the first such
@@ -1712,6 +1739,97 @@ mod tests {
         bench.release(&[2]);
         bench.settle();
         assert_eq!(hinted(&mut bench, None)[..2], [UNADVISED, UNADVISED], "it found them");
+    }
+
+    fn expecting(prompts: Vec<ExpectedPrompt>) -> StepRequest {
+        StepRequest { expected_prompts: prompts, ..StepRequest::default() }
+    }
+
+    fn expected(tokens: &[i32], expected_in: f64) -> ExpectedPrompt {
+        ExpectedPrompt { tokens: tokens.to_vec(), expected_in, ..ExpectedPrompt::default() }
+    }
+
+    #[test]
+    fn what_a_waiting_prompt_would_find_is_evicted_last_until_it_is_found() {
+        let mut bench = Bench::new(8);
+        for seq_id in [1, 2, 3] {
+            let level = [UNADVISED, UNADVISED, 9][seq_id as usize - 1];
+            bench.plan(retained(seq_id, &[seq_id as i32; 4], vec![range(0, level, None)]));
+        }
+        bench.settle();
+        bench.release(&[1, 2, 3]);
+        bench.plan(expecting(vec![expected(&[2; 9], 1.0), expected(&[1; 4], 1.0), expected(&[3; 9], 1.0)]));
+        bench.settle();
+        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 9], b"", b""));
+        bench.admit(4, &[4; 6]);
+        bench.admit(5, &[5; 4]);
+        assert_eq!(cached(&bench), [2, 4, 0], "the last token is always computed, so one block of [1; 4] is found");
+        bench.admit(6, &[6; 2]);
+        assert_eq!(cached(&bench), [0, 4, 0], "the next prompt's blocks go last");
+        bench.settle();
+        bench.release(&[4, 5, 6]);
+        bench.admit(7, &[2; 5]);
+        let found = bench.blocks(7);
+        assert_eq!(found[..2].iter().map(|block| bench.0.pool().level(*block)).collect::<Vec<_>>(), [UNADVISED; 2]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn what_several_prompts_wait_for_is_kept_for_the_last_of_them() {
+        let mut bench = computed(&[1, 1, 2, 2, 3], vec![]);
+        bench.release(&[1]);
+        let prompts = vec![expected(&[1, 1, 2, 2, 9], 5.0), expected(&[1, 1, 4], 1.0), expected(&[1, 1, 5], 1.0)];
+        bench.plan(expecting(prompts));
+        bench.settle();
+        let kept = |bench: &Bench| [1, 2].map(|block| bench.0.pool().level(block) == AWAITED);
+        assert_eq!(kept(&bench), [true, true]);
+        bench.admit(2, &[1, 1, 4]);
+        assert_eq!(kept(&bench), [true, true]);
+        bench.admit(3, &[1, 1, 2, 2, 9]);
+        assert_eq!(kept(&bench), [true, false]);
+        bench.0.advance(9.9).unwrap();
+        assert_eq!(kept(&bench), [true, false], "as long as the longest");
+        bench.admit(4, &[1, 1, 5]);
+        assert_eq!(kept(&bench), [false, false]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn nobody_waits_longer_than_twice_the_expected_time() {
+        for seconds in [0.0, 7.0, 9000.0] {
+            let mut bench = computed(&[1; 5], vec![]);
+            bench.release(&[1]);
+            bench.plan(expecting(vec![expected(&[1; 5], seconds)]));
+            assert_eq!([1, 2].map(|block| bench.0.pool().level(block)), [AWAITED; 2]);
+            let until = (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S);
+            bench.0.advance(until - 0.1).unwrap();
+            assert_eq!(bench.0.pool().level(1), AWAITED);
+            bench.0.advance(until).unwrap();
+            assert_eq!(bench.0.pool().level(1), UNADVISED);
+        }
+    }
+
+    #[test]
+    fn a_waiting_prompt_keeps_what_its_own_tenant_has() {
+        let mut bench = computed(&[1; 5], vec![]);
+        bench.0.enter_tenant(b"x");
+        let of = |tenant: &[u8]| ExpectedPrompt { tenant: Some(tenant.to_vec()), ..expected(&[1; 5], 1.0) };
+        let salted = ExpectedPrompt { salt: b"s".to_vec(), ..expected(&[1; 5], 1.0) };
+        let nothing = [of(b"x"), of(b"unknown"), salted, expected(&[], 1.0), expected(&[1; 2], 1.0)];
+        bench.plan(StepRequest { names_tenants: true, ..expecting(nothing.to_vec()) });
+        assert_eq!(levels(&bench, 1), [UNADVISED; 3]);
+        for prompt in [of(b""), expected(&[1; 3], 1.0)] {
+            bench.plan(expecting(vec![prompt]));
+            assert_eq!(bench.0.pool().level(1), AWAITED);
+            bench.0.advance(1e6).unwrap();
+        }
+        bench.plan_for("b", expecting(vec![of(b"x")]));
+        bench.0.close_lease("b").unwrap();
+        bench.0.open_lease("b", b"x", 30.0);
+        bench.plan_for("b", expecting(vec![of(b"")]));
+        assert_eq!(levels(&bench, 1), [UNADVISED; 3], "of another tenant than the lease's");
+        bench.plan_for("b", StepRequest { names_tenants: true, ..expecting(vec![of(b"")]) });
+        assert_eq!(levels(&bench, 1), [AWAITED, AWAITED, UNADVISED]);
     }
 
     #[test]

@@ -121,6 +121,17 @@ pub struct ReturnHint {
     pub expected_in: Option<f64>,
 }
 
+/// A prompt that will be admitted soon. The tokens are as the client sent them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExpectedPrompt {
+    pub tokens: Vec<i32>,
+    pub salt: Vec<u8>,
+    /// The tenant of the admission, by name; None: the lease's.
+    pub tenant: Option<Vec<u8>>,
+    /// The time until the admission, in seconds.
+    pub expected_in: f64,
+}
+
 /// A client's request for one step.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct StepRequest {
@@ -129,6 +140,8 @@ pub struct StepRequest {
     pub return_hints: Vec<ReturnHint>,
     /// Sequences to move to the host tier.
     pub offloads: Vec<i64>,
+    /// Prompts that wait at the client, the next one first.
+    pub expected_prompts: Vec<ExpectedPrompt>,
     pub trims: Vec<Trim>,
     pub forks: Vec<Fork>,
     pub extends: Vec<Extend>,
@@ -138,7 +151,7 @@ pub struct StepRequest {
     pub admission_token_budget: usize,
     /// Blocks that restores and admissions leave allocatable.
     pub admission_reserve: usize,
-    /// Admissions may be another tenant's than the lease's.
+    /// Admissions and expected prompts may be another tenant's than the lease's.
     pub names_tenants: bool,
 }
 

@@ -1,20 +1,23 @@
 //! Holders' advice on the retention of blocks.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::prefix::BlockId;
 
-/// 1: given up first, to MOST_WORTH: kept longest.
+/// 1: given up first, to 10: kept longest.
 pub type Level = u8;
 
 pub const LEAST_WORTH: Level = 1;
 /// The level of a block without advice.
 pub const UNADVISED: Level = 5;
+/// The most that a request can ask for.
 pub const MOST_WORTH: Level = 9;
-pub const NUM_LEVELS: usize = MOST_WORTH as usize;
+/// A prompt that waits would find the block.
+pub const AWAITED: Level = 10;
+pub const NUM_LEVELS: usize = AWAITED as usize;
 
 /// Milliseconds of the caller's clock.
 pub type Millis = u64;
@@ -41,6 +44,8 @@ pub struct AdviceBook {
     /// here.
     ends: BinaryHeap<Reverse<(Millis, u64, BlockId)>>,
     num_said: u64,
+    /// For each block of the level AWAITED, the prompts that wait for it.
+    num_waiting: BTreeMap<BlockId, u32>,
 }
 
 impl AdviceBook {
@@ -50,6 +55,7 @@ impl AdviceBook {
             until: vec![FOREVER; num_blocks],
             ends: BinaryHeap::new(),
             num_said: 0,
+            num_waiting: BTreeMap::new(),
         }
     }
 
@@ -66,6 +72,9 @@ impl AdviceBook {
         let until = if advice.level == UNADVISED { FOREVER } else { advice.until };
         self.levels[block as usize] = advice.level;
         self.until[block as usize] = until;
+        if advice.level != AWAITED {
+            self.num_waiting.remove(&block);
+        }
         if until == FOREVER {
             return;
         }
@@ -81,6 +90,19 @@ impl AdviceBook {
     pub fn forget(&mut self, block: BlockId) {
         self.levels[block as usize] = UNADVISED;
         self.until[block as usize] = FOREVER;
+        self.num_waiting.remove(&block);
+    }
+
+    /// One more prompt waits for a block, for which the level AWAITED was entered.
+    pub fn count_waiting(&mut self, block: BlockId) {
+        *self.num_waiting.entry(block).or_default() += 1;
+    }
+
+    /// A prompt has found a block. True if it was the last that waited for it.
+    pub fn was_last_waiting(&mut self, block: BlockId) -> bool {
+        let Some(count) = self.num_waiting.get_mut(&block) else { return false };
+        *count -= 1;
+        *count == 0
     }
 
     /// No advice ends before this; None if there is none that ends.

@@ -3,17 +3,19 @@
 //!     1  those of tenants over their quota   the asker's own first; for each tenant in the order of 2 to 4
 //!     2  with a priority below the default   level by level, the least recently parked first
 //!     3  without advice                      by the eviction policy
-//!     4  with a priority above the default   level by level, the least recently parked first
+//!     4  with a priority above the default   level by level, the least recently parked first; those awaited last
 //!
 //! Levels and tenants cost nothing without advice and without quotas.
 
 use serde::{Deserialize, Serialize};
 
-use crate::cache::advice::{Advice, AdviceBook, LEAST_WORTH, Level, MOST_WORTH, Millis, NUM_LEVELS, UNADVISED};
+use crate::cache::advice::{AWAITED, Advice, AdviceBook, FOREVER, LEAST_WORTH, Level, Millis, NUM_LEVELS, UNADVISED};
 use crate::cache::policies::Policy;
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::rings::Rings;
 use crate::cache::tenants::TenantId;
+
+const NOTHING: Advice = Advice { level: UNADVISED, until: FOREVER };
 
 /// Parked blocks with advice: a ring per level.
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,7 +73,7 @@ impl TenantRings {
 
     /// The tenant's block that is evicted first.
     fn first(&mut self, tenant: TenantId) -> Option<BlockId> {
-        (LEAST_WORTH..=MOST_WORTH).find_map(|level| {
+        (LEAST_WORTH..=AWAITED).find_map(|level| {
             let sentinel = self.sentinel(tenant, level);
             Some(self.rings.first(sentinel)).filter(|node| (*node as usize) < self.num_blocks)
         })
@@ -113,7 +115,7 @@ impl Parking {
             });
             rings.collect::<Vec<_>>()
         };
-        let (less, more) = (on_shelves(LEAST_WORTH..=UNADVISED - 1), on_shelves(UNADVISED + 1..=MOST_WORTH));
+        let (less, more) = (on_shelves(LEAST_WORTH..=UNADVISED - 1), on_shelves(UNADVISED + 1..=AWAITED));
         [less, self.policy.parked(), more].concat()
     }
 
@@ -210,7 +212,7 @@ impl Parking {
         if let Some(tenants) = &mut self.tenants {
             victims[unadvised..].iter().for_each(|block| tenants.rings.remove(*block));
         }
-        self.evict_from_shelves(UNADVISED + 1..=MOST_WORTH, end, victims);
+        self.evict_from_shelves(UNADVISED + 1..=AWAITED, end, victims);
         debug_assert!(victims.len() == end);
     }
 
@@ -254,6 +256,26 @@ impl Parking {
         }
     }
 
+    /// A prompt waits for these blocks, the last one of a table first: they are evicted last, until as many prompts have
+    /// found them as wait for them.
+    pub fn expect(&mut self, blocks: &[BlockId], until: Millis, owner: TenantId) {
+        for &block in blocks {
+            let known = self.advice(block).filter(|advice| advice.level == AWAITED).map_or(0, |advice| advice.until);
+            self.advise(&[block], Advice { level: AWAITED, until: until.max(known) }, owner);
+            if let Some(shelves) = &mut self.shelves {
+                shelves.book.count_waiting(block);
+            }
+        }
+    }
+
+    /// A prompt has found these blocks. Lists those that no other prompt waits for.
+    pub fn find_expected(&mut self, blocks: &[BlockId], owner: TenantId) -> Vec<BlockId> {
+        let Some(shelves) = &mut self.shelves else { return Vec::new() };
+        let met: Vec<BlockId> = blocks.iter().copied().filter(|block| shelves.book.was_last_waiting(*block)).collect();
+        self.advise(&met, NOTHING, owner);
+        met
+    }
+
     /// See AdviceBook::next_end.
     pub fn next_end(&self) -> Option<Millis> {
         self.shelves.as_ref().and_then(|shelves| shelves.book.next_end())
@@ -262,8 +284,7 @@ impl Parking {
     /// Ends the expired advice, and lists its blocks in `ended`.
     pub fn end_advice(&mut self, now: Millis, owner: impl Fn(BlockId) -> TenantId, ended: &mut Vec<BlockId>) {
         while let Some(block) = self.shelves.as_mut().and_then(|shelves| shelves.book.pop_ended(now)) {
-            let nothing = Advice { level: UNADVISED, until: crate::cache::advice::FOREVER };
-            self.advise(&[block], nothing, owner(block));
+            self.advise(&[block], NOTHING, owner(block));
             ended.push(block);
         }
     }
@@ -292,7 +313,6 @@ impl Parking {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cache::advice::FOREVER;
 
     fn parking() -> Parking {
         Parking::new(12, Policy::named("lru", 12).unwrap())

@@ -596,6 +596,22 @@ impl BlockPool {
         }
     }
 
+    /// A prompt waits for these blocks: see Parking::expect.
+    pub fn expect(&mut self, blocks: &[BlockId], until: Millis) {
+        if let Some(first) = blocks.first() {
+            self.parking.expect(blocks, until, self.owners[*first as usize]);
+            self.journal.touch_all(blocks, &self.owners);
+        }
+    }
+
+    /// A prompt has found these blocks: see Parking::find_expected.
+    pub fn find_expected(&mut self, blocks: &[BlockId]) {
+        if let Some(first) = blocks.first() {
+            let met = self.parking.find_expected(blocks, self.owners[*first as usize]);
+            self.journal.touch_all(&met, &self.owners);
+        }
+    }
+
     /// See AdviceBook::next_end.
     pub fn next_end_of_advice(&self) -> Option<Millis> {
         self.parking.next_end()

@@ -486,6 +486,8 @@ pub struct PlanStepRequest {
     pub return_hints: ::prost::alloc::vec::Vec<ReturnHint>,
     #[prost(int32, repeated, tag="12")]
     pub offload_sequence_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(message, repeated, tag="13")]
+    pub expected_prompts: ::prost::alloc::vec::Vec<ExpectedPrompt>,
     #[prost(int32, repeated, tag="20")]
     pub trim_sequence_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="21")]
@@ -519,6 +521,17 @@ pub mod return_hint {
         #[prost(bool, tag="3")]
         NotExpected(bool),
     }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ExpectedPrompt {
+    #[prost(int32, repeated, tag="1")]
+    pub token_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(bytes="vec", tag="2")]
+    pub salt: ::prost::alloc::vec::Vec<u8>,
+    #[prost(string, optional, tag="3")]
+    pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(message, optional, tag="4")]
+    pub expected_in: ::core::option::Option<::prost_types::Duration>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Retention {

@@ -3,7 +3,9 @@
 use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
-use crate::books::plans::{Admission, CacheUse, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim};
+use crate::books::plans::{
+    Admission, CacheUse, ExpectedPrompt, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim,
+};
 use crate::books::settle::{StepOutcome, StepReport};
 use crate::errors::Result;
 use crate::wire::bounds::{
@@ -41,6 +43,10 @@ pub fn step_request(
         releases: wide(&request.release_sequence_ids),
         return_hints: request.return_hints.iter().map(return_hint).collect::<Result<_>>()?,
         offloads: wide(&request.offload_sequence_ids),
+        expected_prompts: std::mem::take(&mut request.expected_prompts)
+            .into_iter()
+            .map(|each| expected_prompt(each, max_tokens))
+            .collect::<Result<_>>()?,
         trims: trimmed.iter().zip(trim_counts).map(trim).collect(),
         forks: request.forks.iter().map(fork).collect::<Result<_>>()?,
         extends: extend_all(&extends)?,
@@ -66,6 +72,7 @@ fn check_plan_size(
         ("release_sequence_ids", request.release_sequence_ids.len()),
         ("return_hints", request.return_hints.len()),
         ("offload_sequence_ids", request.offload_sequence_ids.len()),
+        ("expected_prompts", request.expected_prompts.len()),
         ("trim_sequence_ids", request.trim_sequence_ids.len()),
         ("forks", request.forks.len()),
         ("extends.sequence_ids", extends.sequence_ids.len()),
@@ -85,7 +92,9 @@ fn check_plan_size(
     let most_tokens = max_tokens.max(MAX_PLAN_TOKENS);
     check_count("extends.append_token_ids", extends.append_token_ids.len(), most_tokens)?;
     let num_admitted = request.admissions.iter().map(|admission| admission.token_ids.len()).sum();
-    check_count("admissions.token_ids", num_admitted, most_tokens)
+    check_count("admissions.token_ids", num_admitted, most_tokens)?;
+    let num_expected = request.expected_prompts.iter().map(|prompt| prompt.token_ids.len()).sum();
+    check_count("expected_prompts.token_ids", num_expected, most_tokens - num_admitted)
 }
 
 fn wide(ids: &[i32]) -> Vec<i64> {
@@ -94,18 +103,36 @@ fn wide(ids: &[i32]) -> Vec<i64> {
 
 fn return_hint(hint: &messages::ReturnHint) -> Result<ReturnHint> {
     let expected_in = match &hint.hint {
-        Some(Hint::ExpectedIn(duration)) => {
-            let seconds = seconds_of(duration);
-            if !(0.0..=MAX_EXPECTED_S).contains(&seconds) {
-                let limit = format!("0 s to {MAX_EXPECTED_S} s");
-                return refused("return_hints.expected_in", shown_seconds(seconds), limit);
-            }
-            Some(seconds)
-        }
+        Some(Hint::ExpectedIn(duration)) => Some(expected_seconds("return_hints.expected_in", duration)?),
         Some(Hint::NotExpected(true)) => None,
         _ => return refused("return_hints.hint", "not set", "expected_in, or not_expected: true"),
     };
     Ok(ReturnHint { seq_id: hint.sequence_id.into(), expected_in })
+}
+
+/// A prompt that no sequence of `most_tokens` can have is not kept: nothing can be found of it.
+fn expected_prompt(message: messages::ExpectedPrompt, most_tokens: usize) -> Result<ExpectedPrompt> {
+    check_bytes("expected_prompts.salt", message.salt.len(), MAX_SALT_BYTES)?;
+    if let Some(tenant) = &message.tenant {
+        check_length("expected_prompts.tenant", tenant, MAX_TENANT_LENGTH)?;
+    }
+    let Some(expected_in) = &message.expected_in else {
+        return refused("expected_prompts.expected_in", "not set", format!("0 s to {MAX_EXPECTED_S} s"));
+    };
+    Ok(ExpectedPrompt {
+        expected_in: expected_seconds("expected_prompts.expected_in", expected_in)?,
+        tokens: if message.token_ids.len() > most_tokens { Vec::new() } else { message.token_ids },
+        salt: message.salt,
+        tenant: message.tenant.map(String::into_bytes),
+    })
+}
+
+fn expected_seconds(field: &str, duration: &Duration) -> Result<f64> {
+    let seconds = seconds_of(duration);
+    if !(0.0..=MAX_EXPECTED_S).contains(&seconds) {
+        return refused(field, shown_seconds(seconds), format!("0 s to {MAX_EXPECTED_S} s"));
+    }
+    Ok(seconds)
 }
 
 fn fork(fork: &messages::Fork) -> Result<Fork> {

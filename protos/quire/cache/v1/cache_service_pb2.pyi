@@ -427,6 +427,7 @@ class PlanStepRequest(_message.Message):
     RELEASE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     RETURN_HINTS_FIELD_NUMBER: _builtins.int
     OFFLOAD_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_PROMPTS_FIELD_NUMBER: _builtins.int
     TRIM_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     TRIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
@@ -467,6 +468,12 @@ class PlanStepRequest(_message.Message):
         """
 
     @_builtins.property
+    def expected_prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedPrompt]:
+        """Prompts that wait at the client for a later plan, the next one first. It is
+        enough to name each once, some admissions before its own.
+        """
+
+    @_builtins.property
     def trim_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to shorten; parallel to trim_token_counts."""
 
@@ -499,6 +506,7 @@ class PlanStepRequest(_message.Message):
         release_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         return_hints: _abc.Iterable[Global___ReturnHint] | None = ...,
         offload_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        expected_prompts: _abc.Iterable[Global___ExpectedPrompt] | None = ...,
         trim_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         trim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
@@ -510,7 +518,7 @@ class PlanStepRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "expected_prompts", b"expected_prompts", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +564,57 @@ class ReturnHint(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_hint) -> _WhichOneofReturnType_hint | None: ...
 
 Global___ReturnHint: _TypeAlias = ReturnHint  # noqa: Y015
+
+@_typing.final
+class ExpectedPrompt(_message.Message):
+    """A prompt that waits in the client's queue and will be admitted soon. The blocks
+    that it would find now are evicted after all others, also after those of priority
+    9, until an admission finds them. Blocks with a priority above 5 keep that. Advice
+    to eviction, not a promise. The prompt is not checked: the admission does that.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    EXPECTED_IN_FIELD_NUMBER: _builtins.int
+    salt: _builtins.bytes
+    """As in the admission to come, up to 64 bytes."""
+    tenant: _builtins.str
+    """As in the admission to come, up to 128 characters. Unset: the tenant of the
+    lease. No effect for a tenant that the caller may not name, or that the pool does
+    not know.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens. A prompt longer than the longest sequence of the pool has no effect.
+        They count for the limit of the tokens of all admissions of a plan.
+        """
+
+    @_builtins.property
+    def expected_in(self) -> _duration_pb2.Duration:
+        """The time until the admission, at most 24 h. Required. The advice ends when twice
+        this time has passed; at most 1 h.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        salt: _builtins.bytes = ...,
+        tenant: _builtins.str | None = ...,
+        expected_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "expected_in", b"expected_in", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "expected_in", b"expected_in", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___ExpectedPrompt: _TypeAlias = ExpectedPrompt  # noqa: Y015
 
 @_typing.final
 class Retention(_message.Message):
@@ -745,8 +804,8 @@ class Admission(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens, at least one. A prompt longer than the longest sequence of the pool
         is refused by its length (SEQUENCE_TOO_LONG) and not read. The limit for all
-        admissions of a plan together is 262,144, or the longest sequence of the pool
-        if that is more.
+        admissions and expected prompts of a plan together is 262,144, or the longest
+        sequence of the pool if that is more.
         """
 
     @_builtins.property
@@ -1627,7 +1686,8 @@ class Block(_message.Message):
     """Its tenant, unless it is free."""
     priority: _builtins.int
     """Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-    its ttl is over. 0 if the block is free.
+    its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
+    the block is free.
     """
     prefix_pin_count: _builtins.int
     """Pins that keep it from eviction."""

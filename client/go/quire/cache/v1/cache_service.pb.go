@@ -764,6 +764,9 @@ type PlanStepRequest struct {
 	// there, and their pool blocks are freed as by a release. A sequence there can't
 	// be trimmed, forked or extended until it is restored.
 	OffloadSequenceIds []int32 `protobuf:"varint,12,rep,packed,name=offload_sequence_ids,json=offloadSequenceIds,proto3" json:"offload_sequence_ids,omitempty"`
+	// Prompts that wait at the client for a later plan, the next one first. It is
+	// enough to name each once, some admissions before its own.
+	ExpectedPrompts []*ExpectedPrompt `protobuf:"bytes,13,rep,name=expected_prompts,json=expectedPrompts,proto3" json:"expected_prompts,omitempty"`
 	// Sequences to shorten; parallel to trim_token_counts.
 	TrimSequenceIds []int32 `protobuf:"varint,20,rep,packed,name=trim_sequence_ids,json=trimSequenceIds,proto3" json:"trim_sequence_ids,omitempty"`
 	// Tokens to keep, from 1 to the sequence's tokens (a token being sampled counts).
@@ -854,6 +857,13 @@ func (x *PlanStepRequest) GetReturnHints() []*ReturnHint {
 func (x *PlanStepRequest) GetOffloadSequenceIds() []int32 {
 	if x != nil {
 		return x.OffloadSequenceIds
+	}
+	return nil
+}
+
+func (x *PlanStepRequest) GetExpectedPrompts() []*ExpectedPrompt {
+	if x != nil {
+		return x.ExpectedPrompts
 	}
 	return nil
 }
@@ -1014,6 +1024,86 @@ func (*ReturnHint_ExpectedIn) isReturnHint_Hint() {}
 
 func (*ReturnHint_NotExpected) isReturnHint_Hint() {}
 
+// A prompt that waits in the client's queue and will be admitted soon. The blocks
+// that it would find now are evicted after all others, also after those of priority
+// 9, until an admission finds them. Blocks with a priority above 5 keep that. Advice
+// to eviction, not a promise. The prompt is not checked: the admission does that.
+type ExpectedPrompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its tokens. A prompt longer than the longest sequence of the pool has no effect.
+	// They count for the limit of the tokens of all admissions of a plan.
+	TokenIds []int32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// As in the admission to come, up to 64 bytes.
+	Salt []byte `protobuf:"bytes,2,opt,name=salt,proto3" json:"salt,omitempty"`
+	// As in the admission to come, up to 128 characters. Unset: the tenant of the
+	// lease. No effect for a tenant that the caller may not name, or that the pool does
+	// not know.
+	Tenant *string `protobuf:"bytes,3,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// The time until the admission, at most 24 h. Required. The advice ends when twice
+	// this time has passed; at most 1 h.
+	ExpectedIn    *durationpb.Duration `protobuf:"bytes,4,opt,name=expected_in,json=expectedIn,proto3" json:"expected_in,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExpectedPrompt) Reset() {
+	*x = ExpectedPrompt{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExpectedPrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExpectedPrompt) ProtoMessage() {}
+
+func (x *ExpectedPrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExpectedPrompt.ProtoReflect.Descriptor instead.
+func (*ExpectedPrompt) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ExpectedPrompt) GetTokenIds() []int32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *ExpectedPrompt) GetSalt() []byte {
+	if x != nil {
+		return x.Salt
+	}
+	return nil
+}
+
+func (x *ExpectedPrompt) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
+func (x *ExpectedPrompt) GetExpectedIn() *durationpb.Duration {
+	if x != nil {
+		return x.ExpectedIn
+	}
+	return nil
+}
+
 // The eviction priority of a range of a prompt, once no sequence holds its blocks.
 // Advice for a block is valid until newer advice for it arrives, its ttl is over,
 // or its content is evicted.
@@ -1036,7 +1126,7 @@ type Retention struct {
 
 func (x *Retention) Reset() {
 	*x = Retention{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1048,7 +1138,7 @@ func (x *Retention) String() string {
 func (*Retention) ProtoMessage() {}
 
 func (x *Retention) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1061,7 +1151,7 @@ func (x *Retention) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Retention.ProtoReflect.Descriptor instead.
 func (*Retention) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Retention) GetTokenCount() int32 {
@@ -1104,7 +1194,7 @@ type Fork struct {
 
 func (x *Fork) Reset() {
 	*x = Fork{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1116,7 +1206,7 @@ func (x *Fork) String() string {
 func (*Fork) ProtoMessage() {}
 
 func (x *Fork) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1129,7 +1219,7 @@ func (x *Fork) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fork.ProtoReflect.Descriptor instead.
 func (*Fork) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Fork) GetParentSequenceId() int32 {
@@ -1177,7 +1267,7 @@ type Extends struct {
 
 func (x *Extends) Reset() {
 	*x = Extends{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1189,7 +1279,7 @@ func (x *Extends) String() string {
 func (*Extends) ProtoMessage() {}
 
 func (x *Extends) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1202,7 +1292,7 @@ func (x *Extends) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Extends.ProtoReflect.Descriptor instead.
 func (*Extends) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Extends) GetSequenceIds() []int32 {
@@ -1242,8 +1332,8 @@ type Admission struct {
 	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
 	// Its tokens, at least one. A prompt longer than the longest sequence of the pool
 	// is refused by its length (SEQUENCE_TOO_LONG) and not read. The limit for all
-	// admissions of a plan together is 262,144, or the longest sequence of the pool
-	// if that is more.
+	// admissions and expected prompts of a plan together is 262,144, or the longest
+	// sequence of the pool if that is more.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The limit of tokens to compute in this step. 0: as many as the plan allows.
 	MaxComputeTokenCount int32 `protobuf:"varint,3,opt,name=max_compute_token_count,json=maxComputeTokenCount,proto3" json:"max_compute_token_count,omitempty"`
@@ -1279,7 +1369,7 @@ type Admission struct {
 
 func (x *Admission) Reset() {
 	*x = Admission{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1291,7 +1381,7 @@ func (x *Admission) String() string {
 func (*Admission) ProtoMessage() {}
 
 func (x *Admission) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1304,7 +1394,7 @@ func (x *Admission) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admission.ProtoReflect.Descriptor instead.
 func (*Admission) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Admission) GetSequenceId() int32 {
@@ -1386,7 +1476,7 @@ type Restore struct {
 
 func (x *Restore) Reset() {
 	*x = Restore{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1398,7 +1488,7 @@ func (x *Restore) String() string {
 func (*Restore) ProtoMessage() {}
 
 func (x *Restore) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1411,7 +1501,7 @@ func (x *Restore) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Restore.ProtoReflect.Descriptor instead.
 func (*Restore) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Restore) GetSequenceId() int32 {
@@ -1447,7 +1537,7 @@ type Refusal struct {
 
 func (x *Refusal) Reset() {
 	*x = Refusal{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1459,7 +1549,7 @@ func (x *Refusal) String() string {
 func (*Refusal) ProtoMessage() {}
 
 func (x *Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1472,7 +1562,7 @@ func (x *Refusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refusal.ProtoReflect.Descriptor instead.
 func (*Refusal) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Refusal) GetItem() PlanItem {
@@ -1533,7 +1623,7 @@ type PlanStepResponse struct {
 
 func (x *PlanStepResponse) Reset() {
 	*x = PlanStepResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1545,7 +1635,7 @@ func (x *PlanStepResponse) String() string {
 func (*PlanStepResponse) ProtoMessage() {}
 
 func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1558,7 +1648,7 @@ func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PlanStepResponse) GetGrant() *SignedGrant {
@@ -1669,7 +1759,7 @@ type BlockCounts struct {
 
 func (x *BlockCounts) Reset() {
 	*x = BlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1681,7 +1771,7 @@ func (x *BlockCounts) String() string {
 func (*BlockCounts) ProtoMessage() {}
 
 func (x *BlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1694,7 +1784,7 @@ func (x *BlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockCounts.ProtoReflect.Descriptor instead.
 func (*BlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *BlockCounts) GetFreeCount() int32 {
@@ -1740,7 +1830,7 @@ type HostBlockCounts struct {
 
 func (x *HostBlockCounts) Reset() {
 	*x = HostBlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1752,7 +1842,7 @@ func (x *HostBlockCounts) String() string {
 func (*HostBlockCounts) ProtoMessage() {}
 
 func (x *HostBlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1765,7 +1855,7 @@ func (x *HostBlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HostBlockCounts.ProtoReflect.Descriptor instead.
 func (*HostBlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *HostBlockCounts) GetFreeCount() int32 {
@@ -1800,7 +1890,7 @@ type PlanStepsRequest struct {
 
 func (x *PlanStepsRequest) Reset() {
 	*x = PlanStepsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1812,7 +1902,7 @@ func (x *PlanStepsRequest) String() string {
 func (*PlanStepsRequest) ProtoMessage() {}
 
 func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1825,7 +1915,7 @@ func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsRequest.ProtoReflect.Descriptor instead.
 func (*PlanStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PlanStepsRequest) GetPlan() *PlanStepRequest {
@@ -1851,7 +1941,7 @@ type PlanStepsResponse struct {
 
 func (x *PlanStepsResponse) Reset() {
 	*x = PlanStepsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1863,7 +1953,7 @@ func (x *PlanStepsResponse) String() string {
 func (*PlanStepsResponse) ProtoMessage() {}
 
 func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1876,7 +1966,7 @@ func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PlanStepsResponse) GetAnswer() isPlanStepsResponse_Answer {
@@ -1933,7 +2023,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1945,7 +2035,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1958,7 +2048,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetPoolRequest) GetPool() string {
@@ -1979,7 +2069,7 @@ type GetPoolResponse struct {
 
 func (x *GetPoolResponse) Reset() {
 	*x = GetPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1991,7 +2081,7 @@ func (x *GetPoolResponse) String() string {
 func (*GetPoolResponse) ProtoMessage() {}
 
 func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2004,7 +2094,7 @@ func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolResponse.ProtoReflect.Descriptor instead.
 func (*GetPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetPoolResponse) GetPool() *Pool {
@@ -2043,7 +2133,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2055,7 +2145,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2068,7 +2158,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Pool) GetName() string {
@@ -2154,7 +2244,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2166,7 +2256,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2179,7 +2269,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListPoolsRequest) GetPageSize() int32 {
@@ -2209,7 +2299,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2221,7 +2311,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2234,7 +2324,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -2270,7 +2360,7 @@ type ListLeasesRequest struct {
 
 func (x *ListLeasesRequest) Reset() {
 	*x = ListLeasesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2282,7 +2372,7 @@ func (x *ListLeasesRequest) String() string {
 func (*ListLeasesRequest) ProtoMessage() {}
 
 func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2295,7 +2385,7 @@ func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
 func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListLeasesRequest) GetPool() string {
@@ -2346,7 +2436,7 @@ type ListLeasesResponse struct {
 
 func (x *ListLeasesResponse) Reset() {
 	*x = ListLeasesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2358,7 +2448,7 @@ func (x *ListLeasesResponse) String() string {
 func (*ListLeasesResponse) ProtoMessage() {}
 
 func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2371,7 +2461,7 @@ func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
 func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListLeasesResponse) GetLeases() []*Lease {
@@ -2417,7 +2507,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2429,7 +2519,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2442,7 +2532,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Lease) GetLeaseIdPrefix() string {
@@ -2522,7 +2612,7 @@ type GetSequenceRequest struct {
 
 func (x *GetSequenceRequest) Reset() {
 	*x = GetSequenceRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2534,7 +2624,7 @@ func (x *GetSequenceRequest) String() string {
 func (*GetSequenceRequest) ProtoMessage() {}
 
 func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2547,7 +2637,7 @@ func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceRequest.ProtoReflect.Descriptor instead.
 func (*GetSequenceRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetSequenceRequest) GetLeaseId() string {
@@ -2575,7 +2665,7 @@ type GetSequenceResponse struct {
 
 func (x *GetSequenceResponse) Reset() {
 	*x = GetSequenceResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2587,7 +2677,7 @@ func (x *GetSequenceResponse) String() string {
 func (*GetSequenceResponse) ProtoMessage() {}
 
 func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2600,7 +2690,7 @@ func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceResponse.ProtoReflect.Descriptor instead.
 func (*GetSequenceResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetSequenceResponse) GetSequence() *Sequence {
@@ -2652,7 +2742,7 @@ type Sequence struct {
 
 func (x *Sequence) Reset() {
 	*x = Sequence{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2664,7 +2754,7 @@ func (x *Sequence) String() string {
 func (*Sequence) ProtoMessage() {}
 
 func (x *Sequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2677,7 +2767,7 @@ func (x *Sequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
 func (*Sequence) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Sequence) GetLeaseIdPrefix() string {
@@ -2799,7 +2889,7 @@ type GroupBlockTable struct {
 
 func (x *GroupBlockTable) Reset() {
 	*x = GroupBlockTable{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2811,7 +2901,7 @@ func (x *GroupBlockTable) String() string {
 func (*GroupBlockTable) ProtoMessage() {}
 
 func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2824,7 +2914,7 @@ func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupBlockTable.ProtoReflect.Descriptor instead.
 func (*GroupBlockTable) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GroupBlockTable) GetPassedBlockCount() int32 {
@@ -2862,7 +2952,7 @@ type ListSequencesRequest struct {
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2874,7 +2964,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2887,7 +2977,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -2938,7 +3028,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2950,7 +3040,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2963,7 +3053,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -2997,7 +3087,8 @@ type Block struct {
 	// Its tenant, unless it is free.
 	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	// Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-	// its ttl is over. 0 if the block is free.
+	// its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
+	// the block is free.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Pins that keep it from eviction.
 	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
@@ -3011,7 +3102,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3023,7 +3114,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3036,7 +3127,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -3125,7 +3216,7 @@ type ListBlocksRequest struct {
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3137,7 +3228,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3150,7 +3241,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -3208,7 +3299,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3220,7 +3311,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3233,7 +3324,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -3265,7 +3356,7 @@ type ListTenantsRequest struct {
 
 func (x *ListTenantsRequest) Reset() {
 	*x = ListTenantsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3277,7 +3368,7 @@ func (x *ListTenantsRequest) String() string {
 func (*ListTenantsRequest) ProtoMessage() {}
 
 func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3290,7 +3381,7 @@ func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
 func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListTenantsRequest) GetPool() string {
@@ -3327,7 +3418,7 @@ type ListTenantsResponse struct {
 
 func (x *ListTenantsResponse) Reset() {
 	*x = ListTenantsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3339,7 +3430,7 @@ func (x *ListTenantsResponse) String() string {
 func (*ListTenantsResponse) ProtoMessage() {}
 
 func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3352,7 +3443,7 @@ func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
 func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ListTenantsResponse) GetTenants() []*Tenant {
@@ -3399,7 +3490,7 @@ type Tenant struct {
 
 func (x *Tenant) Reset() {
 	*x = Tenant{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3411,7 +3502,7 @@ func (x *Tenant) String() string {
 func (*Tenant) ProtoMessage() {}
 
 func (x *Tenant) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3424,7 +3515,7 @@ func (x *Tenant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
 func (*Tenant) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Tenant) GetName() string {
@@ -3518,7 +3609,7 @@ type WatchBlocksRequest struct {
 
 func (x *WatchBlocksRequest) Reset() {
 	*x = WatchBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3530,7 +3621,7 @@ func (x *WatchBlocksRequest) String() string {
 func (*WatchBlocksRequest) ProtoMessage() {}
 
 func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3543,7 +3634,7 @@ func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
 func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WatchBlocksRequest) GetPool() string {
@@ -3592,7 +3683,7 @@ type WatchBlocksResponse struct {
 
 func (x *WatchBlocksResponse) Reset() {
 	*x = WatchBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3604,7 +3695,7 @@ func (x *WatchBlocksResponse) String() string {
 func (*WatchBlocksResponse) ProtoMessage() {}
 
 func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3617,7 +3708,7 @@ func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
 func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *WatchBlocksResponse) GetEpoch() int64 {
@@ -3670,7 +3761,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3682,7 +3773,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3695,7 +3786,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *BlockEvent) GetKind() BlockEventKind {
@@ -3752,7 +3843,7 @@ type ExplainPrefixRequest struct {
 
 func (x *ExplainPrefixRequest) Reset() {
 	*x = ExplainPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3764,7 +3855,7 @@ func (x *ExplainPrefixRequest) String() string {
 func (*ExplainPrefixRequest) ProtoMessage() {}
 
 func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3777,7 +3868,7 @@ func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ExplainPrefixRequest) GetPool() string {
@@ -3845,7 +3936,7 @@ type ExplainPrefixResponse struct {
 
 func (x *ExplainPrefixResponse) Reset() {
 	*x = ExplainPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3857,7 +3948,7 @@ func (x *ExplainPrefixResponse) String() string {
 func (*ExplainPrefixResponse) ProtoMessage() {}
 
 func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3870,7 +3961,7 @@ func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ExplainPrefixResponse) GetPool() string {
@@ -3972,7 +4063,7 @@ type CheckAdmissionRequest struct {
 
 func (x *CheckAdmissionRequest) Reset() {
 	*x = CheckAdmissionRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3984,7 +4075,7 @@ func (x *CheckAdmissionRequest) String() string {
 func (*CheckAdmissionRequest) ProtoMessage() {}
 
 func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3997,7 +4088,7 @@ func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *CheckAdmissionRequest) GetPool() string {
@@ -4033,7 +4124,7 @@ type CheckAdmissionResponse struct {
 
 func (x *CheckAdmissionResponse) Reset() {
 	*x = CheckAdmissionResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4045,7 +4136,7 @@ func (x *CheckAdmissionResponse) String() string {
 func (*CheckAdmissionResponse) ProtoMessage() {}
 
 func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4058,7 +4149,7 @@ func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
@@ -4094,7 +4185,7 @@ type AdmissionCheck struct {
 
 func (x *AdmissionCheck) Reset() {
 	*x = AdmissionCheck{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4106,7 +4197,7 @@ func (x *AdmissionCheck) String() string {
 func (*AdmissionCheck) ProtoMessage() {}
 
 func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4119,7 +4210,7 @@ func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
 func (*AdmissionCheck) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *AdmissionCheck) GetPool() string {
@@ -4202,7 +4293,7 @@ type PinPrefixRequest struct {
 
 func (x *PinPrefixRequest) Reset() {
 	*x = PinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4214,7 +4305,7 @@ func (x *PinPrefixRequest) String() string {
 func (*PinPrefixRequest) ProtoMessage() {}
 
 func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4227,7 +4318,7 @@ func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *PinPrefixRequest) GetPool() string {
@@ -4284,7 +4375,7 @@ type PinPrefixResponse struct {
 
 func (x *PinPrefixResponse) Reset() {
 	*x = PinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4296,7 +4387,7 @@ func (x *PinPrefixResponse) String() string {
 func (*PinPrefixResponse) ProtoMessage() {}
 
 func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4309,7 +4400,7 @@ func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *PinPrefixResponse) GetPinId() string {
@@ -4364,7 +4455,7 @@ type UnpinPrefixRequest struct {
 
 func (x *UnpinPrefixRequest) Reset() {
 	*x = UnpinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4376,7 +4467,7 @@ func (x *UnpinPrefixRequest) String() string {
 func (*UnpinPrefixRequest) ProtoMessage() {}
 
 func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4389,7 +4480,7 @@ func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *UnpinPrefixRequest) GetPool() string {
@@ -4422,7 +4513,7 @@ type UnpinPrefixResponse struct {
 
 func (x *UnpinPrefixResponse) Reset() {
 	*x = UnpinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4434,7 +4525,7 @@ func (x *UnpinPrefixResponse) String() string {
 func (*UnpinPrefixResponse) ProtoMessage() {}
 
 func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4447,7 +4538,7 @@ func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 // See CacheService.ListPins.
@@ -4469,7 +4560,7 @@ type ListPinsRequest struct {
 
 func (x *ListPinsRequest) Reset() {
 	*x = ListPinsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4481,7 +4572,7 @@ func (x *ListPinsRequest) String() string {
 func (*ListPinsRequest) ProtoMessage() {}
 
 func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4494,7 +4585,7 @@ func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
 func (*ListPinsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ListPinsRequest) GetPool() string {
@@ -4538,7 +4629,7 @@ type ListPinsResponse struct {
 
 func (x *ListPinsResponse) Reset() {
 	*x = ListPinsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4550,7 +4641,7 @@ func (x *ListPinsResponse) String() string {
 func (*ListPinsResponse) ProtoMessage() {}
 
 func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4563,7 +4654,7 @@ func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
 func (*ListPinsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ListPinsResponse) GetPins() []*Pin {
@@ -4597,7 +4688,7 @@ type Pin struct {
 
 func (x *Pin) Reset() {
 	*x = Pin{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4609,7 +4700,7 @@ func (x *Pin) String() string {
 func (*Pin) ProtoMessage() {}
 
 func (x *Pin) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4622,7 +4713,7 @@ func (x *Pin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pin.ProtoReflect.Descriptor instead.
 func (*Pin) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *Pin) GetPinId() string {
@@ -4673,7 +4764,7 @@ type LookupPrefixRequest struct {
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4685,7 +4776,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4698,7 +4789,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -4740,7 +4831,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4752,7 +4843,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4765,7 +4856,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -4792,7 +4883,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4804,7 +4895,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4817,7 +4908,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -4873,7 +4964,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4885,7 +4976,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4898,7 +4989,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -4942,7 +5033,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4954,7 +5045,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4967,7 +5058,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -4995,7 +5086,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5007,7 +5098,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5020,7 +5111,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -5045,7 +5136,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5057,7 +5148,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5070,7 +5161,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -5105,7 +5196,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5117,7 +5208,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5130,7 +5221,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -5151,7 +5242,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5163,7 +5254,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5176,7 +5267,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -5278,7 +5369,7 @@ type PoolStatistics struct {
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5290,7 +5381,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5303,7 +5394,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -5599,7 +5690,7 @@ type LayerGroupStatistics struct {
 
 func (x *LayerGroupStatistics) Reset() {
 	*x = LayerGroupStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5611,7 +5702,7 @@ func (x *LayerGroupStatistics) String() string {
 func (*LayerGroupStatistics) ProtoMessage() {}
 
 func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5624,7 +5715,7 @@ func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroupStatistics.ProtoReflect.Descriptor instead.
 func (*LayerGroupStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *LayerGroupStatistics) GetActiveBlockCount() int32 {
@@ -5688,7 +5779,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteLeaseRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x15\n" +
-	"\x13DeleteLeaseResponse\"\xa4\x05\n" +
+	"\x13DeleteLeaseResponse\"\xef\x05\n" +
 	"\x0fPlanStepRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x1d\n" +
@@ -5697,7 +5788,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14release_sequence_ids\x18\n" +
 	" \x03(\x05R\x12releaseSequenceIds\x12=\n" +
 	"\freturn_hints\x18\v \x03(\v2\x1a.quire.cache.v1.ReturnHintR\vreturnHints\x120\n" +
-	"\x14offload_sequence_ids\x18\f \x03(\x05R\x12offloadSequenceIds\x12*\n" +
+	"\x14offload_sequence_ids\x18\f \x03(\x05R\x12offloadSequenceIds\x12I\n" +
+	"\x10expected_prompts\x18\r \x03(\v2\x1e.quire.cache.v1.ExpectedPromptR\x0fexpectedPrompts\x12*\n" +
 	"\x11trim_sequence_ids\x18\x14 \x03(\x05R\x0ftrimSequenceIds\x12*\n" +
 	"\x11trim_token_counts\x18\x15 \x03(\x05R\x0ftrimTokenCounts\x12*\n" +
 	"\x05forks\x18\x1e \x03(\v2\x14.quire.cache.v1.ForkR\x05forks\x121\n" +
@@ -5715,7 +5807,14 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vexpected_in\x18\x02 \x01(\v2\x19.google.protobuf.DurationH\x00R\n" +
 	"expectedIn\x12#\n" +
 	"\fnot_expected\x18\x03 \x01(\bH\x00R\vnotExpectedB\x06\n" +
-	"\x04hint\"u\n" +
+	"\x04hint\"\xa5\x01\n" +
+	"\x0eExpectedPrompt\x12\x1b\n" +
+	"\ttoken_ids\x18\x01 \x03(\x05R\btokenIds\x12\x12\n" +
+	"\x04salt\x18\x02 \x01(\fR\x04salt\x12\x1b\n" +
+	"\x06tenant\x18\x03 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12:\n" +
+	"\vexpected_in\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"expectedInB\t\n" +
+	"\a_tenant\"u\n" +
 	"\tRetention\x12\x1f\n" +
 	"\vtoken_count\x18\x01 \x01(\x05R\n" +
 	"tokenCount\x12\x1a\n" +
@@ -6180,7 +6279,7 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 66)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 67)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
 	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
@@ -6196,184 +6295,187 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*DeleteLeaseResponse)(nil),      // 11: quire.cache.v1.DeleteLeaseResponse
 	(*PlanStepRequest)(nil),          // 12: quire.cache.v1.PlanStepRequest
 	(*ReturnHint)(nil),               // 13: quire.cache.v1.ReturnHint
-	(*Retention)(nil),                // 14: quire.cache.v1.Retention
-	(*Fork)(nil),                     // 15: quire.cache.v1.Fork
-	(*Extends)(nil),                  // 16: quire.cache.v1.Extends
-	(*Admission)(nil),                // 17: quire.cache.v1.Admission
-	(*Restore)(nil),                  // 18: quire.cache.v1.Restore
-	(*Refusal)(nil),                  // 19: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 20: quire.cache.v1.PlanStepResponse
-	(*BlockCounts)(nil),              // 21: quire.cache.v1.BlockCounts
-	(*HostBlockCounts)(nil),          // 22: quire.cache.v1.HostBlockCounts
-	(*PlanStepsRequest)(nil),         // 23: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 24: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 25: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 26: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 27: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 28: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 29: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 30: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 31: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 32: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 33: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 34: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 35: quire.cache.v1.Sequence
-	(*GroupBlockTable)(nil),          // 36: quire.cache.v1.GroupBlockTable
-	(*ListSequencesRequest)(nil),     // 37: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 38: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 39: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 40: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 41: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 42: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 43: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 44: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 45: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 46: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 47: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 48: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 49: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 50: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 51: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 52: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 53: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 54: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 55: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 56: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 57: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 58: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 59: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 60: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 61: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 62: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 63: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 64: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 65: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 66: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 67: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 68: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 69: quire.cache.v1.PoolStatistics
-	(*LayerGroupStatistics)(nil),     // 70: quire.cache.v1.LayerGroupStatistics
-	nil,                              // 71: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 72: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 73: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 74: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 75: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 76: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 77: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 78: quire.cache.v1.AttachPoolResponse
+	(*ExpectedPrompt)(nil),           // 14: quire.cache.v1.ExpectedPrompt
+	(*Retention)(nil),                // 15: quire.cache.v1.Retention
+	(*Fork)(nil),                     // 16: quire.cache.v1.Fork
+	(*Extends)(nil),                  // 17: quire.cache.v1.Extends
+	(*Admission)(nil),                // 18: quire.cache.v1.Admission
+	(*Restore)(nil),                  // 19: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 20: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 21: quire.cache.v1.PlanStepResponse
+	(*BlockCounts)(nil),              // 22: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 23: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 24: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 25: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 26: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 27: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 28: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 29: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 30: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 31: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 32: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 33: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 34: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 35: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 36: quire.cache.v1.Sequence
+	(*GroupBlockTable)(nil),          // 37: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 38: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 39: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 40: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 41: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 42: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 43: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 44: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 45: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 46: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 47: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 48: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 49: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 50: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 51: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 52: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 53: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 54: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 55: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 56: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 57: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 58: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 59: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 60: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 61: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 62: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 63: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 64: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 65: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 66: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 67: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 68: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 69: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 70: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 71: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 72: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 73: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 74: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 75: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 76: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 77: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 78: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 79: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	72, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	73, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	74, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	73, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	73, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	74, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	75, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	74, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
 	13, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
-	15, // 5: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	16, // 6: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	17, // 7: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	18, // 8: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	72, // 9: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	72, // 10: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	14, // 11: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
-	0,  // 12: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
-	1,  // 13: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	75, // 14: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	76, // 15: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	19, // 16: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	21, // 17: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	22, // 18: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	12, // 19: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	20, // 20: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	75, // 21: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	27, // 22: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	74, // 23: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	21, // 24: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	22, // 25: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	27, // 26: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	2,  // 27: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	32, // 28: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	2,  // 29: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	72, // 30: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	73, // 31: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	35, // 32: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	0,  // 33: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	36, // 34: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	35, // 35: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 36: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 37: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	39, // 38: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	44, // 39: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	47, // 40: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 41: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	39, // 42: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 43: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	73, // 44: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	17, // 45: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	52, // 46: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	75, // 47: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	21, // 48: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	72, // 49: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	73, // 50: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	59, // 51: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	73, // 52: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	62, // 53: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	21, // 54: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	69, // 55: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	21, // 56: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	22, // 57: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	71, // 58: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	70, // 59: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	6,  // 60: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	8,  // 61: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	10, // 62: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	12, // 63: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	23, // 64: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	77, // 65: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	25, // 66: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	28, // 67: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	30, // 68: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	33, // 69: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	37, // 70: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	40, // 71: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	42, // 72: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	45, // 73: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	60, // 74: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	48, // 75: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	50, // 76: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	53, // 77: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	55, // 78: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	57, // 79: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	63, // 80: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	65, // 81: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	67, // 82: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	7,  // 83: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	9,  // 84: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	11, // 85: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	20, // 86: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	24, // 87: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	78, // 88: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	26, // 89: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	29, // 90: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	31, // 91: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	34, // 92: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	38, // 93: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	41, // 94: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	43, // 95: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	46, // 96: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	61, // 97: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	49, // 98: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	51, // 99: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	54, // 100: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	56, // 101: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	58, // 102: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	64, // 103: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	66, // 104: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	68, // 105: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	83, // [83:106] is the sub-list for method output_type
-	60, // [60:83] is the sub-list for method input_type
-	60, // [60:60] is the sub-list for extension type_name
-	60, // [60:60] is the sub-list for extension extendee
-	0,  // [0:60] is the sub-list for field type_name
+	14, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
+	16, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	17, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	18, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	19, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	73, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	73, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	73, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	15, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	0,  // 14: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
+	1,  // 15: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	76, // 16: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	77, // 17: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	20, // 18: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	22, // 19: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	23, // 20: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	12, // 21: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	21, // 22: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	76, // 23: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	28, // 24: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	75, // 25: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	22, // 26: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	23, // 27: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	28, // 28: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	2,  // 29: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	33, // 30: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	2,  // 31: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	73, // 32: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	74, // 33: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	36, // 34: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	0,  // 35: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	37, // 36: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	36, // 37: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 38: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 39: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	40, // 40: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	45, // 41: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	48, // 42: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 43: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	40, // 44: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 45: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	74, // 46: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	18, // 47: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	53, // 48: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	76, // 49: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	22, // 50: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	73, // 51: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	74, // 52: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	60, // 53: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	74, // 54: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	63, // 55: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	22, // 56: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	70, // 57: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	22, // 58: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	23, // 59: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	72, // 60: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	71, // 61: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	6,  // 62: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	8,  // 63: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	10, // 64: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	12, // 65: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	24, // 66: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	78, // 67: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	26, // 68: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	29, // 69: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	31, // 70: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	34, // 71: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	38, // 72: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	41, // 73: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	43, // 74: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	46, // 75: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	61, // 76: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	49, // 77: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	51, // 78: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	54, // 79: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	56, // 80: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	58, // 81: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	64, // 82: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	66, // 83: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	68, // 84: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	7,  // 85: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	9,  // 86: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	11, // 87: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	21, // 88: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	25, // 89: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	79, // 90: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	27, // 91: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	30, // 92: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	32, // 93: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	35, // 94: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	39, // 95: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	42, // 96: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	44, // 97: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	47, // 98: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	62, // 99: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	50, // 100: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	52, // 101: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	55, // 102: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	57, // 103: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	59, // 104: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	65, // 105: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	67, // 106: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	69, // 107: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	85, // [85:108] is the sub-list for method output_type
+	62, // [62:85] is the sub-list for method input_type
+	62, // [62:62] is the sub-list for extension type_name
+	62, // [62:62] is the sub-list for extension extendee
+	0,  // [0:62] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -6388,29 +6490,30 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		(*ReturnHint_ExpectedIn)(nil),
 		(*ReturnHint_NotExpected)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[11].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[18].OneofWrappers = []any{
+	file_quire_cache_v1_cache_service_proto_msgTypes[8].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[12].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[19].OneofWrappers = []any{
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[24].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[31].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[34].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[39].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[25].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[32].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[35].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[40].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[43].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[47].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[49].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[51].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[54].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[57].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[44].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[48].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[50].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[52].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[55].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[58].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   66,
+			NumMessages:   67,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
