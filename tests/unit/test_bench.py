@@ -145,8 +145,8 @@ def test_a_spread_is_the_median_and_its_range() -> None:
 
 
 def test_prompts_that_are_named_find_more() -> None:
-    case = queued_prompts.made("agents", 10, 4, 3_000)
-    case = replace(case, load=case.load | {"requests": 60}, seeds=(1,))
+    case = queued_prompts.recorded("sharegpt128_B16", 10, 4, 1_000)
+    case = replace(case, load=case.load | {"requests": 100})
     without, named = (queued_prompts.measure(case, num_expected) for num_expected in (0, 8))
     assert named["hit_ratio"] > without["hit_ratio"] > 0
 
