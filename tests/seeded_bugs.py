@@ -509,6 +509,16 @@ BUGS = [
     ),
     rust(
         "tenants",
+        "a prompt that waits keeps another tenant's blocks from eviction",
+        ("expect_prompt", "names_tenants || *tenant == lease_tenant", "names_tenants || *tenant == *tenant"),
+    ),
+    rust(
+        "tenants",
+        "what a waiting prompt has found is kept from eviction as if it still waited",
+        ("was_last_waiting", "*count == 0", "*count == u32::MAX"),
+    ),
+    rust(
+        "tenants",
         "any tenant takes back any tenant's pin",
         (
             "unpin_prefix",

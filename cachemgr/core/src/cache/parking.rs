@@ -271,7 +271,9 @@ impl Parking {
     /// A prompt has found these blocks. Lists those that no other prompt waits for.
     pub fn find_expected(&mut self, blocks: &[BlockId], owner: TenantId) -> Vec<BlockId> {
         let Some(shelves) = &mut self.shelves else { return Vec::new() };
-        let met: Vec<BlockId> = blocks.iter().copied().filter(|block| shelves.book.was_last_waiting(*block)).collect();
+        let book = &mut shelves.book;
+        let mut is_met = |block: &BlockId| book.level(*block) == AWAITED && book.was_last_waiting(*block);
+        let met: Vec<BlockId> = blocks.iter().copied().filter(|block| is_met(block)).collect();
         self.advise(&met, NOTHING, owner);
         met
     }
