@@ -11,7 +11,17 @@ from typing import TypeVar
 import pytest
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client import LLM, CacheClient, CacheParams, CacheUse, Completion, Engine, InvalidRequest, Retention
+from quire.client import (
+    LLM,
+    CacheClient,
+    CacheParams,
+    CacheUse,
+    Completion,
+    Engine,
+    EngineConfig,
+    InvalidRequest,
+    Retention,
+)
 from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
@@ -93,6 +103,34 @@ def test_advice_and_hints_reach_the_blocks(cachemgr: str) -> None:
         generate(llm, 3, CacheParams(expected_back_s=math.inf), max_tokens=1)
     blocks = ask(cachemgr, lambda cache: cache.list_blocks(state=pb.BLOCK_STATE_CACHED))
     assert sorted(block.priority for block in blocks) == [1, 1, 3, 7, 7, 9]
+
+
+def test_cachemgr_knows_what_the_queue_of_an_engine_would_find(cachemgr: str) -> None:
+    """One request runs; the next ones wait, and two blocks of one of them are cached."""
+
+    async def run() -> tuple[list[int], list[int]]:
+        config = EngineConfig(max_running_sequences=1)
+        cache = CacheClient(cachemgr)
+
+        async def priorities() -> list[int]:
+            return sorted(block.priority for block in await cache.list_blocks(state=pb.BLOCK_STATE_CACHED))
+
+        async with Engine.connect(cachemgr, config=config) as engine:
+            await engine.complete(prompt_of(1), max_tokens=1)
+            await engine.complete(prompt_of(2), max_tokens=1)
+            running = asyncio.create_task(engine.complete(prompt_of(3), max_tokens=300, ignore_eos=True))
+            waiting = [asyncio.create_task(engine.complete(prompt_of(number), max_tokens=1)) for number in (4, 1)]
+            while (awaited := await priorities()) == [5] * 4 and not running.done():
+                pass
+            for task in (running, *waiting):
+                await task
+            found = await priorities()
+        await cache.close()
+        return awaited, found
+
+    awaited, found = asyncio.run(run())
+    assert awaited == [5, 5, 10, 10]
+    assert set(found) == {5}
 
 
 def test_a_reservation_is_made_and_one_that_has_no_room_waits() -> None:
