@@ -71,11 +71,11 @@ impl AdviceBook {
     pub fn enter(&mut self, block: BlockId, advice: Advice) {
         let until = if advice.level == UNADVISED { FOREVER } else { advice.until };
         self.levels[block as usize] = advice.level;
-        self.until[block as usize] = until;
+        let is_known_end = std::mem::replace(&mut self.until[block as usize], until) == until;
         if advice.level != AWAITED {
             self.num_waiting.remove(&block);
         }
-        if until == FOREVER {
+        if until == FOREVER || is_known_end {
             return;
         }
         self.ends.push(Reverse((until, self.num_said, block)));
@@ -172,6 +172,10 @@ mod tests {
         let mut book = AdviceBook::new(8);
         for time in 0..1000 {
             book.enter(time as BlockId % 8, advice(9, 1_000_000 + time));
+            assert!(book.ends.len() <= 17);
+        }
+        for level in [9, 8].repeat(1000) {
+            book.enter(3, advice(level, 1_500_000));
             assert!(book.ends.len() <= 17);
         }
         assert_eq!(ended(&mut book, 2_000_000).len(), 8);
