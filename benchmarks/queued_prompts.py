@@ -35,7 +35,6 @@ class Case:
     num_running: int
     num_blocks: int
     seeds: tuple[int, ...]
-    is_held_out: bool = False
 
     def config(self, num_expected: int) -> LabConfig:
         fleet = {"step": "h100-8b", "blocks": self.num_blocks, "max_running_sequences": self.num_running}
@@ -48,9 +47,9 @@ def made(kind: str, rate: float, num_running: int, num_blocks: int) -> Case:
     return Case(f"{kind}, {rate:g} sessions a second", load, num_running, num_blocks, (1, 2, 3))
 
 
-def recorded(name: str, speed: float, num_running: int, num_blocks: int, *, is_held_out: bool = True) -> Case:
+def recorded(name: str, speed: float, num_running: int, num_blocks: int) -> Case:
     load = {"trace": str(TRACES / f"{name}.jsonl.gz"), "requests": 400, "speed": speed}
-    return Case(f"{name}, {speed:g} times as fast", load, num_running, num_blocks, (1,), is_held_out)
+    return Case(f"{name}, {speed:g} times as fast", load, num_running, num_blocks, (1,))
 
 
 CASES = (
@@ -60,7 +59,7 @@ CASES = (
     made("agents", 40, 8, 8_000),
     made("chat", 40, 8, 1_500),
     made("rag", 40, 8, 3_000),
-    recorded("sharegpt128_B16", 10, 8, 2_000, is_held_out=False),
+    recorded("sharegpt128_B16", 10, 8, 2_000),
     recorded("sharegpt128_B16", 10, 4, 1_000),
     recorded("lmcache_miniswe_B16", 10, 8, 4_000),
     recorded("mooncake_toolagent_arxiv_1000", 20, 8, 10_000),
@@ -101,7 +100,6 @@ def main(quick: bool, output: Path | None) -> None:
                 "load": case.name,
                 "running": case.num_running,
                 "blocks": case.num_blocks,
-                "is_held_out": case.is_held_out,
                 "seeds": case.seeds,
                 "without": measure(case, 0),
                 "with": measure(case, DEFAULT_EXPECTED_PROMPTS),

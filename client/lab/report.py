@@ -181,7 +181,8 @@ def _describe(config: LabConfig) -> str:
             + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else ""),
             *(f"layers   {group}" for group in fleet.layer_groups),
             f"eviction {fleet.eviction_in_use}",
-            f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step",
+            f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step, "
+            f"{fleet.max_expected_prompts} expected prompts",
             f"step     {fleet.step}",
             f"router   {config.policy.router}",
             f"engine   {config.policy.scheduler}",

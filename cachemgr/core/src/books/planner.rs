@@ -777,7 +777,7 @@ impl<'a> StepPlanner<'a> {
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         self.count_found(&hit);
         self.pool.acquire(&found, 1)?;
-        self.pool.find_expected(&found);
+        self.pool.end_waits(&found);
         let tables = self.allocate_tables(hit.tables, &ends, &self.asker_for(tenant))?;
         if cache_use.writes() {
             self.pool.enter_root(&root, tenant, &admission.salt);

@@ -269,7 +269,7 @@ impl Parking {
     }
 
     /// A prompt has found these blocks. Lists those that no other prompt waits for.
-    pub fn find_expected(&mut self, blocks: &[BlockId], owner: TenantId) -> Vec<BlockId> {
+    pub fn end_waits(&mut self, blocks: &[BlockId], owner: TenantId) -> Vec<BlockId> {
         let Some(shelves) = &mut self.shelves else { return Vec::new() };
         let book = &mut shelves.book;
         let mut is_met = |block: &BlockId| book.level(*block) == AWAITED && book.was_last_waiting(*block);

@@ -604,10 +604,10 @@ impl BlockPool {
         }
     }
 
-    /// A prompt has found these blocks: see Parking::find_expected.
-    pub fn find_expected(&mut self, blocks: &[BlockId]) {
+    /// A prompt has found these blocks: see Parking::end_waits.
+    pub fn end_waits(&mut self, blocks: &[BlockId]) {
         if let Some(first) = blocks.first() {
-            let met = self.parking.find_expected(blocks, self.owners[*first as usize]);
+            let met = self.parking.end_waits(blocks, self.owners[*first as usize]);
             self.journal.touch_all(&met, &self.owners);
         }
     }

@@ -103,7 +103,7 @@ fn wide(ids: &[i32]) -> Vec<i64> {
 
 fn return_hint(hint: &messages::ReturnHint) -> Result<ReturnHint> {
     let expected_in = match &hint.hint {
-        Some(Hint::ExpectedIn(duration)) => Some(expected_seconds("return_hints.expected_in", duration)?),
+        Some(Hint::ExpectedIn(duration)) => Some(expected_seconds("return_hints.expected_in", Some(duration))?),
         Some(Hint::NotExpected(true)) => None,
         _ => return refused("return_hints.hint", "not set", "expected_in, or not_expected: true"),
     };
@@ -112,27 +112,31 @@ fn return_hint(hint: &messages::ReturnHint) -> Result<ReturnHint> {
 
 /// A prompt that no sequence of `most_tokens` can have is not kept: nothing can be found of it.
 fn expected_prompt(message: messages::ExpectedPrompt, most_tokens: usize) -> Result<ExpectedPrompt> {
-    check_bytes("expected_prompts.salt", message.salt.len(), MAX_SALT_BYTES)?;
-    if let Some(tenant) = &message.tenant {
-        check_length("expected_prompts.tenant", tenant, MAX_TENANT_LENGTH)?;
-    }
-    let Some(expected_in) = &message.expected_in else {
-        return refused("expected_prompts.expected_in", "not set", format!("0 s to {MAX_EXPECTED_S} s"));
-    };
+    check_root("expected_prompts", &message.salt, message.tenant.as_deref())?;
     Ok(ExpectedPrompt {
-        expected_in: expected_seconds("expected_prompts.expected_in", expected_in)?,
+        expected_in: expected_seconds("expected_prompts.expected_in", message.expected_in.as_ref())?,
         tokens: if message.token_ids.len() > most_tokens { Vec::new() } else { message.token_ids },
         salt: message.salt,
         tenant: message.tenant.map(String::into_bytes),
     })
 }
 
-fn expected_seconds(field: &str, duration: &Duration) -> Result<f64> {
-    let seconds = seconds_of(duration);
-    if !(0.0..=MAX_EXPECTED_S).contains(&seconds) {
-        return refused(field, shown_seconds(seconds), format!("0 s to {MAX_EXPECTED_S} s"));
+/// A time until something that is expected. It has to be set.
+fn expected_seconds(field: &str, duration: Option<&Duration>) -> Result<f64> {
+    let seconds = duration.map(seconds_of);
+    match seconds.filter(|seconds| (0.0..=MAX_EXPECTED_S).contains(seconds)) {
+        Some(seconds) => Ok(seconds),
+        None => {
+            let shown = seconds.map_or_else(|| "not set".to_string(), shown_seconds);
+            refused(field, shown, format!("0 s to {MAX_EXPECTED_S} s"))
+        }
     }
-    Ok(seconds)
+}
+
+/// The salt and the tenant of a prompt, by which its prefix hashes begin.
+fn check_root(field: &str, salt: &[u8], tenant: Option<&str>) -> Result<()> {
+    check_bytes(&format!("{field}.salt"), salt.len(), MAX_SALT_BYTES)?;
+    tenant.map_or(Ok(()), |tenant| check_length(&format!("{field}.tenant"), tenant, MAX_TENANT_LENGTH))
 }
 
 fn fork(fork: &messages::Fork) -> Result<Fork> {
@@ -188,10 +192,7 @@ fn restore(restore: &messages::Restore) -> Result<Restore> {
 pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) -> Result<Admission> {
     let max_compute = not_negative(&format!("{field}.max_compute_token_count"), message.max_compute_token_count)?;
     let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;
-    check_bytes(&format!("{field}.salt"), message.salt.len(), MAX_SALT_BYTES)?;
-    if let Some(tenant) = &message.tenant {
-        check_length(&format!("{field}.tenant"), tenant, MAX_TENANT_LENGTH)?;
-    }
+    check_root(field, &message.salt, message.tenant.as_deref())?;
     let mut tokens = message.token_ids;
     if tokens.len() > most_tokens {
         reserved_tokens = reserved_tokens.max(tokens.len());
