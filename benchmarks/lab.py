@@ -4,15 +4,16 @@
 
 The first requests of a recorded trace arrive, so fast that the laboratory expects a worker that computes 60 % of the
 time: at cachemgr, a worker and an engine, with a Llama of 56 million parameters on the CPU; and at the laboratory, with
-the fit of `quire lab calibrate` to a `quire bench step` of the same machine. A second run of the laboratory adds what a
-decode step of the real processes takes beside the fit. An answer of the trace is in no later prompt here, because the
-real model gives others.
+the fit of `quire lab calibrate` to the means of two `quire bench step`, one before and one after: a shared machine's
+speed changes. A second run of the laboratory adds what a decode step of the real processes takes beside the fit. An
+answer of the trace is in no later prompt here, because the real model gives others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,8 @@ BLOCK_SIZE = 16
 ANSWER_STREAMS = 2**33
 """No stream of a trace."""
 TO_REACH = 0.15
+PAUSE_S = 1.0
+"""Before a lone prompt, as between requests of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,14 @@ class Sizes:
     max_step_tokens: int = 512
     dtype: str = "float32"
     vocabulary: int = 32_000
-    decodes: tuple[tuple[int, int], ...] = ((1, 128), (4, 128), (16, 128), (1, 1024), (4, 1024), (16, 1024))
+    decodes: tuple[tuple[int, int], ...] = ((1, 128), (2, 128), (4, 128), (1, 1024), (2, 1024), (4, 1024))
     """Sequences and tokens of each, to measure what a step takes beside its computation."""
     decoded_tokens: int = 40
+    prompts: tuple[int, ...] = (128, 512, 128, 512, 128, 512)
+    """Tokens of prompts that come alone, to measure the same; each fits in a step."""
 
 
-QUICK = Sizes(num_requests=3, most_output=4, vocabulary=512, decodes=((2, 20),), decoded_tokens=4)
+QUICK = Sizes(num_requests=3, most_output=4, vocabulary=512, decodes=((2, 20),), decoded_tokens=4, prompts=(20,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +137,30 @@ async def serve(running: Running, requests: Sequence[Request], sizes: Sizes, pro
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """Steps of num_seqs sequences that began with num_tokens each. taken_ms: from a step's tokens to the next one's."""
+class Measured:
+    """A step of the real processes: num_seqs sequences with num_tokens each compute num_new.
+
+    taken_s: from the tokens of the step before to its own; of a lone prompt, from the request to its first token.
+    """
 
     num_seqs: int
     num_tokens: int
-    taken_ms: float
-    computed_ms: float
-    """By the fit."""
+    num_new: int
+    taken_s: float
+
+    @property
+    def name(self) -> str:
+        if self.num_new > 1:
+            return f"prompt of {self.num_new}, alone"
+        return f"decode, {self.num_seqs} on {self.num_tokens}"
+
+    def computed_s(self, step: StepTime) -> float:
+        """By a fit."""
+        return step.seconds([self.num_tokens] * self.num_seqs, [self.num_new] * self.num_seqs)
 
 
-async def decode_steps(running: Running, step: StepTime, sizes: Sizes) -> list[Decode]:
-    """The time of a decode step through both processes."""
+async def measured_steps(running: Running, sizes: Sizes) -> list[Measured]:
+    """Decode steps through both processes, then lone prompts."""
     measured = []
     for number, (num_seqs, num_tokens) in enumerate(sizes.decodes):
         generator = np.random.default_rng(number)
@@ -152,8 +169,12 @@ async def decode_steps(running: Running, step: StepTime, sizes: Sizes) -> list[D
         began, ended = max(times[0] for times in counts), min(times[-1] for times in counts)
         num_steps = sum(began < at <= ended for at in counts[0])
         start = num_tokens + sizes.decoded_tokens // 2
-        computed_s = step.seconds([start] * num_seqs, [1] * num_seqs)
-        measured.append(Decode(num_seqs, num_tokens, 1e3 * (ended - began) / max(1, num_steps), 1e3 * computed_s))
+        measured.append(Measured(num_seqs, start, 1, (ended - began) / max(1, num_steps)))
+    for number, num_tokens in enumerate(sizes.prompts, len(sizes.decodes)):
+        prompt = np.random.default_rng(number).integers(3, sizes.vocabulary, num_tokens).tolist()
+        await asyncio.sleep(PAUSE_S)
+        began = time.perf_counter()
+        measured.append(Measured(1, 0, num_tokens, (await _times_of_tokens(running, prompt, 1))[0] - began))
     return measured
 
 
@@ -163,25 +184,35 @@ async def _times_of_tokens(running: Running, prompt: list[int], count: int) -> l
 
 
 async def in_truth(
-    model: Path, step: StepTime, requests: Sequence[Request], sizes: Sizes, progress: Progress
-) -> tuple[list[Decode], list[Served]]:
+    model: Path, requests: Sequence[Request], sizes: Sizes, progress: Progress
+) -> tuple[list[Measured], list[Served]]:
     setup = Setup(model, sizes.num_blocks + 1, BLOCK_SIZE, dtype=sizes.dtype, max_step_tokens=sizes.max_step_tokens)
     async with two_processes(setup) as running:
         warm = [replace(each, at_s=0.0) for each in requests[:2]]
         await serve(running, warm, sizes, progress)
-        decodes = await decode_steps(running, step, sizes)
+        measured = await measured_steps(running, sizes)
         await running.forget()
-        return decodes, await serve(running, requests, sizes, progress)
+        return measured, await serve(running, requests, sizes, progress)
 
 
 # -- the laboratory ---------------------------------------------------------------------------------------------------
 
 
-def calibrated(folder: Path, dtype: str) -> tuple[StepTime, float]:
-    """The fit to a `quire bench step` that runs now, and its largest error."""
+def bench_step(folder: Path) -> Path:
+    """The result of a `quire bench step` that runs now."""
     command = [sys.executable, STEP, "--float32", "--output", folder]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return calibrate(folder / "step_cpu.json", dtype=dtype)
+    return folder / "step_cpu.json"
+
+
+def mean_of(results: Sequence[Path], folder: Path) -> Path:
+    """A result with the mean of each step's medians."""
+    read = [json.loads(path.read_text()) for path in results]
+    for steps in zip(*(result["steps"] for result in read), strict=True):
+        steps[0]["median_ms"] = statistics.fmean(each["median_ms"] for each in steps)
+    path = folder / "mean.json"
+    path.write_text(json.dumps(read[0]))
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +254,24 @@ def medians(served: Sequence[Served]) -> dict[str, float]:
 def measure(quick: bool, progress: Progress) -> Findings:
     sizes = QUICK if quick else Sizes()
     with tempfile.TemporaryDirectory() as name:
-        (tiny_llama if quick else llama_56m)(Path(name))
-        task = progress.add_task("steps", total=None)
-        step, worst = (StepTime("additive", 0.01, 1e-5), 0.0) if quick else calibrated(Path(name), sizes.dtype)
-        progress.remove_task(task)
-        requests, speed = at_speed(requests_of(sizes), step, sizes)
-        decodes, truth = asyncio.run(in_truth(Path(name), step, requests, sizes, progress))
-    own_s = statistics.median(max(0.0, each.taken_ms - each.computed_ms) for each in decodes) / 1e3
+        folder = Path(name)
+        (tiny_llama if quick else llama_56m)(folder / "model")
+        results: list[Path] = []
+
+        def fit() -> tuple[StepTime, float]:
+            """To the steps that are measured now, and to those of before."""
+            if quick:
+                return StepTime("additive", 0.01, 1e-5), 0.0
+            task = progress.add_task("steps", total=None)
+            results.append(bench_step(folder / f"step-{len(results)}"))
+            progress.remove_task(task)
+            return calibrate(mean_of(results, folder), dtype=sizes.dtype)
+
+        requests, speed = at_speed(requests_of(sizes), fit()[0], sizes)
+        measured, truth = asyncio.run(in_truth(folder / "model", requests, sizes, progress))
+        step, worst = fit()
+    own = [max(0.0, each.taken_s - each.computed_s(step)) for each in measured if each.num_new == 1]
+    own_s = statistics.median(own)
     fitted = in_the_lab(requests, step, sizes)
     simulated = in_the_lab(requests, replace(step, overhead_s=own_s), sizes)
     num_equal = sum(one.num_cached == other.num_cached for one, other in zip(truth, simulated.served, strict=True))
@@ -244,7 +286,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "speed": round(speed, 3),
         "step": asdict(step),
         "largest_error_of_a_step": round(worst, 3),
-        "decode_steps": [asdict(each) for each in decodes],
+        "steps": [asdict(each) | {"computed_s": each.computed_s(step)} for each in measured],
         "own_s_of_a_step": round(own_s, 5),
         "medians": figures_of,
         "requests_with_equal_hits": num_equal,
@@ -260,9 +302,9 @@ def measure(quick: bool, progress: Progress) -> Findings:
         f"{sum(each.num_prompt for each in requests):,} prompt tokens; {sizes.dtype}. "
         f"The laboratory took {simulated.taken_s:.1f} s.",
         f"The same tokens of {num_equal} of {len(requests)} prompts were found in the cache.",
-        f"The fit's largest error of a step is {percent(worst, 0)}. Their own time is {1e3 * own_s:.1f} ms a step.",
+        f"The fit's largest error is {percent(worst, 0)}. Their own time of a decode step is {1e3 * own_s:.1f} ms.",
     ]
-    return Findings([times(figures_of), steps(decodes)], figures, lambda: plot(truth, simulated.served), notes)
+    return Findings([times(figures_of), steps(measured, step)], figures, lambda: plot(truth, simulated.served), notes)
 
 
 def times(ways: dict[str, dict[str, float]]) -> Table:
@@ -277,10 +319,10 @@ def times(ways: dict[str, dict[str, float]]) -> Table:
     return made
 
 
-def steps(decodes: Sequence[Decode]) -> Table:
-    made = table("a decode step, ms", "sequences", "tokens of each", "real processes", "the fit", words=0)
-    for each in decodes:
-        made.add_row(*map(str, (each.num_seqs, each.num_tokens)), f"{each.taken_ms:.1f}", f"{each.computed_ms:.1f}")
+def steps(measured: Sequence[Measured], step: StepTime) -> Table:
+    made = table("a step, ms", "", "real processes", "the fit")
+    for each in measured:
+        made.add_row(each.name, f"{1e3 * each.taken_s:.1f}", f"{1e3 * each.computed_s(step):.1f}")
     return made
 
 

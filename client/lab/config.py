@@ -259,13 +259,13 @@ def _require_known(where: str, table: Mapping[str, Any], names: tuple[str, ...])
 
 
 def _make(kind: Callable[..., Any], where: str, table: Mapping[str, Any], **converted: Any) -> Any:
-    """A dataclass of a table. A field must have the type of its default."""
+    """A dataclass of a table. A field must have the type of its default, unless it may have several: then it checks."""
     named = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     _require_known(where, table, tuple(named))
     for name, value in table.items():
         wanted = named[name].type
         default = named[name].default
-        if default is not MISSING and default is not None and name not in converted:
+        if default is not MISSING and default is not None and name not in converted and " | " not in str(wanted):
             _require_type(f"{where}.{name}", value, type(default))
         elif name not in converted and wanted in ("int", "float", "str"):
             _require_type(f"{where}.{name}", value, {"int": int, "float": float, "str": str}[wanted])

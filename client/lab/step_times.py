@@ -8,6 +8,9 @@ token and a key that it attends to. The roofline says that weights are read whil
 time to read them all, token and pair the time of the arithmetic. It has the form of a GPU's step. A small CPU is
 described better by the additive form.
 
+Some steps are not linear in their tokens or sequences: a product of 3 rows may take longer than one of 4. So token and
+sequence may each be a curve instead of a number: the time of so many, by points.
+
 A layer with a window reads fewer keys than one that sees all. keys and pairs are means over the model's layers.
 """
 
@@ -15,8 +18,10 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from operator import add, mul
 from pathlib import Path
 from types import MappingProxyType
@@ -28,22 +33,36 @@ from quire.client.engine.layer_groups import FULL, LayerGroup, LayerGroupKind
 from quire.client.lab.errors import ConfigError
 
 _FORMS = ("additive", "roofline")
+_CURVES = ("token_s", "sequence_s")
+_MOST_S = 1e6
+_MOST_COUNT = 1e9
+_SECONDS_LIMIT = "seconds, 0 to 1e6"
+_CURVE_LIMIT = (
+    "seconds of each, 0 to 1e6; or at least 2 points [count, seconds]: counts that rise from 0 or 1 on, below 1e9, "
+    "and seconds of 0 to 1e6"
+)
 _ALL_FULL: Mapping[LayerGroup, float] = MappingProxyType({FULL: 1.0})
 _CELL = re.compile(
     r"(?:decode (?P<decodes>\d+) x (?P<cached>\d+)|prompt (?P<prompts>\d+) x (?P<new>\d+)(?: on (?P<on>\d+))?)$"
 )
 
+Curve = tuple[tuple[float, float], ...]
+"""Points: a number of tokens or sequences, and the seconds of all of them. Linear between them and behind the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The coefficients, in seconds. copy_s is the time to copy a block to the host tier, or back; 0: unknown."""
+    """The coefficients, in seconds. copy_s is the time to copy a block to the host tier, or back; 0: unknown.
+
+    token_s and sequence_s are the seconds of each, or a curve that begins with 0 or 1.
+    """
 
     form: str
     base_s: float
-    token_s: float
+    token_s: float | Curve
     context_s: float = 0.0
     pair_s: float = 0.0
-    sequence_s: float = 0.0
+    sequence_s: float | Curve = 0.0
     overhead_s: float = 0.0
     copy_s: float = 0.0
 
@@ -51,9 +70,12 @@ class StepTime:
         if self.form not in _FORMS:
             raise ConfigError.of_field("fleet.step.form", self.form, f"one of {', '.join(_FORMS)}")
         for field in fields(self)[1:]:
-            if not 0 <= getattr(self, field.name) < 1e6:
-                raise ConfigError.of_field(f"fleet.step.{field.name}", getattr(self, field.name), "seconds, 0 to 1e6")
-        if self.base_s + self.token_s + self.sequence_s + self.overhead_s <= 0:
+            name, value = f"fleet.step.{field.name}", getattr(self, field.name)
+            if field.name in _CURVES and isinstance(value, list | tuple):
+                object.__setattr__(self, field.name, _curve_of(name, value))
+            elif not _is_number(value) or not 0 <= value < _MOST_S:
+                raise ConfigError.of_field(name, value, _CURVE_LIMIT if field.name in _CURVES else _SECONDS_LIMIT)
+        if self.base_s + self.overhead_s + _cost(self.token_s, 1) + _cost(self.sequence_s, 1) <= 0:
             raise ConfigError.of_field("fleet.step.base_s", self.base_s, "above 0, if no other part of a step is")
 
     def seconds(
@@ -71,9 +93,43 @@ class StepTime:
         return self._seconds(sum(counts), num_keys, num_pairs, len(counts))
 
     def _seconds(self, num_tokens: int, num_keys: float, num_pairs: float, num_sequences: int) -> float:
-        arithmetic = self.token_s * num_tokens + self.pair_s * num_pairs
+        arithmetic = _cost(self.token_s, num_tokens) + self.pair_s * num_pairs
         products = self.base_s + arithmetic if self.form == "additive" else max(self.base_s, arithmetic)
-        return self.overhead_s + products + self.context_s * num_keys + self.sequence_s * num_sequences
+        return self.overhead_s + products + self.context_s * num_keys + _cost(self.sequence_s, num_sequences)
+
+
+def _cost(time: float | Curve, count: int) -> float:
+    """The seconds of so many tokens or sequences."""
+    if not isinstance(time, tuple):
+        return time * count
+    after = _point_after([at for at, _ in time], count)
+    (first, first_s), (last, last_s) = time[after - 1 : after + 1]
+    return max(0.0, first_s + (last_s - first_s) * (count - first) / (last - first))
+
+
+def _point_after(counts: Sequence[float], count: int) -> int:
+    """The index of the point at which the line through a count ends."""
+    return min(max(bisect_right(counts, count), 1), len(counts) - 1)
+
+
+def _curve_of(name: str, points: Sequence[Any]) -> Curve:
+    """Raises ConfigError."""
+    if not _is_curve(points):
+        raise ConfigError.of_field(name, points, _CURVE_LIMIT)
+    return tuple((float(count), float(seconds)) for count, seconds in points)
+
+
+def _is_curve(points: Sequence[Any]) -> bool:
+    for each in points:
+        if not (isinstance(each, list | tuple) and len(each) == 2 and all(map(_is_number, each))):
+            return False
+    counts, seconds = [count for count, _ in points], [seconds for _, seconds in points]
+    rises = len(points) > 1 and all(before < after for before, after in pairwise(counts))
+    return rises and 0 <= counts[0] <= 1 and counts[-1] < _MOST_COUNT and all(0 <= each < _MOST_S for each in seconds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _seen(group: LayerGroup, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
@@ -211,45 +267,83 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
-    """A measured step: the sums that the model multiplies, and its time."""
+class _Cell:
+    """A measured kind of step: num_sequences with `cached` tokens each compute `new` ones in `seconds`."""
 
-    sums: tuple[float, float, float, float, float]
+    num_sequences: int
+    cached: int
+    new: int
     seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.new
 
 
 def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None) -> tuple[StepTime, float]:
     """Fit the additive form to the steps of a result of `quire bench step`; return it with its largest relative error.
 
-    model and dtype choose the steps; None: those of the first step. Raises ConfigError.
+    Tokens have a point for 1 and for the length of each prompt that was computed alone and whole; their curve does not
+    fall. Sequences have a point for each number of them. model and dtype choose the steps; None: those of the first
+    step. Raises ConfigError.
     """
     try:
         steps = json.loads(path.read_text())["steps"]
         chosen = model or steps[0]["model"], dtype or steps[0]["dtype"]
-        points = [_point(step) for step in steps if (step["model"], step["dtype"]) == chosen]
+        cells = [_cell_of(step) for step in steps if (step["model"], step["dtype"]) == chosen]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{path} is no result of `quire bench step`: {error!r}") from None
-    if len(points) < 5:
-        raise ConfigError(f"{path} has {len(points)} steps of {' in '.join(chosen)}: a fit needs at least 5")
-    rows = np.array([point.sums for point in points])
-    seconds = np.array([point.seconds for point in points])
+    alone = [cell for cell in cells if cell.num_sequences == 1]
+    tokens = sorted({1, *(cell.new for cell in alone if not cell.cached)})
+    sequences = sorted({1, *(cell.num_sequences for cell in cells)})
+    num_parts = len(tokens) + len(sequences) - 1 + 2  # one sequence is no part: its time is in that of its tokens
+    if len(cells) < num_parts or len(tokens) < 2 or len(sequences) < 2:
+        raise ConfigError(
+            f"{path} has {len(cells)} steps of {' in '.join(chosen)}: a fit needs {max(num_parts, 5)}, with a whole "
+            "prompt and several sequences among them"
+        )
+    rows = np.array([_row(cell, tokens, sequences) for cell in cells])
+    seconds = np.array([cell.seconds for cell in cells])
     parts = _least_squares(rows / seconds[:, None])
     worst = float(np.abs(rows @ parts / seconds - 1).max())
-    names = ("base_s", "token_s", "context_s", "pair_s", "sequence_s")
-    return StepTime("additive", **dict(zip(names, parts.tolist(), strict=True))), worst
+    rises, by_sequences, (context_s, pair_s) = np.split(parts, [len(tokens), num_parts - 2])
+    fitted = StepTime(
+        "additive",
+        base_s=0.0,
+        token_s=tuple(zip(tokens, np.cumsum(rises).tolist(), strict=True)),
+        context_s=float(context_s),
+        pair_s=float(pair_s),
+        sequence_s=tuple(zip(sequences, [0.0, *by_sequences.tolist()], strict=True)),
+    )
+    return fitted, worst
 
 
-def _point(step: Mapping[str, Any]) -> _Point:
-    cell = _CELL.match(step["cell"])
-    if cell is None:
+def _cell_of(step: Mapping[str, Any]) -> _Cell:
+    found = _CELL.match(step["cell"])
+    if found is None:
         raise ValueError(f"an unknown step: {step['cell']!r}")
-    if cell["decodes"]:
-        num_sequences, cached, new = int(cell["decodes"]), int(cell["cached"]), 1
-    else:
-        num_sequences, cached, new = int(cell["prompts"]), int(cell["on"] or 0), int(cell["new"])
-    num_tokens = num_sequences * new
-    num_keys = num_sequences * (cached + new)
-    return _Point((1, num_tokens, num_keys, num_tokens * (cached + new / 2), num_sequences), step["median_ms"] / 1e3)
+    seconds = step["median_ms"] / 1e3
+    if found["decodes"]:
+        return _Cell(int(found["decodes"]), int(found["cached"]), 1, seconds)
+    return _Cell(int(found["prompts"]), int(found["on"] or 0), int(found["new"]), seconds)
+
+
+def _row(cell: _Cell, tokens: Sequence[int], sequences: Sequence[int]) -> list[float]:
+    """The parts of a cell's time: rises of the curve of tokens, points of that of sequences, keys and pairs."""
+    weights = _weights(tokens, cell.num_tokens)
+    rises = [sum(weights[number:]) for number in range(len(tokens))]  # a point is the sum of the rises up to it
+    num_keys = cell.num_sequences * (cell.cached + cell.new)
+    num_pairs = cell.num_tokens * (cell.cached + cell.new / 2)
+    return [*rises, *_weights(sequences, cell.num_sequences)[1:], num_keys, num_pairs]
+
+
+def _weights(counts: Sequence[int], count: int) -> list[float]:
+    """The weight of each point of a curve in its value at a count."""
+    after = _point_after(counts, count)
+    share = (count - counts[after - 1]) / (counts[after] - counts[after - 1])
+    weights = [0.0] * len(counts)
+    weights[after - 1 : after + 1] = 1 - share, share
+    return weights
 
 
 def _least_squares(rows: Any) -> Any:

@@ -171,6 +171,22 @@ def test_tenants_have_their_parts_and_may_have_their_own_prefixes() -> None:
         ({"fleet": {"step": "h1000"}}, "fleet.step is 'h1000': must be one of h100-8b, h200-70b"),
         ({"fleet": {"step": {"form": "additive"}}}, "fleet.step.base_s is missing"),
         ({"fleet": {"step": STEP | {"token_s": -1}}}, "fleet.step.token_s is -1: must be seconds"),
+        (
+            {"fleet": {"step": STEP | {"token_s": "1"}}},
+            "fleet.step.token_s is '1': must be seconds of each, 0 to 1e6; or",
+        ),
+        *(
+            ({"fleet": {"step": STEP | {"sequence_s": curve}}}, f"fleet.step.sequence_s is {curve}: must be seconds of")
+            for curve in (
+                *([], [[1, 2]], [[1, 2], [1, 3]], [[2, 1], [1, 2]], [[2, 1], [3, 1]], [1, 2], [[1, 2, 3], [2, 3]]),
+                *([[1, True], [2, 1]], [[1, -1], [2, 1]], [[1, 1], [2, 1e6]], [[1, 1], [1e9, 1]], [[1, 1], ["2", 1]]),
+                *([[-1, 1], [2, 1]], [[float("nan"), 1], [2, 1]], [[1, float("nan")], [2, 1]]),
+            )
+        ),
+        (
+            {"fleet": {"step": STEP | {"base_s": [[0, 1], [1, 2]]}}},
+            "fleet.step.base_s is [[0, 1], [1, 2]]: must be a num",
+        ),
         ({"fleet": {"step": STEP}}, "fleet.blocks is 0: must be 1 to"),
         ({"load": {}}, "load has neither or both of trace and sessions"),
         (
@@ -429,26 +445,73 @@ def test_presets_are_near_what_their_devices_can_do() -> None:
     assert PRESETS["h200-70b"].time.base_s == pytest.approx(69.5e9 / 3.6e12, rel=0.01)
 
 
-def test_a_calibration_finds_the_coefficients_that_made_the_steps(tmp_path: Path) -> None:
-    made = StepTime("additive", base_s=0.01, token_s=2e-4, context_s=3e-6, pair_s=0.0, sequence_s=5e-4)
-    cells = [("decode", n, 1, cached) for n in (1, 4, 16) for cached in (128, 1024)]
-    cells += [("prompt", 1, 128, 0), ("prompt", 1, 1024, 0), ("prompt", 1, 256, 1024)]
+def test_tokens_and_sequences_may_each_have_a_curve() -> None:
+    flat = {"base_s": 1, "token_s": 0}
+    step = {
+        "form": "additive",
+        "base_s": 1,
+        "token_s": [[1, 2], [3, 6], [5, 6.5]],
+        "sequence_s": [[1, 0], [2, 9], [4, 1]],
+    }
+    made = config(fleet={"step": step, "blocks": 10}).fleet.step
+    by_tokens, by_sequences = replace(made, sequence_s=0.0), replace(made, **flat)
+    times = [by_tokens.seconds([0], [count]) for count in (1, 2, 3, 4, 5, 9)]
+    assert times == pytest.approx([3, 5, 7, 7.25, 7.5, 8.5])
+    times = [by_sequences.seconds([0] * count, [1] * count) for count in (1, 2, 3, 4, 5)]
+    assert times == pytest.approx([1, 10, 6, 2, 1]), "never below 0"
+    assert made.seconds([0, 0], [2, 1]) == pytest.approx(7 + 9)
+    roofline = replace(by_tokens, form="roofline", base_s=4)
+    assert [roofline.seconds([0], [count]) for count in (1, 3)] == pytest.approx([4, 6])
+
+
+CELLS = [
+    *(("decode", n, 1, cached) for n in (1, 2, 3, 16) for cached in (128, 1024)),
+    *(("prompt", 1, 32, 0), ("prompt", 1, 128, 0), ("prompt", 1, 1024, 0), ("prompt", 1, 256, 1024)),
+    ("prompt", 2, 64, 0),
+]
+
+
+def write_steps(path: Path, made: StepTime, cells: list[tuple[str, int, int, int]]) -> Path:
+    """The result of a benchmark on a machine on which steps take exactly these times."""
     steps = []
     for kind, n, new, cached in cells:
-        name = (
-            f"decode {n} x {cached}"
-            if kind == "decode"
-            else f"prompt {n} x {new}" + (f" on {cached}" if cached else "")
-        )
+        on = f" on {cached}" if cached else ""
+        name = f"decode {n} x {cached}" if kind == "decode" else f"prompt {n} x {new}{on}"
         seconds = made.seconds([cached] * n, [new] * n)
         steps.append({"model": "m", "dtype": "d", "cell": name, "median_ms": 1e3 * seconds})
-    path = tmp_path / "step.json"
     path.write_text(json.dumps({"steps": steps}))
+    return path
+
+
+def test_a_calibration_finds_the_times_that_made_the_steps(tmp_path: Path) -> None:
+    by_tokens = ((1, 0.01), (32, 0.015), (128, 0.03), (1024, 0.3))
+    by_sequences = ((1, 0.0), (2, 0.01), (3, 0.02), (16, 0.012))
+    made = StepTime("additive", 0.0, by_tokens, context_s=3e-6, pair_s=1e-7, sequence_s=by_sequences)
+    path = write_steps(tmp_path / "step.json", made, CELLS)
     found, worst = calibrate(path)
     assert worst < 1e-6
-    for name in ("base_s", "token_s", "context_s", "sequence_s"):
-        assert getattr(found, name) == pytest.approx(getattr(made, name), rel=1e-4)
+    for runs in ([1], [1, 1, 1], [64, 1], [700]):
+        starts = [50] * len(runs)
+        assert found.seconds(starts, runs) == pytest.approx(made.seconds(starts, runs), rel=1e-4)
     assert config(fleet={"step": str(path), "blocks": 10}).fleet.step == found
+
+
+def test_the_curve_of_tokens_does_not_fall(tmp_path: Path) -> None:
+    by_tokens = ((1, 0.03), (32, 0.02), (128, 0.03), (1024, 0.3))
+    made = StepTime("additive", 0.0, by_tokens, sequence_s=((1, 0.0), (16, 0.01)))
+    found, worst = calibrate(write_steps(tmp_path / "step.json", made, CELLS))
+    assert isinstance(found.token_s, tuple)
+    assert [seconds for _, seconds in found.token_s] == sorted(seconds for _, seconds in found.token_s)
+    assert worst > 0.05
+
+
+@pytest.mark.parametrize("left", [CELLS[:8], CELLS[:8:3], [cell for cell in CELLS if cell[1] == 1]])
+def test_a_calibration_needs_enough_steps(left: list[tuple[str, int, int, int]], tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "step.json", StepTime("additive", 0.01, 1e-4), left)
+    with pytest.raises(
+        ConfigError, match=rf"has {len(left)} steps of m in d: a fit needs \d+, with a whole prompt and "
+    ):
+        calibrate(path)
 
 
 def test_a_recorded_result_of_the_benchmark_can_be_used() -> None:
