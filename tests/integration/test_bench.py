@@ -136,7 +136,8 @@ def test_lab_has_the_same_requests_in_the_real_processes_and_in_the_laboratory(t
     for way in written["medians"].values():
         assert way["first_token_s"] > 0
         assert way["tokens_per_s"] > 0
-    assert all(step["taken_ms"] > 0 for step in written["decode_steps"])
+    assert [(step["num_seqs"], step["num_new"]) for step in written["steps"]] == [(2, 1), (1, 20)]
+    assert all(step["taken_s"] > 0 and step["computed_s"] > 0 for step in written["steps"])
     assert "to reach: 15 %" in printed
 
 
