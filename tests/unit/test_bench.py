@@ -32,14 +32,14 @@ from quire.worker.step_batch import build_step_batch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
 
-books, eviction, kernel, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization, windows = map(
+books, eviction, kernel, lab, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization = map(
     importlib.import_module,
     (
-        *("books", "eviction", "kernel", "padded", "prefix", "pressure", "queued_prompts", "replay", "report"),
-        *("serving", "utilization", "windows"),
+        *("books", "eviction", "kernel", "lab", "padded", "prefix", "pressure", "queued_prompts", "replay", "report"),
+        *("serving", "utilization"),
     ),
 )
-roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
+roofline, shapes, windows, workloads = map(importlib.import_module, ("roofline", "shapes", "windows", "workloads"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -423,6 +423,28 @@ def test_a_workloads_bound_is_the_one_worked_out_by_hand() -> None:
         outputs=work.num_new,
     )
     assert 133_966 / bound_s == pytest.approx(35_801, rel=1e-3)
+
+
+# -- lab --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lab_fits_the_mean_of_what_was_measured_before_and_after(tmp_path: Path) -> None:
+    results = []
+    for number, medians in enumerate(([10.0, 30.0], [20.0, 50.0])):
+        steps = [{"cell": f"decode {n} x 8", "median_ms": median} for n, median in enumerate(medians, 1)]
+        results.append(tmp_path / f"{number}.json")
+        results[-1].write_text(json.dumps({"steps": steps}))
+    for count, expected in ((1, [10.0, 30.0]), (2, [15.0, 40.0])):
+        mean = json.loads(lab.mean_of(results[:count], tmp_path).read_text())
+        assert [step["median_ms"] for step in mean["steps"]] == expected
+
+
+def test_the_lab_says_what_a_measured_step_would_take_by_the_fit() -> None:
+    step = lab.StepTime("additive", 0.01, 1e-3, pair_s=1e-6)
+    decode, prompt = lab.Measured(2, 100, 1, 0.02), lab.Measured(1, 0, 64, 0.1)
+    assert (decode.name, prompt.name) == ("decode, 2 on 100", "prompt of 64, alone")
+    assert decode.computed_s(step) == pytest.approx(0.012 + 201e-6)
+    assert prompt.computed_s(step) == pytest.approx(0.074 + 2048e-6)
 
 
 # -- prefix and serving -----------------------------------------------------------------------------------------------
