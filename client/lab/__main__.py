@@ -23,7 +23,7 @@ from quire.client.lab.experiment import Comparison, Estimate, compare
 from quire.client.lab.load import make_requests
 from quire.client.lab.measures import Metric
 from quire.client.lab.report import write_report
-from quire.client.lab.step_times import Curve, calibrate, describe_presets
+from quire.client.lab.step_times import calibrate, describe_presets
 
 _CONFIG_WIDTH = 56
 """Characters that a configuration's two columns of the table take at most."""
@@ -129,14 +129,7 @@ def show_calibration(result: Path, model: str | None, dtype: str | None) -> None
     fitted, worst = calibrate(result, model=model, dtype=dtype)
     click.echo(f"# from {result.name}; the largest error of a step is {worst:.0%}")
     click.echo("[fleet.step]")
-    for name in fitted.__dataclass_fields__:
-        click.echo(f"{name} = {_toml(getattr(fitted, name))}")
-
-
-def _toml(value: str | float | Curve) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(f"[{count:g}, {seconds:.6g}]" for count, seconds in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}"
+    click.echo("\n".join(fitted.describe()))
 
 
 @main.command("eviction")

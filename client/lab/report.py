@@ -183,7 +183,7 @@ def _describe(config: LabConfig) -> str:
             f"eviction {fleet.eviction_in_use}",
             f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step, "
             f"{fleet.max_expected_prompts} expected prompts",
-            f"step     {fleet.step}",
+            *(f"step     {part}" for part in fleet.step.describe()),
             f"router   {config.policy.router}",
             f"engine   {config.policy.scheduler}",
         ]

@@ -78,6 +78,10 @@ class StepTime:
         if self.base_s + self.overhead_s + _cost(self.token_s, 1) + _cost(self.sequence_s, 1) <= 0:
             raise ConfigError.of_field("fleet.step.base_s", self.base_s, "above 0, if no other part of a step is")
 
+    def describe(self) -> list[str]:
+        """Its lines in the table [fleet.step] of a configuration."""
+        return [f"{field.name} = {_in_toml(getattr(self, field.name))}" for field in fields(self)]
+
     def seconds(
         self, starts: Sequence[int], counts: Sequence[int], parts: Mapping[LayerGroup, float] = _ALL_FULL
     ) -> float:
@@ -96,6 +100,12 @@ class StepTime:
         arithmetic = _cost(self.token_s, num_tokens) + self.pair_s * num_pairs
         products = self.base_s + arithmetic if self.form == "additive" else max(self.base_s, arithmetic)
         return self.overhead_s + products + self.context_s * num_keys + _cost(self.sequence_s, num_sequences)
+
+
+def _in_toml(value: str | float | Curve) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"[{count:g}, {seconds:.6g}]" for count, seconds in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}"
 
 
 def _cost(time: float | Curve, count: int) -> float:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -481,6 +482,11 @@ def write_steps(path: Path, made: StepTime, cells: list[tuple[str, int, int, int
         steps.append({"model": "m", "dtype": "d", "cell": name, "median_ms": 1e3 * seconds})
     path.write_text(json.dumps({"steps": steps}))
     return path
+
+
+def test_a_step_is_described_as_a_configuration_has_it() -> None:
+    made = StepTime("additive", 0.0, ((1, 0.02), (128, 0.07)), context_s=3e-6, sequence_s=1e-3)
+    assert config(fleet={"step": tomllib.loads("\n".join(made.describe())), "blocks": 10}).fleet.step == made
 
 
 def test_a_calibration_finds_the_times_that_made_the_steps(tmp_path: Path) -> None:
