@@ -112,14 +112,15 @@ def _cost(time: float | Curve, count: int) -> float:
     """The seconds of so many tokens or sequences."""
     if not isinstance(time, tuple):
         return time * count
-    after = _point_after([at for at, _ in time], count)
-    (first, first_s), (last, last_s) = time[after - 1 : after + 1]
-    return max(0.0, first_s + (last_s - first_s) * (count - first) / (last - first))
+    after, share = _place([at for at, _ in time], count)
+    (_, first_s), (_, last_s) = time[after - 1 : after + 1]
+    return max(0.0, first_s + share * (last_s - first_s))
 
 
-def _point_after(counts: Sequence[float], count: int) -> int:
-    """The index of the point at which the line through a count ends."""
-    return min(max(bisect_right(counts, count), 1), len(counts) - 1)
+def _place(counts: Sequence[float], count: int) -> tuple[int, float]:
+    """The index of the point at which the line through a count ends, and the part of that line before the count."""
+    after = min(max(bisect_right(counts, count), 1), len(counts) - 1)
+    return after, (count - counts[after - 1]) / (counts[after] - counts[after - 1])
 
 
 def _curve_of(name: str, points: Sequence[Any]) -> Curve:
@@ -349,8 +350,7 @@ def _row(cell: _Cell, tokens: Sequence[int], sequences: Sequence[int]) -> list[f
 
 def _weights(counts: Sequence[int], count: int) -> list[float]:
     """The weight of each point of a curve in its value at a count."""
-    after = _point_after(counts, count)
-    share = (count - counts[after - 1]) / (counts[after] - counts[after - 1])
+    after, share = _place(counts, count)
     weights = [0.0] * len(counts)
     weights[after - 1 : after + 1] = 1 - share, share
     return weights
