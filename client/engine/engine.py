@@ -439,9 +439,10 @@ class Engine:
             self._requests.stop(stopped)
 
     async def _turn(self) -> None:
-        session = self._connection.session or await self._reconnect()
+        session = self._connection.session
         if session is None:
-            return
+            await self._reconnect()
+            return  # the requests may have ended meanwhile
         try:
             planned = len(self._flight) < _MAX_STEPS_IN_FLIGHT and await self._plan(session)
             self._deliver()
@@ -665,17 +666,16 @@ class Engine:
                 self._flight.clear()
         self._deliver()
 
-    async def _reconnect(self) -> Session | None:
-        """A new session as soon as the services let us; None, and every request failed, if they do not in time."""
+    async def _reconnect(self) -> None:
+        """Open a new session as soon as the services let us; if they do not in time, every request fails."""
         try:
             session = await self._connection.reopen(while_needed=lambda: self._scheduler.has_work)
         except TEMPORARY_ERRORS as error:
             self._requests.fail_all(error)
-            return None
+            return
         if session is not None:
             self._scheduler.reset_all()
             self._use(session)
-        return session
 
     def _use(self, session: Session) -> None:
         """Set the limits of this session's pool and model for the scheduler and new requests."""

@@ -203,11 +203,10 @@ def undisturbed(fleet: Fleet) -> Streams:
     [
         (("two",), {}, True),
         (("two",), {"failover_after_s": 600.0}, False),
-        (("cachemgr",), {}, False),
         (("cachemgr", "one"), {}, None),
         (("one", "two"), {}, None),
     ],
-    ids=["other pool", "same pool", "cachemgr", "both", "all workers"],
+    ids=["other pool", "same pool", "both", "all workers"],
 )
 def test_killed_processes_cost_no_token_of_32_streams(
     whole: Fleet, undisturbed: Streams, killed: tuple[str, ...], config: dict[str, float], is_moved: bool | None
@@ -217,6 +216,22 @@ def test_killed_processes_cost_no_token_of_32_streams(
     streams, moves = generate(whole, MANY, disturb, **config)
     assert streams == undisturbed
     assert is_moved is None or bool(moves) == is_moved
+
+
+@pytest.mark.verify
+def test_requests_stay_in_their_pools_while_cachemgr_is_away(whole: Fleet, undisturbed: Streams) -> None:
+    """After it is back they may move: one of the two workers can be later than failover_after_s."""
+    failover_after_s, moves = 0.2, []
+
+    async def disturb(routing: Router) -> None:
+        whole.services.cachemgr.kill()
+        await asyncio.sleep(3 * failover_after_s)  # nothing may happen in this time
+        moves.append(routing.router_statistics().moves)
+        await asyncio.to_thread(whole.services.cachemgr.restart)
+
+    streams, _ = generate(whole, MANY, disturb, failover_after_s=failover_after_s)
+    assert moves == [0]
+    assert streams == undisturbed
 
 
 GATEWAY = """

@@ -101,6 +101,7 @@ class Services:
         self.steps_sent = 0
         self.open_leases: list[str] = []
         self.num_leases = 0
+        self.num_waiting_for_lease = 0
         self.closed = 0
         self.epoch = 1
         self.forget()
@@ -121,7 +122,9 @@ class Services:
     # CacheApi.
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> cache_service_pb2.CreateLeaseResponse:
+        self.num_waiting_for_lease += 1
         await self.lease_gate.wait()
+        self.num_waiting_for_lease -= 1
         if self.lease_errors:
             raise self.lease_errors.popleft()
         self.forget()
@@ -1022,6 +1025,25 @@ def test_a_lease_that_can_not_be_had_yet_is_waited_for() -> None:
         (completion,) = await engine.complete(["a\n"], greedy(5))
         assert completion.token_ids == tuple(RECITED[:5])
         assert loop.time() - asked >= 0.2
+
+    with_engine(body)
+
+
+def test_requests_that_end_while_a_lease_is_waited_for_leave_the_engine_alive() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        services.result_errors.append(LeaseLost("gone"))
+        services.lease_errors.append(Unavailable("away"))
+        request = asyncio.ensure_future(engine.complete(["once\n"], greedy(20)))
+        assert await engine.next_outage(None)
+        services.lease_gate.clear()
+        await until(lambda: services.num_waiting_for_lease == 1)
+        engine.fail_all(Unavailable("moved"))
+        services.lease_gate.set()
+        with pytest.raises(Unavailable, match="moved"):
+            await request
+        await until(lambda: engine.outage is None)
+        (again,) = await engine.complete(["once\n"], greedy(20))
+        assert again.samples[0].token_ids == tuple(RECITED[:20])
 
     with_engine(body)
 

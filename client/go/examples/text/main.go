@@ -19,21 +19,23 @@ func main() {
 	address := flag.String("engine", "unix:/run/quire/engine.sock", "where the front door serves gRPC")
 	model := flag.String("model", "", "its name, if several are served")
 	maxTokens := flag.Int("max-tokens", 64, "most tokens to generate")
+	temperature := flag.Float64("temperature", 1, "0 takes the most probable token each time")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, *address, *model, strings.Join(flag.Args(), " "), int32(*maxTokens)); err != nil {
+	tokens, heat := int32(*maxTokens), float32(*temperature)
+	parameters := &enginev1.GenerationParameters{MaxTokens: &tokens, Temperature: &heat}
+	if err := run(ctx, *address, *model, strings.Join(flag.Args(), " "), parameters); err != nil {
 		log.Fatal(err)
 	}
 }
 
-func run(ctx context.Context, address, model, prompt string, maxTokens int32) error {
+func run(ctx context.Context, address, model, prompt string, parameters *enginev1.GenerationParameters) error {
 	engine, err := quire.DialEngine(address)
 	if err != nil {
 		return err
 	}
 	defer engine.Close()
-	parameters := &enginev1.GenerationParameters{MaxTokens: &maxTokens}
 	request := &enginev1.GenerateRequest{Model: model, Prompt: quire.Text(prompt), Parameters: parameters}
 	generation := engine.Generate(ctx, request)
 	for chunk, err := range generation.Chunks() {

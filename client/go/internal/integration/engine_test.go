@@ -146,7 +146,7 @@ func namesTheReason(t *testing.T, engine *quire.Engine) {
 
 func writesText(t *testing.T, _ *quire.Engine) {
 	text := output(t, filepath.Join(examples, "text"), "-engine", fleet.Engine(), "-max-tokens", "16",
-		"The default value")
+		"-temperature", "0", "The default value")
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	if !strings.Contains(lines[len(lines)-1], strconv.Itoa(16)+" tokens generated") || len(lines) < 2 {
 		t.Error(text)
