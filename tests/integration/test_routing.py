@@ -219,8 +219,8 @@ def test_killed_processes_cost_no_token_of_32_streams(
 
 
 @pytest.mark.verify
-def test_requests_stay_in_their_pools_while_cachemgr_is_away(whole: Fleet, undisturbed: Streams) -> None:
-    """After it is back they may move: one of the two workers can be later than failover_after_s."""
+def test_a_request_stays_in_its_pool_while_cachemgr_is_away(whole: Fleet, undisturbed: Streams) -> None:
+    """The other pool's engine is idle and notices nothing, so the request could move there."""
     failover_after_s, moves = 0.2, []
 
     async def disturb(routing: Router) -> None:
@@ -229,9 +229,9 @@ def test_requests_stay_in_their_pools_while_cachemgr_is_away(whole: Fleet, undis
         moves.append(routing.router_statistics().moves)
         await asyncio.to_thread(whole.services.cachemgr.restart)
 
-    streams, _ = generate(whole, MANY, disturb, failover_after_s=failover_after_s)
+    streams, _ = generate(whole, MANY[:1], disturb, failover_after_s=failover_after_s)
     assert moves == [0]
-    assert streams == undisturbed
+    assert streams == {(0, 0): undisturbed[0, 0]}
 
 
 GATEWAY = """
