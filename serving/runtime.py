@@ -11,6 +11,7 @@ of 4,096 tokens it scans 23 objects.
 import asyncio
 import ctypes
 import gc
+import os
 from collections.abc import Callable
 
 THRESHOLDS = (10_000, 10, 10)
@@ -30,20 +31,35 @@ TRIM_DELAY_S = 1.0
 """Time from a large request to the return of its memory. Large requests within this time share one return."""
 
 
-KEPT_FREE_BYTES = 2**20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+LITTLE_FREE_BYTES = 2**20
+MUCH_FREE_BYTES = 2**30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_SETTINGS_OF_MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_little_free_memory() -> None:
-    """Makes glibc return freed memory of more than KEPT_FREE_BYTES at once. Has no effect elsewhere.
+    """Makes glibc return freed memory of more than LITTLE_FREE_BYTES at once. Has no effect elsewhere.
 
     Otherwise a free of 30 MB teaches glibc to keep 60 MB free in each thread's arena, which malloc_trim does not touch.
     Not for a process that computes: it allocates large tensors again and again.
     """
+    _keep_free(LITTLE_FREE_BYTES)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep up to MUCH_FREE_BYTES for later. Has no effect elsewhere, or if the environment sets it.
+
+    For a process that computes: what a step frees and the system takes back, the next step gets again page by page.
+    """
+    if not any(name in os.environ for name in _SETTINGS_OF_MALLOC):
+        _keep_free(MUCH_FREE_BYTES)
+
+
+def _keep_free(num_bytes: int) -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, KEPT_FREE_BYTES)
-        set_option(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+        set_option(_M_MMAP_THRESHOLD, num_bytes)
+        set_option(_M_TRIM_THRESHOLD, num_bytes)
 
 
 class MemoryTrim:

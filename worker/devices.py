@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from quire.serving.runtime import keep_freed_memory
+
 DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -36,12 +38,15 @@ def pick_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> Callable[[], None]:
     """Make a GPU the current one of this thread. Returns a function that does the same on another thread.
 
-    A thread without a current GPU would open a context on the first one, which may belong to another process.
+    A thread without a current GPU would open a context on the first one, which may belong to another process. On a
+    CPU the process keeps what a step frees for the next one.
     """
 
     def use() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
+    if device.type == "cpu":
+        keep_freed_memory()
     use()
     return use
