@@ -3,10 +3,11 @@
     quire bench lab
 
 The first requests of a recorded trace arrive, so fast that the laboratory expects a worker that computes 60 % of the
-time: at cachemgr, a worker and an engine, with a Llama of 56 million parameters on the CPU; and at the laboratory, with
-the fit of `quire lab calibrate` to the means of two `quire bench step`, one before and one after: a shared machine's
-speed changes. A second run of the laboratory adds what a decode step of the real processes takes beside the fit. An
-answer of the trace is in no later prompt here, because the real model gives others.
+time: at cachemgr, a worker and an engine, with a Llama of 56 million parameters on the CPU, three times; and at the
+laboratory, with the fit of `quire lab calibrate` to the means of four `quire bench step`, one before each of these
+rounds and one after the last: a shared machine's speed changes. A second run of the laboratory adds what steps of the
+real processes take beside the fit: decode steps, and those of other prompts that come alone. An answer of the trace
+is in no later prompt here, because the real model gives others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engines import Running, Setup, greedy, two_processes
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m, tiny_llama
-from report import Findings, benchmark, percent, plain, table
+from report import Findings, benchmark, percent, plain, spread, table
 from rich.progress import Progress
 from rich.table import Table
 
@@ -57,6 +58,7 @@ class Sizes:
     most_output   longer answers are cut
     """
 
+    num_rounds: int = 3
     num_requests: int = 40
     busy: float = 0.6
     most_output: int = 200
@@ -71,7 +73,15 @@ class Sizes:
     """Tokens of prompts that come alone, to measure the same; each fits in a step."""
 
 
-QUICK = Sizes(num_requests=3, most_output=4, vocabulary=512, decodes=((2, 20),), decoded_tokens=4, prompts=(20,))
+QUICK = Sizes(
+    num_rounds=1,
+    num_requests=3,
+    most_output=4,
+    vocabulary=512,
+    decodes=((2, 20),),
+    decoded_tokens=4,
+    prompts=(20,),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +248,14 @@ def in_the_lab(requests: Sequence[Request], step: StepTime, sizes: Sizes) -> Sim
     return Simulated(served, simulation.pools[0].busy_s, taken_s)
 
 
+def with_own_time(step: StepTime, measured: Sequence[Measured]) -> StepTime:
+    """The fit, with what the processes take beside it: in a decode step, and in a step after a pause. Medians."""
+    own_s = statistics.median(max(0.0, each.taken_s - each.computed_s(step)) for each in measured if each.num_new == 1)
+    own = replace(step, overhead_s=own_s)
+    ratios = [each.taken_s / each.computed_s(own) for each in measured if each.num_new > 1]
+    return replace(own, idle_ratio=max(1.0, statistics.median(ratios)))
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -268,17 +286,23 @@ def measure(quick: bool, progress: Progress) -> Findings:
             return calibrate(mean_of(results, folder), dtype=sizes.dtype)
 
         requests, speed = at_speed(requests_of(sizes), fit()[0], sizes)
-        measured, truth = asyncio.run(in_truth(folder / "model", requests, sizes, progress))
-        step, worst = fit()
-    own = [max(0.0, each.taken_s - each.computed_s(step)) for each in measured if each.num_new == 1]
-    own_s = statistics.median(own)
+        measured: list[Measured] = []
+        rounds: list[list[Served]] = []
+        for _ in range(sizes.num_rounds):
+            own, served = asyncio.run(in_truth(folder / "model", requests, sizes, progress))
+            measured += own
+            rounds.append(served)
+            step, worst = fit()
+    truth = [each for served in rounds for each in served]
+    own_step = with_own_time(step, measured)
     fitted = in_the_lab(requests, step, sizes)
-    simulated = in_the_lab(requests, replace(step, overhead_s=own_s), sizes)
-    num_equal = sum(one.num_cached == other.num_cached for one, other in zip(truth, simulated.served, strict=True))
+    simulated = in_the_lab(requests, own_step, sizes)
+    in_lab = sizes.num_rounds * simulated.served
+    num_equal = sum(one.num_cached == other.num_cached for one, other in zip(truth, in_lab, strict=True))
     ways = {
         "real processes": truth,
-        "laboratory, by the fit": fitted.served,
-        "and the processes' own time": simulated.served,
+        "laboratory, by the fit": sizes.num_rounds * fitted.served,
+        "and the processes' own time": in_lab,
     }
     figures_of = {name: medians(served) for name, served in ways.items()}
     figures = {
@@ -287,24 +311,32 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "step": asdict(step),
         "largest_error_of_a_step": round(worst, 3),
         "steps": [asdict(each) | {"computed_s": each.computed_s(step)} for each in measured],
-        "own_s_of_a_step": round(own_s, 5),
+        "own_s_of_a_step": round(own_step.overhead_s, 5),
+        "idle_ratio": round(own_step.idle_ratio, 3),
         "medians": figures_of,
+        "medians_of_rounds": [medians(served) for served in rounds],
         "requests_with_equal_hits": num_equal,
         "laboratory_s": round(simulated.taken_s, 2),
         "requests": [
-            {"real": asdict(one), "laboratory": asdict(other)}
-            for one, other in zip(truth, simulated.served, strict=True)
+            {"real": asdict(one), "laboratory": asdict(other)} for one, other in zip(truth, in_lab, strict=True)
         ],
     }
     last_s = requests[-1].at_s
     notes = [
-        f"{len(requests)} requests in {last_s:.0f} s ({speed:.2f} times the trace's speed), "
+        f"{sizes.num_rounds} times {len(requests)} requests in {last_s:.0f} s ({speed:.2f} times the trace's speed), "
         f"{sum(each.num_prompt for each in requests):,} prompt tokens; {sizes.dtype}. "
         f"The laboratory took {simulated.taken_s:.1f} s.",
-        f"The same tokens of {num_equal} of {len(requests)} prompts were found in the cache.",
-        f"The fit's largest error is {percent(worst, 0)}. Their own time of a decode step is {1e3 * own_s:.1f} ms.",
+        f"The same tokens of {num_equal} of {len(truth)} prompts were found in the cache.",
+        "The rounds: " + "; ".join(map(_in_words, figures["medians_of_rounds"])) + ".",
+        f"The fit's largest error is {percent(worst, 0)}. The processes' own time of a decode step is "
+        f"{1e3 * own_step.overhead_s:.1f} ms; a prompt that comes alone takes {own_step.idle_ratio:.2f} times as long.",
     ]
-    return Findings([times(figures_of), steps(measured, step)], figures, lambda: plot(truth, simulated.served), notes)
+    return Findings([times(figures_of), steps(measured, step)], figures, lambda: plot(truth, in_lab), notes)
+
+
+def _in_words(medians_of_round: dict[str, float]) -> str:
+    first_token_s, tokens_per_s = medians_of_round["first_token_s"], medians_of_round["tokens_per_s"]
+    return f"{first_token_s:.3f} s to the first token, {tokens_per_s:.1f} tokens a second"
 
 
 def times(ways: dict[str, dict[str, float]]) -> Table:
@@ -321,8 +353,10 @@ def times(ways: dict[str, dict[str, float]]) -> Table:
 
 def steps(measured: Sequence[Measured], step: StepTime) -> Table:
     made = table("a step, ms", "", "real processes", "the fit")
-    for each in measured:
-        made.add_row(each.name, f"{1e3 * each.taken_s:.1f}", f"{1e3 * each.computed_s(step):.1f}")
+    for name in dict.fromkeys(each.name for each in measured):
+        alike = [each for each in measured if each.name == name]
+        taken_ms = [1e3 * each.taken_s for each in alike]
+        made.add_row(name, spread(taken_ms, ".1f"), f"{1e3 * alike[0].computed_s(step):.1f}")
     return made
 
 

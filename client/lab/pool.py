@@ -31,6 +31,7 @@ from quire.client.engine.sequence import Sequence as EngineSequence
 from quire.client.engine.tier import TierCosts
 from quire.client.gateway.choosing import PoolLoad, PoolUse
 from quire.client.lab.config import Fleet
+from quire.client.lab.step_times import IDLE_S
 from quire.client.lab.tokens import UNUSED_TOKEN
 
 _EPOCH, _LEASE = 1, "lab"
@@ -195,6 +196,8 @@ class SimulatedPool:
         """Let the worker begin with a step when it is free."""
         times = self._fleet.step
         compute_s = times.seconds(step.starts, step.counts, self._layer_parts) if step.seq_ids else 0.0
+        if now_s - self._free_at_s > IDLE_S:
+            compute_s *= times.idle_ratio
         copy_s = times.copy_s * num_copied
         self._free_at_s = max(now_s, self._free_at_s) + copy_s + compute_s
         self.busy_s += compute_s

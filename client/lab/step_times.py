@@ -12,6 +12,9 @@ Some steps are not linear in their tokens or sequences: a product of 3 rows may 
 sequence may each be a curve instead of a number: the time of so many, by points.
 
 A layer with a window reads fewer keys than one that sees all. keys and pairs are means over the model's layers.
+
+A step that begins after IDLE_S without one may take longer: caches are cold, and clocks are slow. It takes idle_ratio
+times as long then.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from quire.client.lab.errors import ConfigError
 
 _FORMS = ("additive", "roofline")
 _CURVES = ("token_s", "sequence_s")
+IDLE_S = 0.1
 _MOST_S = 1e6
+_MOST_RATIO = 100
 _MOST_COUNT = 1e9
 _SECONDS_LIMIT = "seconds, 0 to 1e6"
 _CURVE_LIMIT = (
@@ -65,12 +70,17 @@ class StepTime:
     sequence_s: float | Curve = 0.0
     overhead_s: float = 0.0
     copy_s: float = 0.0
+    idle_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.form not in _FORMS:
             raise ConfigError.of_field("fleet.step.form", self.form, f"one of {', '.join(_FORMS)}")
-        for field in fields(self)[1:]:
+        if not _is_number(self.idle_ratio) or not 1 <= self.idle_ratio <= _MOST_RATIO:
+            raise ConfigError.of_field("fleet.step.idle_ratio", self.idle_ratio, f"1 to {_MOST_RATIO}")
+        for field in fields(self):
             name, value = f"fleet.step.{field.name}", getattr(self, field.name)
+            if not field.name.endswith("_s"):
+                continue
             if field.name in _CURVES and isinstance(value, list | tuple):
                 object.__setattr__(self, field.name, _curve_of(name, value))
             elif not _is_number(value) or not 0 <= value < _MOST_S:

@@ -447,6 +447,16 @@ def test_the_lab_says_what_a_measured_step_would_take_by_the_fit() -> None:
     assert prompt.computed_s(step) == pytest.approx(0.074 + 2048e-6)
 
 
+def test_the_lab_takes_the_processes_own_time_from_what_was_measured() -> None:
+    step = lab.StepTime("additive", 0.01, 1e-3)
+    decodes = [lab.Measured(1, 100, 1, 0.011 + own_s) for own_s in (-0.002, 0.004, 0.006)]
+    alone = [lab.Measured(1, 0, 56, 0.070 * ratio) for ratio in (1.2, 1.5, 1.9)]
+    own = lab.with_own_time(step, [*decodes, *alone])
+    assert (own.overhead_s, own.idle_ratio) == pytest.approx((0.004, 1.5))
+    faster = [lab.Measured(1, 0, 56, 0.05)]
+    assert lab.with_own_time(step, [*decodes, *faster]).idle_ratio == 1.0
+
+
 # -- prefix and serving -----------------------------------------------------------------------------------------------
 
 

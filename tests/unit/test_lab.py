@@ -79,6 +79,19 @@ def test_an_answer_of_known_length_needs_no_step_too_many() -> None:
     assert outcome.metrics["computed_tokens"] == 5 + 1 + 1 + 1
 
 
+@pytest.mark.parametrize(("pause_s", "factor"), [(0.05, 1), (0.2, 3)])
+def test_a_step_after_a_pause_takes_longer_if_the_fleet_says_so(pause_s: float, factor: int) -> None:
+    alone_s = 1.0 + 0.1 * 5
+    starts = 1.0, 1.0 + 3 * alone_s + pause_s
+    requests = [text((number, 0, 6), num_prompt=5, at_s=at_s) for number, at_s in enumerate(starts)]
+    load = {"sessions": "chat", "requests": 2, "lengths": "known"}
+    simulation = Simulation(config(load, fleet=ONE_WORKER | {"step": STEP | {"idle_ratio": 3}}), 1, requests)
+    simulation.run()
+    first, second = simulation.records
+    assert first.first_token_s == pytest.approx(3 * alone_s)
+    assert second.first_token_s == pytest.approx(factor * alone_s)
+
+
 def test_a_next_turn_is_sent_when_the_one_before_has_ended() -> None:
     requests = [text((1, 0, 8), num_prompt=5), text((1, 0, 12), num_prompt=10, at_s=2.0, after=0)]
     simulation = Simulation(config(fleet=ONE_WORKER), 1, requests)
@@ -187,6 +200,10 @@ def test_tenants_have_their_parts_and_may_have_their_own_prefixes() -> None:
         (
             {"fleet": {"step": STEP | {"base_s": [[0, 1], [1, 2]]}}},
             "fleet.step.base_s is [[0, 1], [1, 2]]: must be a num",
+        ),
+        *(
+            ({"fleet": {"step": STEP | {"idle_ratio": ratio}}}, f"fleet.step.idle_ratio is {ratio}: must be 1 to 100")
+            for ratio in (0.5, 101, float("nan"))
         ),
         ({"fleet": {"step": STEP}}, "fleet.blocks is 0: must be 1 to"),
         ({"load": {}}, "load has neither or both of trace and sessions"),
