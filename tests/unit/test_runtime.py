@@ -1,17 +1,27 @@
-"""The objects that the tuned collector scans, in a separate interpreter: pytest's heap is not a server's."""
+"""A server's memory, in a separate interpreter, for pytest's heap is not a server's.
 
+The objects that the tuned collector scans, and the freed memory that the process keeps.
+"""
+
+import os
 import subprocess
 import sys
 import textwrap
 
+import pytest
 from deadlines import DEADLINE_S
 
 
-def run(code: str) -> str:
-    prelude = "import gc, weakref\nfrom quire.serving.runtime import tune_garbage_collector\n"
+def run(code: str, **environment: str) -> str:
+    prelude = "import gc, weakref\nfrom quire.serving.runtime import *\n"
     source = prelude + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", source], check=True, capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, "-c", source],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | environment,
     ).stdout.strip()
 
 
@@ -51,3 +61,25 @@ def test_cycles_made_after_tuning_are_still_found() -> None:
     print(ended())
     """
     assert run(code) == "None"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+@pytest.mark.parametrize(
+    ("setting", "environment", "is_kept"),
+    [
+        ("keep_freed_memory()", {}, True),
+        ("keep_freed_memory()", {"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        ("keep_little_free_memory()", {}, False),
+    ],
+)
+def test_freed_memory_is_kept_by_a_process_that_computes(
+    setting: str, environment: dict[str, str], is_kept: bool
+) -> None:
+    code = f"""
+    import psutil
+    {setting}
+    before = psutil.Process().memory_info().rss
+    bytearray(2**26)
+    print(psutil.Process().memory_info().rss - before > 2**25)
+    """
+    assert run(code, **environment) == str(is_kept)
