@@ -13,8 +13,7 @@ sequence may each be a curve instead of a number: the time of so many, by points
 
 A layer with a window reads fewer keys than one that sees all. keys and pairs are means over the model's layers.
 
-A step that begins after IDLE_S without one may take longer: caches are cold, and clocks are slow. It takes idle_ratio
-times as long then.
+A step that begins after IDLE_S without one takes idle_ratio times as long: caches may be cold, and clocks slow.
 """
 
 from __future__ import annotations
