@@ -17,7 +17,7 @@ from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.servicer import CacheServicer
 from quire.client.errors import QuireError, error_of_reason
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.devices import use_device
+from quire.serving.runtime import keep_freed_memory
 from quire.worker.errors import Refused
 from quire.worker.executor import Executor
 from quire.worker.gate import Gate
@@ -44,11 +44,12 @@ def refused_error(refused: CallRefused | Refused) -> QuireError:
 
 
 def make_executor(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Executor:
-    """An executor as a worker makes it: on a GPU with its steps as graphs."""
-    use_device(model.device)
+    """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept."""
     decode = None
     if model.device.type == "cuda":
         decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
+    else:
+        keep_freed_memory()
     return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
 
 
