@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import itertools
 import random
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import grpc
 from fuzz import frames, names
 from fuzz.messages import Generator, Message, Origin
-from fuzz.subject import DEADLINE_S, Changed, Subject
+from fuzz.subject import DEADLINE_S, Changed, Subject, difference
 from fuzz.surface import CODES, UNEXPECTED, Method, errors_in
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
@@ -364,12 +363,6 @@ async def status_of(call: Any) -> grpc.aio.AioRpcError:
         await call.trailing_metadata(),
         details=await call.details(),
     )
-
-
-def difference(before: Any, after: Any) -> str:
-    """Lines of what two looks saw that are not in both."""
-    lines = difflib.unified_diff(str(before).splitlines(), str(after).splitlines(), lineterm="")
-    return "\n".join(itertools.islice(lines, 60))
 
 
 # -- judging ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +90,7 @@ class Canary:
         """Raises Changed."""
         found = self.look()
         if found != self.state:
-            raise Changed(f"the canary was\n{self.state}\nand is\n{found}")
+            raise Changed(f"the canary has changed:\n{difference(self.state, found)}")
         for pool in (CANARY_POOL, OWN_POOL):
             if violations := self.pair.violations(pool):
                 raise Changed(f"AuditPool {pool}: {violations}")
@@ -389,3 +391,9 @@ class Subject:
                 for line in lines:
                     if any(sign in line for sign in ("handler failed", "Traceback", "panicked", "never retrieved")):
                         yield f"{service.name}: {line.rstrip()}"
+
+
+def difference(before: Any, after: Any) -> str:
+    """Lines of what two looks saw that are not in both."""
+    lines = difflib.unified_diff(str(before).splitlines(), str(after).splitlines(), lineterm="")
+    return "\n".join(itertools.islice(lines, 60))
