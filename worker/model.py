@@ -47,6 +47,7 @@ from quire.worker.self_check import (
     Disagreement,
     eager_reference,
     find_disagreement,
+    rounded_otherwise,
 )
 from quire.worker.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.step_batch import StepBatch
@@ -190,9 +191,14 @@ class PagedModel:
             finally:
                 self._model.set_attn_implementation(implementation)
 
+        def rounded_reference(token_ids: Tensor) -> Tensor:
+            with rounded_otherwise(self._model):
+                return reference(token_ids)
+
         return find_disagreement(
             forward,
             reference,
+            rounded_reference=rounded_reference,
             specs=self.specs,
             groups=self.layer_groups,
             vocab_size=self.vocab_size,

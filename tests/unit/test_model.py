@@ -11,8 +11,10 @@ from typing import Any
 import model_zoo as zoo
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quire.worker import model as model_module
+from quire.worker import self_check
 from quire.worker.kv_pool import KVPool
 from quire.worker.model import ModelNotFound, PagedModel, fingerprint, load_model, pin_rope, prepare_model
 from quire.worker.probe import Chunked, LayerSpec, Sliding, UnsupportedModel, probe
@@ -234,6 +236,7 @@ def test_a_saved_checkpoint_loads(name: str, tmp_path: Path) -> None:
 class TestSelfCheck:
     """Errors that load must find by numbers, because nothing else would."""
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize(
         ("name", "change"),
         [
@@ -245,11 +248,15 @@ class TestSelfCheck:
         ids=["wider window", "narrower window", "chunk as window", "causal as chunk"],
     )
     def test_a_wrong_mask(
-        self, name: str, change: Callable[[LayerSpec], LayerSpec], monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        change: Callable[[LayerSpec], LayerSpec],
+        dtype: torch.dtype,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(model_module, "probe", lambda model: {i: change(s) for i, s in probe(model).items()})
         with pytest.raises(UnsupportedModel, match="differ from those of its own attention by"):
-            prepare_model(zoo.build(name), max_model_len=MAX_MODEL_LEN)
+            prepare_model(zoo.build(name).to(dtype), max_model_len=MAX_MODEL_LEN)
 
     def test_a_rope_that_looks_at_the_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_module, "pin_rope", lambda model, max_model_len: 0)
@@ -276,6 +283,42 @@ class TestSelfCheck:
         model.model.norm.weight.fill_(float("nan"))
         with pytest.raises(UnsupportedModel, match="by inf of their size"):
             prepare_model(model, max_model_len=MAX_MODEL_LEN)
+
+    def test_a_deep_model_that_makes_much_of_rounding_loads_and_its_wrong_mask_is_found(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As Llama 3.1 8B with random weights in bfloat16 on an H200."""
+        config = LlamaConfig(
+            vocab_size=2000,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=32,
+            num_attention_heads=2,
+            max_position_embeddings=MAX_MODEL_LEN,
+            initializer_range=0.2,
+        )
+
+        def deep() -> Any:
+            torch.manual_seed(0)
+            made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return made.eval().requires_grad_(False)
+
+        asked = []
+        monkeypatch.setattr(
+            self_check,
+            "_judge",
+            lambda *arguments, judge=self_check._judge: asked.append(judge(*arguments)) or asked[-1],
+        )
+        prepare_model(deep(), max_model_len=MAX_MODEL_LEN)
+        first, second = asked
+        assert first is not None
+        assert first.error > self_check.TOLERANCE[torch.bfloat16]
+        assert second is None
+        monkeypatch.setattr(
+            model_module, "probe", lambda model: {i: replace(s, mask=Chunked(8)) for i, s in probe(model).items()}
+        )
+        with pytest.raises(UnsupportedModel, match="differ from those of its own attention by"):
+            prepare_model(deep(), max_model_len=MAX_MODEL_LEN)
 
 
 class TestRefusedAtLoad:
