@@ -114,6 +114,15 @@ async def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new: Se
     return [list(completion.token_ids) for completion in await engine.complete(prompts, params)]
 
 
+def lengths_around(mean: int, count: int) -> list[int]:
+    """Lengths with this mean, from a quarter of it on in equal steps; of sequences that are not at the same point."""
+    return (
+        [mean]
+        if count == 1
+        else [mean // 4 + (2 * number * (mean - mean // 4)) // (count - 1) for number in range(count)]
+    )
+
+
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from engines import Running, Setup, greedy, two_processes
+from engines import Running, Setup, greedy, lengths_around, two_processes
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m, tiny_llama
@@ -67,7 +67,7 @@ class Sizes:
     dtype: str = "float32"
     vocabulary: int = 32_000
     decodes: tuple[tuple[int, int], ...] = ((1, 128), (2, 128), (4, 128), (1, 1024), (2, 1024), (4, 1024))
-    """Sequences and tokens of each, to measure what a step takes beside its computation."""
+    """Sequences and their tokens on average, to measure what a step takes beside its computation."""
     decoded_tokens: int = 40
     prompts: tuple[int, ...] = (128, 512, 128, 512, 128, 512)
     """Tokens of prompts that come alone, to measure the same; each fits in a step."""
@@ -148,7 +148,7 @@ async def serve(running: Running, requests: Sequence[Request], sizes: Sizes, pro
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step of the real processes: num_seqs sequences with num_tokens each compute num_new.
+    """A step of the real processes: num_seqs sequences with num_tokens on average compute num_new each.
 
     taken_s: from the tokens of the step before to its own; of a lone prompt, from the request to its first token.
     """
@@ -174,7 +174,8 @@ async def measured_steps(running: Running, sizes: Sizes) -> list[Measured]:
     measured = []
     for number, (num_seqs, num_tokens) in enumerate(sizes.decodes):
         generator = np.random.default_rng(number)
-        prompts = generator.integers(3, sizes.vocabulary, (num_seqs, num_tokens)).tolist()
+        lengths = lengths_around(num_tokens, num_seqs)
+        prompts = [generator.integers(3, sizes.vocabulary, length).tolist() for length in lengths]
         counts = await asyncio.gather(*(_times_of_tokens(running, prompt, sizes.decoded_tokens) for prompt in prompts))
         began, ended = max(times[0] for times in counts), min(times[-1] for times in counts)
         num_steps = sum(began < at <= ended for at in counts[0])

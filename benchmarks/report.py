@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -98,7 +99,12 @@ def benchmark(
 
 
 def _shown(flag: str, value: Any) -> str:
-    return f"--{flag}" if value is True else f"--{flag} {value:g}"
+    """A flag as it was given: on, with a number, or with several names."""
+    if value is True:
+        return f"--{flag}"
+    if isinstance(value, tuple):
+        return " ".join(f"--{flag} {shlex.quote(each)}" for each in value)
+    return f"--{flag} {value:g}"
 
 
 def progress_bar() -> Progress:

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, serve
 from quire.worker.executor import Executor
 from quire.worker.model import PagedModel
 
-GRID = tuple(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256))
+GRID = (
+    *(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256)),
+    *(Cell(num_seqs, 1024, is_mixed=True) for num_seqs in (8, 32, 128)),
+)
 # The targets of a decode step on an H200, ms: must and goal.
 TO_REACH_MS = {
     ("Llama-3.1-8B", 1, 1024): (5.0, 4.4),
@@ -73,8 +76,13 @@ def gpu_plan() -> Plan:
 
 
 def cpu_plan(*, float32: bool) -> Plan:
-    """Products of few rows do not get slower with each row here: each number of sequences up to 8 is measured."""
-    decodes = [Cell(num_seqs, cached) for cached in (128, 1024) for num_seqs in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64)]
+    """Products of few rows do not get slower with each row here: each number of sequences up to 8 is measured.
+
+    Attention to sequences of other lengths takes more calls than to those of one length, so both are measured.
+    """
+    counts = (1, 2, 3, 4, 5, 6, 7, 8, 16, 64)
+    decodes = [Cell(count, cached) for cached in (128, 1024) for count in counts]
+    decodes += [Cell(count, cached, is_mixed=True) for cached in (128, 1024) for count in counts[1:]]
     prompts = [Cell(1, cached, new) for cached, new in ((0, 8), (0, 32), (0, 128), (0, 256), (0, 512), (0, 1024))]
     prompts += [Cell(1, 1024, 64), Cell(1, 1024, 256), Cell(1, 1024, 512)]
     dtypes = (torch.float32,) if float32 else (torch.float32, torch.bfloat16)
@@ -86,7 +94,7 @@ def quick_plan() -> Plan:
         equal_lengths(TINY, num_requests=2, prompt=6, output=3),
         mixed_lengths(TINY, num_requests=2, limits=(2, 6)),
     )
-    cells = (Cell(2, 20), Cell(1, 0, 9), Cell(1, 8, 5))
+    cells = (Cell(2, 20), Cell(2, 20, is_mixed=True), Cell(1, 0, 9), Cell(1, 8, 5))
     return Plan((TINY,), (torch.float32,), cells, works, 2, copy_bytes=1 << 16, product_size=32)
 
 
@@ -162,8 +170,10 @@ class Run:
                 self._progress.advance(self._task)
 
     def _measure_step(self, shape: Shape, model: PagedModel, executor: Executor, cell: Cell) -> None:
-        limits = TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 else None
-        barred = Cell(cell.num_seqs, cell.cached, cell.new, *(limits or ()))
+        limits = (
+            TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 and not cell.is_mixed else None
+        )
+        barred = replace(cell, must_ms=limits[0], goal_ms=limits[1]) if limits else cell
         ceilings = self.measured.ceilings[name_of(model.dtype)]
         timing = measure(shape, model, executor, barred, ceilings, num_steps=self.plan.num_steps)
         self.measured.timings.append(timing)
@@ -174,12 +184,24 @@ class Run:
         self.measured.served.append(served)
 
 
+def only(plan: Plan, models: Sequence[str]) -> Plan:
+    """The plan's parts that are of these models; all if none is named. Raises click.BadParameter."""
+    names = sorted({shape.name for shape in plan.shapes} | {work.shape.name for work in plan.works})
+    for model in models:
+        if model not in names:
+            raise click.BadParameter(f"{model!r} is not measured here: must be one of {', '.join(names)}")
+    if not models:
+        return plan
+    shapes = [shape for shape in plan.shapes if shape.name in models]
+    return replace(plan, shapes=shapes, works=[work for work in plan.works if work.shape.name in models])
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def longest(cells: Sequence[Cell]) -> int:
-    return max(cell.cached + cell.new for cell in cells) + 64
+    return max(max(cell.starts) + cell.new for cell in cells) + 64
 
 
 def free(device: torch.device) -> None:
@@ -189,11 +211,13 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_all(quick: bool, progress: Progress, *, float32: bool, minutes: float | None) -> Findings:
+def measure_all(
+    quick: bool, progress: Progress, *, float32: bool, minutes: float | None, model: Sequence[str]
+) -> Findings:
     device = torch.device("cuda" if torch.cuda.is_available() and not quick else "cpu")
     torch.set_num_threads(NUM_CORES)
     plan = quick_plan() if quick else gpu_plan() if device.type == "cuda" else cpu_plan(float32=float32)
-    measured = Run(plan, device, progress, minutes=minutes).run()
+    measured = Run(only(plan, model), device, progress, minutes=minutes).run()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {NUM_CORES} threads"
     figures = {
         "device": name,
@@ -244,7 +268,7 @@ def plot(measured: Measured) -> Figure:
     lines: dict[str, list[tuple[int, float]]] = {}
     for timing in measured.timings:
         kind, _, size = timing.cell.partition(" ")
-        if kind == "decode":
+        if kind == "decode" and not size.endswith(" mixed"):
             num_seqs, _, cached = size.partition(" x ")
             points = lines.setdefault(f"{timing.model}, {timing.dtype}, {cached} tokens", [])
             points.append((int(num_seqs), timing.of_bound))
@@ -262,7 +286,10 @@ def plot(measured: Measured) -> Figure:
 
 FLAGS = {"--float32": "On a CPU: without bfloat16, in half the time."}
 MINUTES = click.Option(["--minutes"], type=float, help="No further piece is begun after that.")
-main = benchmark("step", measure_all, packages=("torch", "transformers", "triton"), flags=FLAGS, options=[MINUTES])
+MODEL = click.Option(["--model"], multiple=True, metavar="NAME", help="Only this model, or these.")
+main = benchmark(
+    "step", measure_all, packages=("torch", "transformers", "triton"), flags=FLAGS, options=[MINUTES, MODEL]
+)
 
 if __name__ == "__main__":
     main()

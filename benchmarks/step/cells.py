@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engines import lengths_around
 from in_process import make_executor
 from roofline import Ceilings, step_bound_s, synchronize
 from shapes import BLOCK_SIZE, Shape
@@ -30,7 +31,8 @@ MEMORY_SHARE = 0.85
 class Cell:
     """num_seqs sequences with `cached` tokens in the pool and `new` to compute: 1 is a decode step.
 
-    must_ms and goal_ms are the targets of a step on an H200 in bfloat16, if there are any.
+    must_ms and goal_ms are the targets of a step on an H200 in bfloat16, if there are any. Mixed sequences have
+    `cached` tokens on average; see lengths_around().
     """
 
     num_seqs: int
@@ -38,17 +40,23 @@ class Cell:
     new: int = 1
     must_ms: float | None = None
     goal_ms: float | None = None
+    is_mixed: bool = False
 
     @property
     def name(self) -> str:
         if self.new == 1:
-            return f"decode {self.num_seqs} x {self.cached}"
+            return f"decode {self.num_seqs} x {self.cached}" + (" mixed" if self.is_mixed else "")
         return f"prompt {self.num_seqs} x {self.new}" + (f" on {self.cached}" if self.cached else "")
 
     @property
+    def starts(self) -> list[int]:
+        """The tokens of each sequence in the pool."""
+        return lengths_around(self.cached, self.num_seqs) if self.is_mixed else [self.cached] * self.num_seqs
+
+    @property
     def num_blocks(self) -> int:
-        """The blocks of all sequences, with room for the measured steps."""
-        return self.num_seqs * -(-(self.cached + self.new + 64) // BLOCK_SIZE)
+        """The blocks of all sequences, with room for the measured steps: as many for each as the longest needs."""
+        return self.num_seqs * -(-(max(self.starts) + self.new + 64) // BLOCK_SIZE)
 
     def bound_s(self, shape: Shape, dtype: torch.dtype, ceilings: Ceilings) -> float:
         return step_bound_s(
@@ -57,7 +65,7 @@ class Cell:
             ceilings,
             num_tokens=self.num_seqs * self.new,
             num_sampled=self.num_seqs,
-            num_keys=self.num_seqs * (self.cached + self.new),
+            num_keys=sum(self.starts) + self.num_seqs * self.new,
         )
 
 
@@ -146,13 +154,13 @@ def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
     steps = []
     for number in range(count):
         is_decode = cell.new == 1
-        start = cell.cached + (number if is_decode else 0)
+        starts = [start + (number if is_decode else 0) for start in cell.starts]
         grant = grant_pb2.StepGrant(
             lease_id=LEASE,
             step_number=number + 1,
             known_step_number=number,
             run_sequence_ids=seq_ids,
-            run_starts=[start] * cell.num_seqs,
+            run_starts=starts,
             run_token_counts=[cell.new] * cell.num_seqs,
             run_samples=[True] * cell.num_seqs,
         )

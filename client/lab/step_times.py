@@ -47,7 +47,8 @@ _CURVE_LIMIT = (
 )
 _ALL_FULL: Mapping[LayerGroup, float] = MappingProxyType({FULL: 1.0})
 _CELL = re.compile(
-    r"(?:decode (?P<decodes>\d+) x (?P<cached>\d+)|prompt (?P<prompts>\d+) x (?P<new>\d+)(?: on (?P<on>\d+))?)$"
+    r"(?:decode (?P<decodes>\d+) x (?P<cached>\d+)(?P<mixed> mixed)?"
+    r"|prompt (?P<prompts>\d+) x (?P<new>\d+)(?: on (?P<on>\d+))?)$"
 )
 
 Curve = tuple[tuple[float, float], ...]
@@ -266,6 +267,7 @@ def _preset(device: _Device, model: _Model) -> Preset:
 
 # NVIDIA's datasheets of H100 SXM and H200 SXM: dense products, without sparsity. Shapes: the models' config.json.
 _H100 = _Device("H100 SXM", memory_bytes=80e9, bytes_per_s=3.35e12, flops_per_s=989e12)
+_H200 = _Device("H200 SXM", memory_bytes=141e9, bytes_per_s=4.8e12, flops_per_s=989e12)
 _H200_FP8 = _Device("H200 SXM, FP8", memory_bytes=141e9, bytes_per_s=4.8e12, flops_per_s=1979e12)
 _LLAMA_8B = _Model(
     "Llama 3.1 8B, BF16", 8.03e9, 128256 * 4096, 32, 4096, kv_size=8 * 128, bytes_per_weight=2, bytes_per_kv=2
@@ -282,44 +284,62 @@ _LLAMA_70B = _Model(
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {"h100-8b": _preset(_H100, _LLAMA_8B), "h200-70b": _preset(_H200_FP8, _LLAMA_70B)}
+    {
+        "h100-8b": _preset(_H100, _LLAMA_8B),
+        "h200-8b": _preset(_H200, _LLAMA_8B),
+        "h200-70b": _preset(_H200_FP8, _LLAMA_70B),
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
-    """A measured kind of step: num_sequences with `cached` tokens each compute `new` ones in `seconds`."""
+class MeasuredStep:
+    """A measured kind of step: num_sequences with `cached` tokens each compute `new` ones in `seconds`.
+
+    Mixed sequences have `cached` tokens on average.
+    """
 
     num_sequences: int
     cached: int
     new: int
     seconds: float
+    is_mixed: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.new
 
 
-def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None) -> tuple[StepTime, float]:
-    """Fit the additive form to the steps of a result of `quire bench step`; return it with its largest relative error.
-
-    Tokens have a point for 1 and for the length of each prompt that was computed alone and whole; their curve does not
-    fall. Sequences have a point for each number of them. model and dtype choose the steps; None: those of the first
-    step. Raises ConfigError.
-    """
+def read_steps(path: Path, *, model: str | None = None, dtype: str | None = None) -> list[MeasuredStep]:
+    """Read a model's steps of a result of `quire bench step`. None: those of the first one. Raises ConfigError."""
     try:
         steps = json.loads(path.read_text())["steps"]
         chosen = model or steps[0]["model"], dtype or steps[0]["dtype"]
-        cells = [_cell_of(step) for step in steps if (step["model"], step["dtype"]) == chosen]
+        measured = [_measured(step) for step in steps if (step["model"], step["dtype"]) == chosen]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{path} is no result of `quire bench step`: {error!r}") from None
+    if not measured:
+        raise ConfigError(f"{path} has no steps of {' in '.join(chosen)}")
+    return measured
+
+
+def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None) -> tuple[StepTime, float]:
+    """Fit the additive form to measured steps, as read_steps() reads them; return it with its largest relative error.
+
+    Tokens have a point for 1 and for the length of each prompt that was computed alone and whole; their curve does not
+    fall. Sequences have a point for each number of them. Where decodes were measured with sequences of one length and
+    with mixed ones, the mixed ones count: those of a load are at different points. Raises ConfigError.
+    """
+    measured = read_steps(path, model=model, dtype=dtype)
+    mixed = {(cell.num_sequences, cell.cached, cell.new) for cell in measured if cell.is_mixed}
+    cells = [each for each in measured if each.is_mixed or (each.num_sequences, each.cached, each.new) not in mixed]
     alone = [cell for cell in cells if cell.num_sequences == 1]
     tokens = sorted({1, *(cell.new for cell in alone if not cell.cached)})
     sequences = sorted({1, *(cell.num_sequences for cell in cells)})
     num_parts = len(tokens) + len(sequences) - 1 + 2  # one sequence is no part: its time is in that of its tokens
     if len(cells) < num_parts or len(tokens) < 2 or len(sequences) < 2:
         raise ConfigError(
-            f"{path} has {len(cells)} steps of {' in '.join(chosen)}: a fit needs {max(num_parts, 5)}, with a whole "
+            f"{path} has {len(cells)} steps of the model and dtype: a fit needs {max(num_parts, 5)}, with a whole "
             "prompt and several sequences among them"
         )
     rows = np.array([_row(cell, tokens, sequences) for cell in cells])
@@ -338,17 +358,17 @@ def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None)
     return fitted, worst
 
 
-def _cell_of(step: Mapping[str, Any]) -> _Cell:
+def _measured(step: Mapping[str, Any]) -> MeasuredStep:
     found = _CELL.match(step["cell"])
     if found is None:
         raise ValueError(f"an unknown step: {step['cell']!r}")
     seconds = step["median_ms"] / 1e3
     if found["decodes"]:
-        return _Cell(int(found["decodes"]), int(found["cached"]), 1, seconds)
-    return _Cell(int(found["prompts"]), int(found["on"] or 0), int(found["new"]), seconds)
+        return MeasuredStep(int(found["decodes"]), int(found["cached"]), 1, seconds, is_mixed=bool(found["mixed"]))
+    return MeasuredStep(int(found["prompts"]), int(found["on"] or 0), int(found["new"]), seconds)
 
 
-def _row(cell: _Cell, tokens: Sequence[int], sequences: Sequence[int]) -> list[float]:
+def _row(cell: MeasuredStep, tokens: Sequence[int], sequences: Sequence[int]) -> list[float]:
     """The parts of a cell's time: rises of the curve of tokens, points of that of sequences, keys and pairs."""
     weights = _weights(tokens, cell.num_tokens)
     rises = [sum(weights[number:]) for number in range(len(tokens))]  # a point is the sum of the rises up to it

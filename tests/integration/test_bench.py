@@ -143,7 +143,12 @@ def test_lab_has_the_same_requests_in_the_real_processes_and_in_the_laboratory(t
 
 def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path) -> None:
     written, _ = run_quick("step", tmp_path)
-    assert [step["cell"] for step in written["steps"]] == ["decode 2 x 20", "prompt 1 x 9", "prompt 1 x 5 on 8"]
+    assert [step["cell"] for step in written["steps"]] == [
+        "decode 2 x 20",
+        "decode 2 x 20 mixed",
+        "prompt 1 x 9",
+        "prompt 1 x 5 on 8",
+    ]
     for step in written["steps"]:
         assert len(step["step_ms"]) == 2
         assert 0 < step["of_bound"] < 1
@@ -156,7 +161,8 @@ def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path)
 
 
 def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> None:
-    written, _ = run_quick("step", tmp_path, "--minutes", "1e-6")
+    written, _ = run_quick("step", tmp_path, "--minutes", "1e-6", "--model", "tiny Llama")
+    assert written["command"] == "quire bench step --quick --minutes 1e-06 --model 'tiny Llama'"
     assert written["steps"] == written["workloads"] == []
     assert len(written["left_out"]) == 5
     assert all(left.endswith(": time") for left in written["left_out"])

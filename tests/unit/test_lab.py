@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from quire.client.lab.measures import jain
 from quire.client.lab.requests import Request
 from quire.client.lab.routers import ROUTERS
 from quire.client.lab.simulation import Simulation
-from quire.client.lab.step_times import PRESETS
+from quire.client.lab.step_times import PRESETS, read_steps
 from quire.client.lab.tokens import UNUSED_TOKEN, Content
 from quire.client.lab.traces import read_trace
 
@@ -182,7 +183,7 @@ def test_tenants_have_their_parts_and_may_have_their_own_prefixes() -> None:
         ({"fleet": {"workers": 0}}, "fleet.workers is 0: must be 1 to 1000"),
         ({"fleet": {"workers": "two"}}, "fleet.workers is 'two': must be a whole number"),
         ({"fleet": {"wokers": 2}}, "fleet.wokers is unknown: must be one of step, blocks, workers"),
-        ({"fleet": {"step": "h1000"}}, "fleet.step is 'h1000': must be one of h100-8b, h200-70b"),
+        ({"fleet": {"step": "h1000"}}, "fleet.step is 'h1000': must be one of h100-8b, h200-8b, h200-70b"),
         ({"fleet": {"step": {"form": "additive"}}}, "fleet.step.base_s is missing"),
         ({"fleet": {"step": STEP | {"token_s": -1}}}, "fleet.step.token_s is -1: must be seconds"),
         (
@@ -519,6 +520,24 @@ def test_a_calibration_finds_the_times_that_made_the_steps(tmp_path: Path) -> No
     assert config(fleet={"step": str(path), "blocks": 10}).fleet.step == found
 
 
+def test_a_calibration_takes_decodes_of_mixed_lengths_where_it_has_them(tmp_path: Path) -> None:
+    """A load's sequences are at different points, where a step can take longer."""
+    made = StepTime("additive", 0.0, ((1, 0.01), (128, 0.03), (1024, 0.3)), context_s=3e-6, sequence_s=1e-3)
+    path = write_steps(tmp_path / "step.json", made, CELLS)
+    result = json.loads(path.read_text())
+    slower = [
+        step | {"cell": f"{step['cell']} mixed", "median_ms": step["median_ms"] + 5}
+        for step in result["steps"]
+        if step["cell"].startswith(("decode 3 ", "decode 16 "))
+    ]
+    path.write_text(json.dumps({"steps": result["steps"] + slower}))
+    found, worst = calibrate(path)
+    assert worst < 1e-6
+    for count, more in ((1, 0.0), (2, 0.0), (3, 5e-3), (16, 5e-3)):
+        starts, runs = [200] * count, [1] * count
+        assert found.seconds(starts, runs) == pytest.approx(made.seconds(starts, runs) + more, rel=1e-4)
+
+
 def test_the_curve_of_tokens_does_not_fall(tmp_path: Path) -> None:
     by_tokens = ((1, 0.03), (32, 0.02), (128, 0.03), (1024, 0.3))
     made = StepTime("additive", 0.0, by_tokens, sequence_s=((1, 0.0), (16, 0.01)))
@@ -532,7 +551,7 @@ def test_the_curve_of_tokens_does_not_fall(tmp_path: Path) -> None:
 def test_a_calibration_needs_enough_steps(left: list[tuple[str, int, int, int]], tmp_path: Path) -> None:
     path = write_steps(tmp_path / "step.json", StepTime("additive", 0.01, 1e-4), left)
     with pytest.raises(
-        ConfigError, match=rf"has {len(left)} steps of m in d: a fit needs \d+, with a whole prompt and "
+        ConfigError, match=rf"has {len(left)} steps of the model and dtype: a fit needs \d+, with a whole prompt and "
     ):
         calibrate(path)
 
@@ -541,8 +560,20 @@ def test_a_recorded_result_of_the_benchmark_can_be_used() -> None:
     found, worst = calibrate(ROOT / "benchmarks" / "results" / "step_cpu.json")
     assert found.seconds([128] * 16, [1] * 16) > found.seconds([128], [1]) > 0
     assert 0 < worst < 1
-    with pytest.raises(ConfigError, match="has 0 steps of GPT in float32"):
+    with pytest.raises(ConfigError, match="has no steps of GPT in float32"):
         calibrate(ROOT / "benchmarks" / "results" / "step_cpu.json", model="GPT")
+
+
+def test_the_presets_assumptions_are_near_what_an_h200_took() -> None:
+    measured = read_steps(ROOT / "benchmarks" / "results" / "step_llama_8b.json")
+    assert len(measured) == 13
+    time = PRESETS["h200-8b"].time
+    errors = [
+        abs(time.seconds([each.cached] * each.num_sequences, [each.new] * each.num_sequences) / each.seconds - 1)
+        for each in measured
+    ]
+    assert max(errors) < 0.17
+    assert median(errors) < 0.1
 
 
 # Results.
