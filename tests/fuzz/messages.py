@@ -61,7 +61,7 @@ class Origin:
 class Message:
     """One message to send.
 
-    twist   a byte to change after the stand-ins were replaced, which breaks signed content
+    twist   a byte to change after the stand-ins were replaced, which breaks signed content; of the worker's methods
     """
 
     origin: Origin
@@ -136,16 +136,17 @@ class Generator:
             data = data[: rng.randrange(len(data) + 1)] + rng.choice(self._templates[method])
         else:
             data = rng.randbytes(rng.choice((0, 1, 2, 3, 5, 8, 13, 50, 200, 3_000)))
-        return Message(Origin(self.seed, (number,)), method, data, self._twist(rng, data))
+        return Message(Origin(self.seed, (number,)), method, data, self._twist(rng, method, data))
 
     def _changed(self, number: int, method: Method, parent: Message) -> Message:
         rng = random.Random(-1 - (self.seed << 40 | number))
         data = Writer(rng, rng.choice((0.02, 0.1, 0.5))).mutate(method.request, parent.data)
-        return Message(Origin(self.seed, (number, *parent.origin.numbers)), method, data, self._twist(rng, data))
+        twist = self._twist(rng, method, data)
+        return Message(Origin(self.seed, (number, *parent.origin.numbers)), method, data, twist)
 
     @staticmethod
-    def _twist(rng: random.Random, data: bytes) -> int | None:
-        has_grant = names.NEXT * 16 in data
+    def _twist(rng: random.Random, method: Method, data: bytes) -> int | None:
+        has_grant = method.process == WORKER and names.NEXT * 16 in data
         return rng.randrange(2**20) if has_grant and rng.random() < 0.2 else None
 
     def _rng(self, number: int) -> random.Random:

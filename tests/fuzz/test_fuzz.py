@@ -139,7 +139,7 @@ def test_nothing_that_may_change_the_canary_is_sent() -> None:
     planned = 0
     for number in range(30_000):
         message = generator.message(number)
-        data, name = names.confine(message.method, message.data), message.method.name
+        data, name = message.sent(names.Bindings()), message.method.name
         if name in names.LEASE_ENDERS:
             assert names.CANARY_LEASE.encode() not in data
         elif name in names.POOL_CHANGERS:
