@@ -116,11 +116,10 @@ async def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new: Se
 
 def lengths_around(mean: int, count: int) -> list[int]:
     """Lengths with this mean, from a quarter of it on in equal steps; of sequences that are not at the same point."""
-    return (
-        [mean]
-        if count == 1
-        else [mean // 4 + (2 * number * (mean - mean // 4)) // (count - 1) for number in range(count)]
-    )
+    if count == 1:
+        return [mean]
+    first = mean // 4
+    return [first + 2 * (mean - first) * number // (count - 1) for number in range(count)]
 
 
 def greedy(count: int) -> SamplingParams:
