@@ -6,11 +6,11 @@ run over shuffled blocks of a pool full of NaN, one of them in chunks while the 
 
     step        long            short   one
     1           first half      5
-    2           to the end - 7  1       1
+    2           but for 3 to 9  1       1
     3, 4        1               1       1
-    5 to 9      1
+    5 to 9      1                           (below float32)
 
-So most positions that are compared are of the long one, behind any window.
+So below float32, where the median counts, most positions that are compared are of the long one, behind any window.
 
 Each layer group has blocks of its own. Before a step, blocks behind the window of a sequence are passed.
 
@@ -102,7 +102,7 @@ def find_disagreement(
     )
     errors: list[tuple[float, int, int]] = []
     done = [0] * len(sequences)
-    for counts in _steps(lengths[0]):
+    for counts in _steps(lengths[0], num_alone=0 if dtype == torch.float32 else STEPS_ALONE):
         seqs = [seq for seq, count in enumerate(counts) if count]
         _pass_blocks(table, pool, done)
         batch = build_step_batch(
@@ -135,9 +135,9 @@ def _lengths(specs: Mapping[int, KeptPerToken], max_model_len: int, device: torc
     return [min(wanted, longest, max_model_len), SHORTEST_TOKENS, 3]
 
 
-def _steps(longest: int) -> list[tuple[int, int, int]]:
+def _steps(longest: int, *, num_alone: int) -> list[tuple[int, int, int]]:
     half = longest // 2
-    num_alone = min(STEPS_ALONE, longest - half - 3)
+    num_alone = min(num_alone, longest - half - 3)
     together = [(half, 5, 0), (longest - half - 2 - num_alone, 1, 1), (1, 1, 1), (1, 1, 1)]
     return together + [(1, 0, 0)] * num_alone
 
