@@ -225,7 +225,7 @@ class Schedule:
 
     def await_equal(self) -> None:
         try:
-            await_that("the indexer knows what can be found", lambda: not self.mismatches(), timeout_s=30)
+            await_that("the indexer knows what can be found", lambda: not self.mismatches())
         except AssertionError:
             raise AssertionError(f"after {self.done}: {self.mismatches()}") from None
 
