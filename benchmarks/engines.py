@@ -114,14 +114,6 @@ async def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new: Se
     return [list(completion.token_ids) for completion in await engine.complete(prompts, params)]
 
 
-def lengths_around(mean: int, count: int) -> list[int]:
-    """Lengths with this mean, from a quarter of it on in equal steps; of sequences that are not at the same point."""
-    if count == 1:
-        return [mean]
-    first = mean // 4
-    return [first + 2 * (mean - first) * number // (count - 1) for number in range(count)]
-
-
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lengths import evenly
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from padded import padded_attention
@@ -163,9 +164,7 @@ class DecodeStep:
 
 def lengths_of(num_seqs: int, context: int, *, is_mixed: bool) -> list[int]:
     """All of the same length; or from an eighth of it to all of it, evenly."""
-    if not is_mixed:
-        return [context] * num_seqs
-    return [context // 8 + (context - context // 8) * index // max(1, num_seqs - 1) for index in range(num_seqs)]
+    return evenly(context // 8, context, num_seqs) if is_mixed else [context] * num_seqs
 
 
 def measure_cell(num_seqs: int, context: int, *, is_mixed: bool, dtype: torch.dtype, rounds: int) -> Cell:

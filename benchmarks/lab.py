@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from engines import Running, Setup, greedy, lengths_around, two_processes
+from engines import Running, Setup, greedy, two_processes
+from lengths import lengths_around
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m, tiny_llama

@@ -372,8 +372,27 @@ def one_layer_llama(*, max_position_embeddings: int) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=max_position_embeddings,
     )
+    return _with_own_weights(config)
+
+
+def deep_llama(*, dtype: torch.dtype) -> Any:
+    """A Llama of 32 layers with large random weights, which makes much of rounding."""
+    config = hf.LlamaConfig(
+        vocab_size=2000,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=32,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.2,
+    )
+    return _with_own_weights(config, dtype=dtype)
+
+
+def _with_own_weights(config: Any, *, dtype: torch.dtype = torch.float32) -> Any:
+    """As transformers draws them."""
     torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 
 def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:

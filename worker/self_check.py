@@ -84,7 +84,7 @@ def find_disagreement(
 
     rounded_reference is the reference, rounded otherwise; it is asked once if a difference may be due to rounding.
     Needs max_model_len >= SHORTEST_TOKENS. Blocks are of BLOCK_SIZE tokens, or of min_block_size if that is more.
-    Cost: two forwards of some hundred tokens at most, and a pool for them.
+    Cost: two forwards of some hundred tokens at most, a third if rounded_reference is asked, and a pool for them.
     """
     lengths = _lengths(specs, max_model_len, device)
     generator = torch.Generator().manual_seed(0)

@@ -42,16 +42,16 @@ GRID = (
     *(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256)),
     *(Cell(num_seqs, 1024, is_mixed=True) for num_seqs in (8, 32, 128)),
 )
-# The targets of a decode step on an H200, ms: must and goal.
+# The targets of a step on an H200, by its model and its cell's name, ms: must and goal.
 TO_REACH_MS = {
-    ("Llama-3.1-8B", 1, 1024): (5.0, 4.4),
-    ("Llama-3.1-8B", 32, 1024): (6.0, 5.4),
-    ("Llama-3.1-8B", 128, 1024): (9.7, 8.8),
-    ("Llama-3.1-8B", 32, 8192): (14.3, 12.9),
-    ("Llama-3.2-1B", 1, 1024): (1.15, 0.80),
-    ("Qwen3-0.6B", 1, 1024): (0.95, 0.60),
-    ("Qwen3-0.6B", 128, 1024): (5.2, 4.6),
-    ("Qwen3-1.7B", 32, 1024): (2.6, 2.1),
+    ("Llama-3.1-8B", "decode 1 x 1024"): (5.0, 4.4),
+    ("Llama-3.1-8B", "decode 32 x 1024"): (6.0, 5.4),
+    ("Llama-3.1-8B", "decode 128 x 1024"): (9.7, 8.8),
+    ("Llama-3.1-8B", "decode 32 x 8192"): (14.3, 12.9),
+    ("Llama-3.2-1B", "decode 1 x 1024"): (1.15, 0.80),
+    ("Qwen3-0.6B", "decode 1 x 1024"): (0.95, 0.60),
+    ("Qwen3-0.6B", "decode 128 x 1024"): (5.2, 4.6),
+    ("Qwen3-1.7B", "decode 32 x 1024"): (2.6, 2.1),
 }
 PROMPTS = (Cell(1, 0, 512), Cell(1, 0, 2048), Cell(1, 0, 8192), Cell(1, 8192, 1024), Cell(8, 0, 1024))
 
@@ -170,10 +170,8 @@ class Run:
                 self._progress.advance(self._task)
 
     def _measure_step(self, shape: Shape, model: PagedModel, executor: Executor, cell: Cell) -> None:
-        limits = (
-            TO_REACH_MS.get((shape.name, cell.num_seqs, cell.cached)) if cell.new == 1 and not cell.is_mixed else None
-        )
-        barred = replace(cell, must_ms=limits[0], goal_ms=limits[1]) if limits else cell
+        must_ms, goal_ms = TO_REACH_MS.get((shape.name, cell.name), (None, None))
+        barred = replace(cell, must_ms=must_ms, goal_ms=goal_ms)
         ceilings = self.measured.ceilings[name_of(model.dtype)]
         timing = measure(shape, model, executor, barred, ceilings, num_steps=self.plan.num_steps)
         self.measured.timings.append(timing)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import lengths_around
 from in_process import make_executor
+from lengths import lengths_around
 from roofline import Ceilings, step_bound_s, synchronize
 from shapes import BLOCK_SIZE, Shape
 

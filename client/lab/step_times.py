@@ -303,7 +303,14 @@ class MeasuredStep:
     cached: int
     new: int
     seconds: float
+    model: str
+    dtype: str
     is_mixed: bool = False
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Equal for sequences of one length and for mixed ones."""
+        return self.num_sequences, self.cached, self.new
 
     @property
     def num_tokens(self) -> int:
@@ -319,7 +326,7 @@ def read_steps(path: Path, *, model: str | None = None, dtype: str | None = None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{path} is no result of `quire bench step`: {error!r}") from None
     if not measured:
-        raise ConfigError(f"{path} has no steps of {' in '.join(chosen)}")
+        raise ConfigError(f"{path} has 0 steps of {' in '.join(chosen)}")
     return measured
 
 
@@ -331,16 +338,16 @@ def calibrate(path: Path, *, model: str | None = None, dtype: str | None = None)
     with mixed ones, the mixed ones count: those of a load are at different points. Raises ConfigError.
     """
     measured = read_steps(path, model=model, dtype=dtype)
-    mixed = {(cell.num_sequences, cell.cached, cell.new) for cell in measured if cell.is_mixed}
-    cells = [each for each in measured if each.is_mixed or (each.num_sequences, each.cached, each.new) not in mixed]
+    mixed = {each.size for each in measured if each.is_mixed}
+    cells = [each for each in measured if each.is_mixed or each.size not in mixed]
     alone = [cell for cell in cells if cell.num_sequences == 1]
     tokens = sorted({1, *(cell.new for cell in alone if not cell.cached)})
     sequences = sorted({1, *(cell.num_sequences for cell in cells)})
     num_parts = len(tokens) + len(sequences) - 1 + 2  # one sequence is no part: its time is in that of its tokens
     if len(cells) < num_parts or len(tokens) < 2 or len(sequences) < 2:
         raise ConfigError(
-            f"{path} has {len(cells)} steps of the model and dtype: a fit needs {max(num_parts, 5)}, with a whole "
-            "prompt and several sequences among them"
+            f"{path} has {len(cells)} steps of {cells[0].model} in {cells[0].dtype}: a fit needs {max(num_parts, 5)}, "
+            "with a whole prompt and several sequences among them"
         )
     rows = np.array([_row(cell, tokens, sequences) for cell in cells])
     seconds = np.array([cell.seconds for cell in cells])
@@ -362,10 +369,10 @@ def _measured(step: Mapping[str, Any]) -> MeasuredStep:
     found = _CELL.match(step["cell"])
     if found is None:
         raise ValueError(f"an unknown step: {step['cell']!r}")
-    seconds = step["median_ms"] / 1e3
+    measured = {"seconds": step["median_ms"] / 1e3, "model": step["model"], "dtype": step["dtype"]}
     if found["decodes"]:
-        return MeasuredStep(int(found["decodes"]), int(found["cached"]), 1, seconds, is_mixed=bool(found["mixed"]))
-    return MeasuredStep(int(found["prompts"]), int(found["on"] or 0), int(found["new"]), seconds)
+        return MeasuredStep(int(found["decodes"]), int(found["cached"]), 1, is_mixed=bool(found["mixed"]), **measured)
+    return MeasuredStep(int(found["prompts"]), int(found["on"] or 0), int(found["new"]), **measured)
 
 
 def _row(cell: MeasuredStep, tokens: Sequence[int], sequences: Sequence[int]) -> list[float]:

@@ -39,7 +39,9 @@ books, eviction, kernel, lab, padded, prefix, pressure, queued_prompts, replay, 
         *("serving", "utilization"),
     ),
 )
-roofline, shapes, windows, workloads = map(importlib.import_module, ("roofline", "shapes", "windows", "workloads"))
+lengths, roofline, shapes, windows, workloads = map(
+    importlib.import_module, ("lengths", "roofline", "shapes", "windows", "workloads")
+)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -286,6 +288,24 @@ def test_a_padded_batch_attends_as_the_reference_does(
 def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
     assert kernel.lengths_of(3, 64, is_mixed=True) == [8, 36, 64]
     assert kernel.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
+
+
+def test_lengths_around_a_mean_have_that_mean() -> None:
+    assert lengths.lengths_around(1024, 1) == [1024]
+    assert lengths.lengths_around(1024, 2) == [256, 1792]
+    assert lengths.lengths_around(1024, 4) == [256, 768, 1280, 1792]
+
+
+def test_each_target_of_a_step_is_of_one_that_a_gpu_measures() -> None:
+    spec = importlib.util.spec_from_file_location("step_benchmark", BENCHMARKS / "step/__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    step = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(step)
+    plan = step.gpu_plan()
+    measured = {(shape.name, cell.name) for shape in plan.shapes for cell in plan.cells}
+    assert len(measured) == len(plan.shapes) * len(plan.cells)
+    assert step.TO_REACH_MS.keys() <= measured
 
 
 # -- what is written --------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import model_zoo as zoo
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quire.worker import model as model_module
 from quire.worker import self_check
@@ -288,28 +287,13 @@ class TestSelfCheck:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As Llama 3.1 8B with random weights in bfloat16 on an H200."""
-        config = LlamaConfig(
-            vocab_size=2000,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=32,
-            num_attention_heads=2,
-            max_position_embeddings=MAX_MODEL_LEN,
-            initializer_range=0.2,
-        )
-
-        def deep() -> Any:
-            torch.manual_seed(0)
-            made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            return made.eval().requires_grad_(False)
-
         asked = []
         monkeypatch.setattr(
             self_check,
             "_judge",
             lambda *arguments, judge=self_check._judge: asked.append(judge(*arguments)) or asked[-1],
         )
-        prepare_model(deep(), max_model_len=MAX_MODEL_LEN)
+        prepare_model(zoo.deep_llama(dtype=torch.bfloat16), max_model_len=MAX_MODEL_LEN)
         first, second = asked
         assert first is not None
         assert first.error > self_check.TOLERANCE[torch.bfloat16]
@@ -318,7 +302,7 @@ class TestSelfCheck:
             model_module, "probe", lambda model: {i: replace(s, mask=Chunked(8)) for i, s in probe(model).items()}
         )
         with pytest.raises(UnsupportedModel, match="differ from those of its own attention by"):
-            prepare_model(deep(), max_model_len=MAX_MODEL_LEN)
+            prepare_model(zoo.deep_llama(dtype=torch.bfloat16), max_model_len=MAX_MODEL_LEN)
 
 
 class TestRefusedAtLoad:
