@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
-PACKAGES := cachemgr worker kernels client serving
+PACKAGES := serving cachemgr kernels worker client cli gateway lab integrations
 ARGS ?=
 # The packages that build packages, in a separate environment.
 PACKAGING := build/packaging
@@ -13,7 +13,7 @@ GO_TOOLS := .tools
 PROST := protoc-gen-prost
 PROST_VERSION := 0.5.0
 CORE := cachemgr/core
-CORE_MODULE := cachemgr/_core.abi3.so
+CORE_MODULE := cachemgr/quire/cachemgr/_core.abi3.so
 # Tests and benchmarks for the machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
 # Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
@@ -38,7 +38,7 @@ PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Three at a time keep two cores busy: a third of the time these tests wait for processes that start, stop and expire.
 PYTHON_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) --numprocesses 3
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
-record = $(if $(ARGS),env,$(BIN)/python tests/tiers.py record $(1) $(2) env)
+record = $(if $(ARGS),env,$(BIN)/python tests/framework/tiers.py record $(1) $(2) env)
 
 # The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
 PLUGINS = $(CURDIR)/$(GO_TOOLS)
@@ -46,7 +46,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models typecheck-links clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,14 +61,14 @@ check: venv  ## a minute's check: style of what changed, the crate's tests, unit
 	  [ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
 	@$(if $(ARGS),true,$(call record,check,crate) $(CRATE_TESTS))
 	@$(call record,check,python) QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
-	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/test_*.py))
+	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/*/test_*.py))
 
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
 	@$(if $(ARGS),true,$(call record,test,crate) $(CRATE_TESTS))
 	@$(if $(ARGS),true,$(call record,test,kernels) $(KERNEL_TESTS) -m sample)
 	@$(call record,test,python) $(PYTHON_TESTS) $(or $(ARGS),-m 'not verify')
 
-verify: venv typecheck-links  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
+verify: venv  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
 	@$(if $(ARGS),$(PYTHON_TESTS) $(ARGS),$(MAKE) --no-print-directory --jobs 2 verify-builds verify-tests)
 
 # Beside each other: builds mostly wait for downloads, and end long before the tests.
@@ -77,30 +77,30 @@ verify-builds:
 	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py
 
 verify-tests:
-	@$(call record,verify,model) python3 tests/model/check.py
+	@$(call record,verify,model) python3 tests/robustness/model/check.py
 	@$(call record,verify,kernels) $(KERNEL_TESTS) $(PARALLEL)
 	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
-	@$(BIN)/python tests/tiers.py show
+	@$(BIN)/python tests/framework/tiers.py show
 
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
-	@$(BIN)/python tests/faults/run.py $(ARGS)
+	@$(BIN)/python tests/robustness/faults/run.py $(ARGS)
 
 flood: venv  ## large calls, unfinished messages, many calls at once, and the memory they take; ARGS="--quick"
-	@$(BIN)/python tests/faults/flood.py $(ARGS)
+	@$(BIN)/python tests/robustness/faults/flood.py $(ARGS)
 
 soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
-	@$(BIN)/python tests/faults/soak.py $(ARGS)
+	@$(BIN)/python tests/robustness/faults/soak.py $(ARGS)
 
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
-	@python3 tests/model/check.py $(ARGS)
+	@python3 tests/robustness/model/check.py $(ARGS)
 
 mutants: venv  ## mutants of the changes since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded
-	@$(TEST_ENVIRONMENT) $(BIN)/python tests/diff_mutants.py $(ARGS)
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/mutation/diff_mutants.py $(ARGS)
 
-fuzz: venv typecheck-links  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
-	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python tests/fuzz/run.py $(ARGS)
+fuzz: venv  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/fuzz/run.py $(ARGS)
 
 wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on Linux a manylinux wheel
 	@rm -rf $(PACKAGING)/dist && $(PACKAGING)/bin/python -m build --outdir $(PACKAGING)/dist .
@@ -131,35 +131,37 @@ bench-control-plane: venv  ## latencies of plans through gRPC, alone and under l
 bench-eviction: venv  ## recorded traces through the ledger, by eviction policy
 	$(BIN)/python benchmarks/eviction.py $(ARGS)
 
-gpu-test: typecheck-links  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
+gpu-test:  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "gpu-test: there is no GPU here" >&2; exit 1; }
-	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
+	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
 
-gpu-first-hour: typecheck-links  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
-	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
+gpu-first-hour:  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
+	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
 
-gpu-bench-kernels: typecheck-links  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
-	PYTHONPATH=.typecheck $(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
+gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
+	$(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
-gpu-bench-step: typecheck-links  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
+gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
 	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \
 	  || { echo "gpu-bench-step: there is no GPU here; ARGS=--quick shows whether everything runs" >&2; exit 1; }
-	PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/step $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
+	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/step $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
 cpu-bench-step: venv  ## whole steps on the CPU against its memory, then the engine against others; ARGS=--quick
 	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench step $(ARGS)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench peers $(ARGS)
 
-lint: venv typecheck-links  ## check style, format and types
+lint: venv  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo --no-cache
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
 	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release --all-targets -- --deny warnings
 
-models: venv typecheck-links  ## run every family of models against transformers' generate, and write docs/reference/models.md
-	@PYTHONPATH=.typecheck $(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
+models: venv  ## run every family of models against transformers' generate, and write docs/reference/models.md
+	@$(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
 protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/reference/api.md from protos/ again
 	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
@@ -202,14 +204,8 @@ go-tools:  ## build grpcurl and the generators of Go code, at the versions of cl
 	elif [ "$(REQUIRE_FOREIGN)" = 1 ]; then echo "go-tools: Go is missing, and this run requires it" >&2; exit 1; \
 	else echo "*** Go SKIPPED: it is missing, the Go code is NEITHER generated NOR checked ***" >&2; fi
 
-# Static analysis needs the folders under their import names.
-typecheck-links:
-	@mkdir -p .typecheck/quire
-	@for folder in $(PACKAGES); do ln -sfn "../../$$folder" ".typecheck/quire/$$folder"; done
-	@for api in cache compute engine; do ln -sfn "../../protos/quire/$$api" ".typecheck/quire/$$api"; done
-
 clean:  ## remove the files of these targets, .venv, too
-	rm -rf $(VENV) .venv-peers .venv-clients $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) .venv-peers .venv-clients $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # At one version, with the dependencies of its own lock file.

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr import messages
 from quire.cachemgr._core import Ledger, StepPlan
 from quire.cachemgr.geometry import Geometry, LayerGroup
+from quire.cachemgr.service import messages
 
 AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
 VOCAB = 2**31 - 1

@@ -49,8 +49,8 @@ from machine import machine
 from report import save_svg
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
+from quire.cli.launch import ServiceProcess
 from quire.client.channel import decode_rpc_error, open_channel
-from quire.client.cli.launch import ServiceProcess
 
 POOL = "benchmark"
 BLOCK_SIZE = 16

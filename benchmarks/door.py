@@ -39,8 +39,8 @@ from rich.progress import Progress
 from transformers_serve import NAME as PEER
 from transformers_serve import transformers_serve
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 2048

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcessWorker
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.cache_client import CacheClient
-from quire.client.cli.launch import LocalServices
-from quire.worker.model import PagedModel, load_model
+from quire.worker.model.model import PagedModel, load_model
 
 NUM_CORES = len(os.sched_getaffinity(0))
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from quire.cachemgr._core import DEFAULT_POLICY
 from quire.cachemgr.geometry import LayerGroup, LayerGroupKind
-from quire.client.lab.replay import Outcome, Replay
+from quire.lab.replay import Outcome, Replay
 
 matplotlib.use("svg")
 

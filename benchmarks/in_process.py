@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr import messages
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused
-from quire.cachemgr.servicer import CacheServicer
+from quire.cachemgr.service import messages
+from quire.cachemgr.service.servicer import CacheServicer
 from quire.client.errors import QuireError, error_of_reason
 from quire.compute.v1 import worker_service_pb2
 from quire.serving.runtime import keep_freed_memory
-from quire.worker.errors import Refused
-from quire.worker.executor import Executor
-from quire.worker.gate import Gate
-from quire.worker.graphs import capture_decode
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel
-from quire.worker.runner import ModelThread
-from quire.worker.sampler import MAX_LOGPROBS
-from quire.worker.servicer import encode_ended
-from quire.worker.steps import EndedStep, StepLimits, Steps, new_epoch
+from quire.worker.grant.errors import Refused
+from quire.worker.grant.gate import Gate
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.model.model import PagedModel
+from quire.worker.run.executor import Executor
+from quire.worker.run.graphs import capture_decode
+from quire.worker.sampling.sampler import MAX_LOGPROBS
+from quire.worker.service.runner import ModelThread
+from quire.worker.service.servicer import encode_ended
+from quire.worker.service.steps import EndedStep, StepLimits, Steps, new_epoch
 
 POOL = "default"
 LEASE_TTL_S = 3600.0

@@ -30,11 +30,11 @@ from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from quire.worker.attention import AttentionStep, Workspace, attention_step, paged_attention
-from quire.worker.kv_pool import KVPool
-from quire.worker.probe import Causal, LayerSpec
-from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import StepBatch, build_step_batch
+from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step, paged_attention
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.probe import Causal, LayerSpec
 
 KERNELS = Path(__file__).with_name("kernels")
 BLOCK_SIZES = (16, 32, 64, 128)

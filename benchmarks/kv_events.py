@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.client.kv_events.encoding import encode_batch, parts_of
-from quire.client.kv_events.replica import PrefixReplica
+from quire.integrations.kv_events.encoding import encode_batch, parts_of
+from quire.integrations.kv_events.replica import PrefixReplica
 
 BLOCK_SIZE = 16
 CHAIN = 128

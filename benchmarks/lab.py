@@ -34,12 +34,12 @@ from report import Findings, benchmark, percent, plain, spread, table
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.client.lab import LabConfig, StepTime, calibrate
-from quire.client.lab.config import Fleet, Load
-from quire.client.lab.requests import Request
-from quire.client.lab.simulation import Simulation
-from quire.client.lab.tokens import Content
-from quire.client.lab.traces import read_trace
+from quire.lab import LabConfig, StepTime, calibrate
+from quire.lab.config import Fleet, Load
+from quire.lab.requests import Request
+from quire.lab.simulation import Simulation
+from quire.lab.tokens import Content
+from quire.lab.traces import read_trace
 
 TRACE = Path(__file__).parent / "traces" / "sharegpt128_B16.jsonl.gz"
 STEP = Path(__file__).parent / "step"

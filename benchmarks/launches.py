@@ -23,12 +23,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.worker.attention import ATTENTION_NAME, AttentionStep, attention_step
-from quire.worker.fused_steps import FusedSteps, KernelSteps, TorchSteps
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel, prepare_model
-from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import StepBatch, build_step_batch
+from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep, attention_step
+from quire.worker.fusion.steps import FusedSteps, KernelSteps, TorchSteps
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.model import PagedModel, prepare_model
 
 transformers.logging.set_verbosity_error()
 

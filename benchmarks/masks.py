@@ -15,13 +15,13 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from models import llama_56m
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.executor import Executor, Outcome
-from quire.worker.grammar_trial import make_matcher, translate
-from quire.worker.grammars import Compiled, Following
-from quire.worker.grants import RowSampling, Step
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import load_model
-from quire.worker.sampler import SamplingParams
+from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.model.model import load_model
+from quire.worker.run.executor import Executor, Outcome
+from quire.worker.sampling.grammar_trial import make_matcher, translate
+from quire.worker.sampling.grammars import Compiled, Following
+from quire.worker.sampling.sampler import SamplingParams
 
 END_ID, VOCAB_SIZE = 0, 32_000
 BLOCK_SIZE, PROMPT_TOKENS = 16, 32

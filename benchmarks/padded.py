@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from quire.worker import attention
-from quire.worker.attention import ATTENTION_NAME, Slots, paged_attention, write_kv
+from quire.worker.attention import torch_attention as attention
+from quire.worker.attention.torch_attention import ATTENTION_NAME, Slots, paged_attention, write_kv
 
 
 def padded_attention(

@@ -26,7 +26,7 @@ from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr import messages
+from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_outcome, encode_plan
 from quire.client.engine.plans import SchedulerLimits, Step
 from quire.client.engine.sampling import SamplingParams

@@ -18,9 +18,9 @@ from rich.progress import track
 from rich.table import Table
 
 from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
-from quire.client.lab.config import LabConfig, config_of
-from quire.client.lab.experiment import run
-from quire.client.lab.measures import Outcome
+from quire.lab.config import LabConfig, config_of
+from quire.lab.experiment import run
+from quire.lab.measures import Outcome
 
 TRACES = Path(__file__).parent / "traces"
 METRICS = {"hit_ratio": "hits", "duration_s": "time for all", "first_token_p50_s": "first token, median"}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cachemgr import messages
-from quire.client.lab.replay import Replay
-from quire.client.lab.requests import Prompt
-from quire.client.lab.traces import read_prompts
+from quire.cachemgr.service import messages
+from quire.lab.replay import Replay
+from quire.lab.requests import Prompt
+from quire.lab.traces import read_prompts
 
 TRACES = Path(__file__).parent / "traces"
 STRANDED_EVERY = 20

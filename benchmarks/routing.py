@@ -29,9 +29,9 @@ from report import Findings, benchmark, percent, plain, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 from quire.client import CacheClient, CacheParams, EngineConfig, SamplingParams
-from quire.client.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
-from quire.client.gateway.routing import Router
+from quire.gateway.routing.router import Router
 
 POOLS = ("worker-1", "worker-2")
 logging.getLogger("quire.client").setLevel(logging.ERROR)  # these models have no tokenizer, and need none

@@ -32,10 +32,10 @@ from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 from torch.profiler import ProfilerActivity, profile
 
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel
-from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import StepBatch, build_step_batch
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.model import PagedModel
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 2048

@@ -21,9 +21,9 @@ from report import Findings, benchmark, plain, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import LocalServices
 from quire.client.cache_client import CacheClient
 from quire.client.channel import open_channel
-from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"

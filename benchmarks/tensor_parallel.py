@@ -26,7 +26,7 @@ from models import llama_56m
 from report import Findings, benchmark, plain, spread, summary, table
 from rich.progress import Progress
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.llm import LLM
 from quire.client.engine.sampling import SamplingParams

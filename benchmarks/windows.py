@@ -15,10 +15,11 @@ from books import LEASE, Books
 from report import percent, plain, table
 from rich.table import Table
 
-from quire.cachemgr import geometry, messages
-from quire.worker.layer_groups import LayerGroupChoice, LayerGroups, group_layers
-from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding
-from quire.worker.process import describe_layer_groups
+from quire.cachemgr import geometry
+from quire.cachemgr.service import messages
+from quire.worker.memory.layer_groups import LayerGroupChoice, LayerGroups, group_layers
+from quire.worker.model.probe import Causal, Chunked, LayerSpec, Mask, Sliding
+from quire.worker.service.process import describe_layer_groups
 
 BLOCK_SIZE = 16
 CHUNK = 512

@@ -18,15 +18,15 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "framework"))
 
 import model_zoo as zoo  # noqa: E402
 from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed  # noqa: E402
 
-from quire.worker.kv_pool import bytes_per_block  # noqa: E402
-from quire.worker.layer_groups import LayerGroup, LayerGroups, group_layers, one_group  # noqa: E402
-from quire.worker.model import CachedModel, PagedModel, pin_rope, prepare_model  # noqa: E402
-from quire.worker.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel  # noqa: E402
+from quire.worker.memory.kv_pool import bytes_per_block  # noqa: E402
+from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, group_layers, one_group  # noqa: E402
+from quire.worker.model.model import CachedModel, PagedModel, pin_rope, prepare_model  # noqa: E402
+from quire.worker.model.probe import Causal, Chunked, LayerSpec, Mask, Sliding, UnsupportedModel  # noqa: E402
 
 NEW_TOKENS = 10
 FAMILIES = (*zoo.FAMILIES, *zoo.CACHED, *zoo.STATEFUL)

@@ -42,30 +42,30 @@ VERIFY = (
     "integration/test_how_to_pages.py",
     "integration/test_tutorials.py",
     "kernels",
-    "unit/test_mutants.py",
+    "unit/framework/test_mutants.py",
 )
 
 BEGIN = pytest.StashKey[tuple[float, float]]()
 
 # What begins first, the longest before the others: no process is left with a long file when the others have ended.
 FIRST = (
-    "faults/test_faults.py",
+    "robustness/faults/test_faults.py",
     "gpu_desk/test_start_and_steps.py",
     "gateway/test_clients.py",
-    "unit/test_mutants.py",
+    "unit/framework/test_mutants.py",
     "integration/test_warm_restart.py",
     "integration/test_grammars.py",
     "integration/test_tensor_parallel.py",
     "integration/test_cli.py",
-    "unit/test_ledger_machine.py",
+    "unit/cachemgr/test_ledger_machine.py",
     "integration/test_top.py",
     "integration/test_own_mistakes.py",
     "integration/test_launch.py",
     "integration/test_equality.py",
     "integration/test_bad_input.py",
-    "unit/test_engine.py",
+    "unit/engine/test_engine.py",
     "integration/test_demo.py",
-    "unit/test_grammars.py",
+    "unit/worker/test_grammars.py",
     "integration/test_stuck_step.py",
     "integration/test_ownership.py",
     "gpu_desk/test_start.py",
@@ -145,7 +145,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Give the test's times to its reports, which junit's XML shows: tiers.py reads them."""
+    """Give the test's times to its reports, which junit's XML shows: framework/tiers.py reads them."""
     try:
         return (yield)
     finally:

@@ -13,9 +13,9 @@ from typing import Any
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr import messages
 from quire.cachemgr._core import Ledger, StepPlan
 from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.service import messages
 
 EPOCH = 1
 TTL_S = 1e9

@@ -16,9 +16,9 @@ from core import EPOCH, LEASE, Core, Report
 from workload import BATCH_STEPS, BLOCK_SIZE, PROMPT_TOKENS, Prompts, Rows, fill, settle_garbage
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cachemgr import messages
 from quire.cachemgr.catalog import AttachedPool
-from quire.cachemgr.grants import sign_grant
+from quire.cachemgr.service import messages
+from quire.cachemgr.service.grants import sign_grant
 
 Samples = dict[str, list[float]]
 clock = time.perf_counter_ns

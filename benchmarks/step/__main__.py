@@ -35,8 +35,8 @@ from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, TINY, Shape
 from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, serve
 
-from quire.worker.executor import Executor
-from quire.worker.model import PagedModel
+from quire.worker.model.model import PagedModel
+from quire.worker.run.executor import Executor
 
 GRID = (
     *(Cell(num_seqs, cached) for cached in (1024, 8192) for num_seqs in (1, 8, 32, 128, 256)),

@@ -16,10 +16,10 @@ from roofline import Ceilings, step_bound_s, synchronize
 from shapes import BLOCK_SIZE, Shape
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.executor import Executor, Outcome, StepResult
-from quire.worker.grants import Step
-from quire.worker.kv_pool import NULL_BLOCK, bytes_per_block
-from quire.worker.model import PagedModel
+from quire.worker.grant.decoding import Step
+from quire.worker.memory.kv_pool import NULL_BLOCK, bytes_per_block
+from quire.worker.model.model import PagedModel
+from quire.worker.run.executor import Executor, Outcome, StepResult
 
 WARM_UP_STEPS = 3
 LEASE = "benchmark"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from quire.worker.fused_steps import choose_steps
-from quire.worker.model import PagedModel, prepare_model
-from quire.worker.process import pick_attention
+from quire.worker.fusion.steps import choose_steps
+from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.service.process import pick_attention
 
 BLOCK_SIZE = 16
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 import quire.client
+from quire.cli.launch import LocalServices
 from quire.client import Engine, Policy, PoolView, SamplingParams, in_order
-from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 REQUESTS = {"first": 0, "second": 5}  # name: priority

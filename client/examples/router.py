@@ -4,7 +4,7 @@
     python client/examples/router.py --cachemgr unix:/run/quire/cachemgr.sock             the existing pools
 
 Questions about three documents are sent by prefix and load first, then to each worker in turn. The gateway's router
-(quire.client.gateway.routing) chooses by the same cost, and handles the failure of a worker.
+(quire.gateway.routing.router) chooses by the same cost, and handles the failure of a worker.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from quire.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 from quire.client import CacheClient, Engine, EngineConfig, SamplingParams
-from quire.client.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
-from quire.client.gateway.choosing import PoolLoad, cheapest
+from quire.gateway.routing.choosing import PoolLoad, cheapest
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 WORKER_FLAGS = ("--model", str(MODEL), "--num-blocks", "256", "--threads", "1")

@@ -21,12 +21,12 @@ from matplotlib import pyplot
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
+from quire.cli.demo import DemoOptions, Prompts, read_prompts, report, run_demo
+from quire.cli.launch import LocalServices
+from quire.cli.token import entry, make_token
+from quire.cli.top import look_once
+from quire.cli.top_view import Shown, TopScreen
 from quire.client import Credentials, Engine, SamplingParams
-from quire.client.cli.demo import DemoOptions, Prompts, read_prompts, report, run_demo
-from quire.client.cli.launch import LocalServices
-from quire.client.cli.token import entry, make_token
-from quire.client.cli.top import look_once
-from quire.client.cli.top_view import Shown, TopScreen
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "quire"

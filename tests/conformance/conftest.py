@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conformance.foreign import ROOT, build_grpcurl
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from deadlines import DEADLINE_S
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 METHOD = f"{CACHE}/GetPool"
 

@@ -14,8 +14,8 @@ from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
 from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import LocalServices, ServiceProcess
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.cli.launch import LocalServices, ServiceProcess
 
 THIS = "tests/conformance/test_docs_go.py"
 # Ends the watch behind the snapshot, which is the answer with the first cursor, and writes the ids of the blocks.
@@ -94,7 +94,7 @@ func main() {
 	%s
 }
 """
-DOOR = "quire.client.gateway"
+DOOR = "quire.gateway"
 SOCKET = "unix:/run/quire/engine.sock"
 
 

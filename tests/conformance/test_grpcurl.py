@@ -15,10 +15,10 @@ from conformance import page
 from conformance.foreign import ROOT, find
 from deadlines import DEADLINE_S
 
-from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 PAGE = ROOT / "docs/how-to/grpcurl.md"
-DOOR = "quire.client.gateway"
+DOOR = "quire.gateway"
 TOKEN = "t-client"
 
 

@@ -11,11 +11,11 @@ import pytest
 from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
 from deadlines import DEADLINE_S
 
+from quire.cli.launch import LocalServices, ServiceProcess
 from quire.client import LLM, SamplingParams
-from quire.client.cli.launch import LocalServices, ServiceProcess
 
 THIS, PAGE = "tests/conformance/test_javascript.py", "docs/reference/engine-service.md"
-DOOR = "quire.client.gateway"
+DOOR = "quire.gateway"
 SOCKET = "unix:/run/quire/engine.sock"
 
 

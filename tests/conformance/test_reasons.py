@@ -24,7 +24,7 @@ from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS
 from model_zoo import save
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2, grant_pb2
-from quire.client.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices, ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 TOKENS = f"""
@@ -462,7 +462,7 @@ CASES: dict[tuple[str, str], Callable[[Both], None]] = {
 }
 # What nothing from outside can bring about, with why.
 OUT_OF_REACH: dict[tuple[str, str], str] = {
-    (WORKER, "OVERLOADED"): "8,192 calls open at a time; tests/unit/test_interceptor.py has it with fewer",
+    (WORKER, "OVERLOADED"): "8,192 calls open at a time; tests/unit/serving/test_interceptor.py has it with fewer",
 }
 
 

@@ -26,18 +26,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "framework"))
 
 # isort: split
 from deadlines import DEADLINE_S
+from roots import ROOTS
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"
 # Which Debian has this Python: what was compiled for ours has to run there.
 SUITES = {11: "bookworm", 13: "trixie"}
 PACKAGES = ("systemd", "systemd-sysv", "dbus", "python3", "python3-venv", "iproute2", "gcc", "libc6-dev")
-FOLDERS = ("cachemgr", "worker", "kernels", "client", "serving")
-NOT_INSTALLED = shutil.ignore_patterns("core", "go", "__pycache__", "*.proto")
+NOT_INSTALLED = shutil.ignore_patterns("__pycache__", "*.proto")
 WORKER_ENV = "QUIRE_WORKER_MODEL=/srv/model\nQUIRE_WORKER_NUM_BLOCKS=64\nQUIRE_WORKER_DEVICE=cpu\n"
 CACHEMGR, WORKER = "quire-cachemgr.service", "quire-worker@default.service"
 GATEWAY = "quire-gateway.service"
@@ -116,12 +116,10 @@ def install(root: Path) -> None:
     subprocess.run(["chroot", str(root), "python3", "-m", "venv", "--without-pip", "/opt/quire"], check=True)
     packages = next(venv.glob("lib/python3.*/site-packages"))
     (packages / "host.pth").write_text("/site\n")
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, packages / "quire" / name, ignore=NOT_INSTALLED)
-    for api in ("cache", "compute", "engine"):
-        shutil.copytree(ROOT / "protos/quire" / api, packages / "quire" / api, ignore=NOT_INSTALLED)
+    for name in ROOTS:
+        shutil.copytree(ROOT / name / "quire", packages / "quire", ignore=NOT_INSTALLED, dirs_exist_ok=True)
     program = venv / "bin/quire"
-    program.write_text("#!/opt/quire/bin/python -P\nfrom quire.client.cli import main\nmain()\n")
+    program.write_text("#!/opt/quire/bin/python -P\nfrom quire.cli import main\nmain()\n")
     program.chmod(0o755)
     shutil.copytree(ROOT / "deploy/demo/model", root / "srv/model", dirs_exist_ok=True)
     shutil.copy(ROOT / "tests/deploy/sandbox_probe.py", root / "srv")

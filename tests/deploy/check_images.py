@@ -38,7 +38,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "framework"))
 
 # isort: split
 from deadlines import DEADLINE_S

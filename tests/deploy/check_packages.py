@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "framework"))
 
 # isort: split
 from deadlines import DEADLINE_S
@@ -36,14 +36,19 @@ from package_environments import installing, pip_for
 ROOT = Path(__file__).parents[2]
 BUILD_TIMEOUT_S = 1800.0
 IN_SDIST = (
-    *("LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "pyproject.toml", "constraints.txt"),
-    *("cachemgr/core/Cargo.toml", "cachemgr/core/Cargo.lock", "cachemgr/core/src/lib.rs"),
+    *("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"),
     *(
-        "cachemgr/__main__.py",
-        "cachemgr/_core.pyi",
-        "worker/process.py",
-        "kernels/paged_decode.py",
-        "serving/systemd.py",
+        "cachemgr/core/build_core.py",
+        "cachemgr/core/Cargo.toml",
+        "cachemgr/core/Cargo.lock",
+        "cachemgr/core/src/lib.rs",
+    ),
+    *(
+        "cachemgr/quire/cachemgr/__main__.py",
+        "cachemgr/quire/cachemgr/_core.pyi",
+        "worker/quire/worker/service/process.py",
+        "kernels/quire/kernels/paged_decode.py",
+        "serving/quire/serving/systemd.py",
     ),
     *("protos/quire/cache/v1/cache_service.proto", "protos/quire/cache/v1/cache_service_pb2.pyi"),
     *(
@@ -57,10 +62,12 @@ IN_WHEEL = (
     *(
         "quire/worker/__main__.py",
         "quire/kernels/paged_decode.py",
-        "quire/client/cli/__init__.py",
+        "quire/cli/__init__.py",
+        "quire/gateway/http/page/index.html",
+        "quire/lab/__init__.py",
         "quire/serving/systemd.py",
     ),
-    *("quire/client/gateway/shepherd.py", "quire/client/dynamo/__main__.py", "quire/client/kv_events/__main__.py"),
+    *(f"quire/integrations/{name}" for name in ("shepherd.py", "dynamo/__main__.py", "kv_events/__main__.py")),
     *("quire/cache/v1/cache_service.proto", "quire/compute/v1/worker_service_pb2.py"),
 )
 # No package at the top level but quire, and nothing that only a checkout needs.
@@ -69,12 +76,19 @@ NOT_IN_WHEEL = (
     "benchmarks",
     "deploy",
     "docs",
-    "quire/cachemgr/core/src",
-    "quire/client/go",
+    "quire/cachemgr/core",
+    "cachemgr",
     "kernels",
     "client",
 )
-NOT_IN_SDIST = ("cachemgr/core/target", "cachemgr/_core.abi3.so", ".venv", "tests", "benchmarks", "client/go")
+NOT_IN_SDIST = (
+    "cachemgr/core/target",
+    "cachemgr/quire/cachemgr/_core.abi3.so",
+    ".venv",
+    "tests",
+    "benchmarks",
+    "client/go",
+)
 WITHOUT_TORCH = {"torch", "triton", "transformers", "safetensors"}
 FOREIGN_TO = {
     "cachemgr": WITHOUT_TORCH | {"llguidance", "tokenizers", "huggingface-hub", "rich", "psutil"},

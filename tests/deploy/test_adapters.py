@@ -17,6 +17,7 @@ import pytest
 from deadlines import DEADLINE_S
 from deploy.tools import ROOT
 from package_environments import SMG
+from roots import python_path
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 REQUIREMENTS = ROOT / "tests/integration/dynamo_requirements.txt"
@@ -46,31 +47,34 @@ class Adapter:
 
     @property
     def modules(self) -> list[str]:
-        return [f"quire.{name.removesuffix('.py').replace('/', '.')}" for name in self.files]
+        return [name.partition("/")[2].removesuffix(".py").replace("/", ".") for name in self.files]
 
 
 ADAPTERS = (
     Adapter(
         "shepherd",
-        ("client/gateway/shepherd.py",),
+        ("integrations/quire/integrations/shepherd.py",),
         (
             "tests/gateway/test_shepherd.py",
             "tests/gateway/test_shepherd_gateway.py",
-            "tests/unit/test_shepherd_events.py",
+            "tests/unit/integrations/test_shepherd_events.py",
         ),
         ("smg_grpc_proto",),
     ),
-    Adapter("dynamo", ("client/dynamo",), ("tests/integration/test_dynamo.py",), ("dynamo",)),
+    Adapter("dynamo", ("integrations/quire/integrations/dynamo",), ("tests/integration/test_dynamo.py",), ("dynamo",)),
     # The other two adapters use the rest of the folder: the copy of a pool's blocks.
     Adapter(
         "events",
-        tuple(f"client/kv_events/{name}.py" for name in ("__main__", "encoding", "metrics", "publisher")),
+        tuple(
+            f"integrations/quire/integrations/kv_events/{name}.py"
+            for name in ("__main__", "encoding", "metrics", "publisher")
+        ),
         (
             "benchmarks/kv_events.py",
             "tests/integration/kv_events.py",
             "tests/integration/test_dynamo_indexer.py",
             "tests/integration/test_kv_events.py",
-            "tests/unit/test_kv_events.py",
+            "tests/unit/integrations/test_kv_events.py",
         ),
         ("zmq", "msgspec"),
     ),
@@ -83,12 +87,13 @@ sys.modules.update(dict.fromkeys(absent.split(",")))
 """
 IMPORT_ALL = """
 import importlib, pkgutil
-import quire.client
-assert not [path for path in quire.client.__path__ if not path.startswith(arguments[0])]
-for module in pkgutil.walk_packages(quire.client.__path__, "quire.client."):
-    print(module.name)
-    if module.name != "quire.client.dynamo.__main__":  # Dynamo is not installed here
-        importlib.import_module(module.name)
+for name in ("client", "cli", "gateway", "lab", "integrations"):
+    package = importlib.import_module(f"quire.{name}")
+    assert not [path for path in package.__path__ if not path.startswith(arguments[0])]
+    for module in pkgutil.walk_packages(package.__path__, f"quire.{name}."):
+        print(module.name)
+        if module.name != "quire.integrations.dynamo.__main__":  # Dynamo is not installed here
+            importlib.import_module(module.name)
 """
 COMMAND = """
 import importlib
@@ -101,9 +106,9 @@ import pytest
 sys.exit(pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", *arguments]))
 """
 QUIRE, SERVE, EVENTS = (
-    "quire.client.cli.commands:quire",
-    "quire.client.gateway.__main__:main",
-    "quire.client.kv_events.__main__:main",
+    "quire.cli.commands:quire",
+    "quire.gateway.__main__:main",
+    "quire.integrations.kv_events.__main__:main",
 )
 
 
@@ -123,7 +128,6 @@ class Tree:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, folder / name)
-        shutil.copytree(ROOT / ".typecheck", folder / ".typecheck", symlinks=True)
 
     def tests_with(self, words: tuple[str, ...]) -> list[str]:
         """Return the files of tests that have one of these words."""
@@ -133,7 +137,7 @@ class Tree:
     def run(self, program: str, *arguments: str, absent: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         """Run a program without the finder of the installation (-S), which would find what was deleted."""
         installed = [path for path in sys.path if path.endswith("site-packages")]
-        variables = {"PYTHONPATH": os.pathsep.join([str(self.folder / ".typecheck"), *installed])}
+        variables = {"PYTHONPATH": os.pathsep.join([python_path(self.folder), *installed])}
         command = [sys.executable, "-S", "-P", "-c", BEGINNING + program, ",".join(absent), *arguments]
         return subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | variables
@@ -142,7 +146,7 @@ class Tree:
 
 def built() -> Iterator[str]:
     """The files that git ignores and Python imports."""
-    yield from (str(path.relative_to(ROOT)) for path in (ROOT / "cachemgr").glob("*.so"))
+    yield from (str(path.relative_to(ROOT)) for path in (ROOT / "cachemgr").glob("quire/cachemgr/*.so"))
 
 
 @pytest.fixture(params=ADAPTERS, ids=lambda adapter: adapter.extra)
@@ -158,7 +162,7 @@ def test_the_rest_goes_on_without_an_adapter(adapter: Adapter, tmp_path: Path) -
     done = tree.run(IMPORT_ALL, str(tree.folder), absent=adapter.packages)
     assert done.returncode == 0, done.stdout + done.stderr
     imported = done.stdout.split()
-    assert "quire.client.gateway.__main__" in imported
+    assert "quire.gateway.__main__" in imported
     assert not set(adapter.modules) & set(imported)
     for command in (QUIRE, SERVE, *([EVENTS] if adapter.extra != "events" else [])):
         done = tree.run(COMMAND, command, "--help", absent=adapter.packages)
@@ -191,12 +195,12 @@ def constant(path: str, name: str) -> str:
 def test_tested_versions_are_the_same_everywhere() -> None:
     """In the code, which compares them at start; in the extras; where the tests install them; in the pages."""
     required = REQUIREMENTS.read_text().split()
-    dynamo = constant("client/dynamo/__main__.py", "TESTED")
+    dynamo = constant("integrations/quire/integrations/dynamo/__main__.py", "TESTED")
     assert {f"ai-dynamo=={dynamo}", f"ai-dynamo-runtime=={dynamo}"} <= set(required)
     assert f"ai-dynamo=={dynamo}" in EXTRAS["dynamo"]
-    indexer = constant("client/kv_events/__main__.py", "TESTED_CONSUMER")
+    indexer = constant("integrations/quire/integrations/kv_events/__main__.py", "TESTED_CONSUMER")
     assert indexer.replace(" ", "==") in required
-    proto = constant("client/gateway/shepherd.py", "TESTED_PROTO")
+    proto = constant("integrations/quire/integrations/shepherd.py", "TESTED_PROTO")
     assert f"smg-grpc-proto=={proto}" in EXTRAS["shepherd"]
     smg = SMG.partition("==")[2]
     comparison = pages.read("docs/how-to/many-machines.md")

@@ -18,17 +18,15 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
     "cachemgr": ("cachemgr", "serving", "protos"),
     "client": ("client", "protos"),
-    "events": ("client/kv_events", "serving", "protos"),
-    "lab": ("client/lab", "protos"),
-    "gateway": ("client", "client/gateway", "serving", "protos"),
+    "events": ("integrations/quire/integrations/kv_events", "serving", "protos"),
+    "lab": ("lab", "protos"),
+    "gateway": ("client", "gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
 # Files that can be deleted with their extra: no other extra has what they import.
-ADAPTERS = {"shepherd": "client/gateway/shepherd.py"}
+ADAPTERS = {"shepherd": "integrations/quire/integrations/shepherd.py"}
 # Not part of `all`: installed in an environment of its own.
-APART = {"dynamo": ("client", "client/dynamo", "serving", "protos")}
-# Folders of `client`: other extras have their imports.
-WITH_OTHER_EXTRAS = {ROOT / folder for folder in ("client/gateway", "client/kv_events", "client/dynamo", "client/lab")}
+APART = {"dynamo": ("client", "integrations/quire/integrations/dynamo", "serving", "protos")}
 DISTRIBUTIONS = packages_distributions()
 
 
@@ -52,9 +50,8 @@ def required(extra: str) -> set[str]:
 def imported(folder: str) -> Iterator[str]:
     """Distributions that a folder's files, or one file, import, inside functions too."""
     adapters = {ROOT / file for file in ADAPTERS.values()}
-    own = WITH_OTHER_EXTRAS if folder == "client" else set()
     for path in set((ROOT / folder).rglob("*.py")) - adapters or {ROOT / folder}:
-        if "node_modules" in path.parts or own & set(path.parents):
+        if "node_modules" in path.parts:
             continue
         for node in ast.walk(syntax.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

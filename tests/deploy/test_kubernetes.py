@@ -29,7 +29,7 @@ from deploy.tools import DEPLOY, ROOT, find, parse_service
 from integration.protocol_client import await_that
 from package_environments import SMG, environment
 
-from quire.client.cli.launch import ServiceProcess
+from quire.cli.launch import ServiceProcess
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
 from quire.serving.addresses import is_local
 
@@ -153,8 +153,8 @@ COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve", "she
 MODULES = {
     "cachemgr": "quire.cachemgr",
     "worker": "quire.worker",
-    "gateway": "quire.client.gateway",
-    "shepherd": "quire.client.gateway",
+    "gateway": "quire.gateway",
+    "shepherd": "quire.gateway",
 }
 # Container files by container, where they have another name.
 CONTAINER_FILES = {"shepherd": "gateway"}

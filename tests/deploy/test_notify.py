@@ -18,7 +18,7 @@ import pytest
 from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 
-from quire.client.cli.launch import ServiceProcess
+from quire.cli.launch import ServiceProcess
 from quire.serving.systemd import ServiceManager
 
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")
@@ -185,7 +185,7 @@ def test_a_gateway_is_ready_only_once_a_worker_serves(
     systemd: Systemd, start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cachemgr_address = f"unix:{folder}/1.sock"
-    gateway = start("quire.client.gateway", "--cachemgr", cachemgr_address)
+    gateway = start("quire.gateway", "--cachemgr", cachemgr_address)
     assert not [message for message in systemd.read_until(lambda: is_listening(gateway)) if "READY" in message]
     for _ in range(3):
         assert systemd.next() == {

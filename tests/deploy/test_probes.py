@@ -19,7 +19,7 @@ from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2
 
-from quire.client.cli.launch import ServiceExitedError, ServiceProcess
+from quire.cli.launch import ServiceExitedError, ServiceProcess
 
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")
 DEMO_MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
@@ -108,7 +108,7 @@ def test_a_worker_without_a_cachemgr_is_alive_and_not_ready(start: Start, folder
 
 
 def test_a_gateway_without_services_is_alive_and_not_ready(start: Start, folder: Path) -> None:
-    gateway = start("quire.client.gateway", "--cachemgr", f"unix:{folder}/1.sock")
+    gateway = start("quire.gateway", "--cachemgr", f"unix:{folder}/1.sock")
     await_that(lambda: " listening addresses=" in log_of(gateway))
     with httpx.Client(
         transport=httpx.HTTPTransport(uds=f"{folder}/0.sock"), base_url="http://gateway", timeout=DEADLINE_S

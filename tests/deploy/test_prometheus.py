@@ -37,17 +37,17 @@ from prometheus_client.metrics_core import Metric
 
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.metrics import metric_families as cachemgr_families
-from quire.cachemgr.servicer import CacheServicer
+from quire.cachemgr.service.servicer import CacheServicer
+from quire.cli.launch import LocalServices, ServiceProcess
 from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.cli.launch import LocalServices, ServiceProcess
 from quire.client.engine.metrics import EngineLook, Measured
 from quire.client.engine.metrics import families as engine_families
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.plans import SchedulerLimits
 from quire.client.engine.scheduler import Scheduler
 from quire.client.engine.sequence import FinishReason
-from quire.client.gateway.backend import BackendStatistics
-from quire.client.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import DoorMetrics
+from quire.gateway.routing.backend import BackendStatistics
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, build_family, certificate_family
 

@@ -11,7 +11,7 @@ import openai
 from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 __all__ = ["ARGUMENTS", "MODEL", "save_chat_model", "serve_chats"]
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 ROOT = Path(__file__).parents[2]
 MODEL = "demo"
@@ -30,7 +30,7 @@ class Gateway:
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "quire.client.gateway", "--cachemgr", cachemgr),
+                    *(sys.executable, "-P", "-m", "quire.gateway", "--cachemgr", cachemgr),
                     *("--listen", "127.0.0.1:0", "--served-model-name", MODEL, *arguments),
                 ],
                 stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from deadlines import DEADLINE_S
 from gateway.chat_door import ARGUMENTS, MODEL, save_chat_model, serve_chats
 from gateway.chat_templates import CHATML
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 WEATHER = {

@@ -11,7 +11,7 @@ import pytest
 from deadlines import DEADLINE_S
 from gateway.conftest import Gateway
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -27,7 +27,7 @@ def chatty(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def chat(url: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "quire.client.cli", "chat", "--url", url, *flags]
+    command = [sys.executable, "-P", "-m", "quire.cli", "chat", "--url", url, *flags]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 

@@ -13,8 +13,8 @@ from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import LocalServices
 from quire.client import CacheClient, Engine
-from quire.client.cli.launch import LocalServices
 from quire.client.engine.config import EngineConfig
 
 PROMPT = "Once upon a time"

@@ -21,7 +21,7 @@ from certificates import Authority
 from deadlines import DEADLINE_S
 from gateway.conftest import Gateway
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
@@ -154,7 +154,7 @@ def test_a_second_signal_ends_at_once(services: LocalServices, tmp_path: Path) -
 def test_a_port_that_is_taken_and_plain_text_for_others(
     gateway: Gateway, services: LocalServices, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-P", "-m", "quire.client.gateway", "--cachemgr", services.cachemgr_address, "--listen"]
+    command = [sys.executable, "-P", "-m", "quire.gateway", "--cachemgr", services.cachemgr_address, "--listen"]
     taken = gateway.url.removeprefix("http://")
     said = subprocess.run([*command, taken], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert said.returncode == 1

@@ -14,8 +14,8 @@ from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 from integration.protocol_client import await_that
 
+from quire.cli.launch import LocalServices
 from quire.client import CacheClient
-from quire.client.cli.launch import LocalServices
 
 PROMPT = "A model is a module that takes a tensor as input and returns a tensor as output."
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob", "dora": "key-of-dora"}

@@ -9,8 +9,8 @@ import pytest
 
 from quire.client.engine.outputs import Chunk
 from quire.client.errors import InvalidRequest, OutOfRoom, WorkerUnavailable
-from quire.client.gateway.errors import HttpError
-from quire.client.gateway.metrics import DoorMetrics
+from quire.gateway.errors import HttpError
+from quire.gateway.metrics import DoorMetrics
 
 
 def samples(metrics: DoorMetrics) -> dict[tuple[str, ...], float]:

@@ -15,9 +15,9 @@ from deploy.tools import find
 from gateway.conftest import MODEL, Gateway
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import LocalServices
 from quire.client.block_kinds import BlockKind
-from quire.client.cli.launch import LocalServices
-from quire.client.gateway import page
+from quire.gateway.http import page
 
 PROMPT = "A model is a module that takes a tensor"
 

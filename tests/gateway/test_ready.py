@@ -14,9 +14,9 @@ from gateway.conftest import MODEL, ROOT, Gateway
 from integration.protocol_client import await_that
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.client.cli.launch import LocalServices
-from quire.client.gateway.__main__ import main
+from quire.cli.launch import LocalServices
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
+from quire.gateway.__main__ import main
 
 LEASE_TTL_S = 1.5
 

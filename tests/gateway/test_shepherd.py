@@ -16,7 +16,7 @@ from gateway.conftest import MODEL, ROOT, Gateway
 from integration.protocol_client import CHANNEL_OPTIONS, Pair, RefusedError, await_that
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 from quire.client.engine.tokenizer import Tokenizer
 
 FOLDER = ROOT / "deploy" / "demo" / "model"

@@ -329,7 +329,7 @@ def test_another_version_is_said_at_start(site: Site, tmp_path: Path, monkeypatc
     ],
 )
 def test_flags_that_do_not_go_together(flags: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-P", "-m", "quire.client.gateway", "--shepherd", "127.0.0.1:0", *flags]
+    command = [sys.executable, "-P", "-m", "quire.gateway", "--shepherd", "127.0.0.1:0", *flags]
     said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert said.returncode == 2
     assert message in said.stderr

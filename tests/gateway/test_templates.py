@@ -14,9 +14,9 @@ import pytest
 from deadlines import DEADLINE_S
 from gateway.chat_templates import BY_NAME, CHATML, GEMMA, LLAMA3, MISTRAL
 
-from quire.client.gateway import rendering, templates
-from quire.client.gateway.rendering import CannotRender, compile_template, render
-from quire.client.gateway.templates import TemplateRefused, Templates, TemplateSource, load_templates
+from quire.gateway.chat import rendering, templates
+from quire.gateway.chat.rendering import CannotRender, compile_template, render
+from quire.gateway.chat.templates import TemplateRefused, Templates, TemplateSource, load_templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
@@ -228,7 +228,7 @@ def test_callers_that_go_away_leave_the_others_their_answers() -> None:
 
 FORKED_IN_VAIN = """
 import ctypes, uvloop
-from quire.client.gateway.templates import Templates, TemplateSource
+from quire.gateway.chat.templates import Templates, TemplateSource
 libc = ctypes.CDLL(None)
 getattr(libc, "__register_atfork")(None, None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
 async def main():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gateway.chat_templates import BY_NAME
 
-from quire.client.gateway.tools import (
+from quire.gateway.chat.tools import (
     Arguments,
     CallBegan,
     CallParser,
@@ -171,7 +171,7 @@ def matches(tokenizer_file: Path, lark: str, text: str) -> bool:
     """Return whether the worker's compiler lets a whole text be generated."""
     from tokenizers import Tokenizer
 
-    from quire.worker.grammar_trial import load_tokenizer, make_matcher, translate
+    from quire.worker.sampling.grammar_trial import load_tokenizer, make_matcher, translate
 
     raw = Tokenizer.from_file(str(tokenizer_file))
     compiler = load_tokenizer(tokenizer_file, vocab_size=raw.get_vocab_size(), end_token_ids=[raw.token_to_id("</s>")])

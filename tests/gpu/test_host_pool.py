@@ -3,8 +3,8 @@
 import torch
 from layers import causal_layer
 
-from quire.worker.host_pool import PinnedHostPool, make_host_pool
-from quire.worker.kv_pool import KVPool
+from quire.worker.memory.host_pool import PinnedHostPool, make_host_pool
+from quire.worker.memory.kv_pool import KVPool
 
 LAYERS = {
     index: causal_layer(index, num_query_heads=8, num_kv_heads=2, k_head_dim=128, v_head_dim=128) for index in range(16)

@@ -14,17 +14,17 @@ import transformers as hf
 from compilations import compilations
 
 from quire.cache.v1 import grant_pb2
+from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
-from quire.worker.executor import Executor, StepResult
-from quire.worker.grants import Step
-from quire.worker.graphs import StaticDecode, capture_decode, measure_graphs
-from quire.worker.kv_pool import NULL_BLOCK, KVPool, share_of_device, size_pool
-from quire.worker.model import PagedModel, prepare_model
-from quire.worker.peak_step import peak_memory_bytes, run_largest_step
-from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import StepBatch, build_step_batch
-from quire.worker.triton_attention import TritonAttentionStep
+from quire.worker.attention.triton_attention import TritonAttentionStep
+from quire.worker.grant.decoding import Step
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, share_of_device, size_pool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.run.executor import Executor, StepResult
+from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
+from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024

@@ -34,7 +34,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from quire.worker import capture, fusion_trial, graphs, model, probe, self_check
+from quire.worker.device import capture
+from quire.worker.fusion import trial as fusion_trial
+from quire.worker.model import model, probe, self_check
+from quire.worker.run import graphs
 
 TOTAL_BYTES = 80 << 30
 NUM_GPUS = 2

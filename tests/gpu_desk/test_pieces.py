@@ -11,10 +11,10 @@ from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import PROMPTS, make_executor, mixed_and_decode_steps, start
 from model_zoo import save
 
-from quire.worker import pieces
-from quire.worker.executor import Outcome
-from quire.worker.process import Loaded
-from quire.worker.sampler import SamplingParams
+from quire.worker.run import pieces
+from quire.worker.run.executor import Outcome
+from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.service.process import Loaded
 
 NUM_LAYERS = 3
 LAST_MIXED_TOKENS = len(PROMPTS) - 1 + PROMPTS[-1]
@@ -63,7 +63,7 @@ def test_a_step_runs_in_the_smallest_bucket_that_holds_it(tmp_path: Path, monkey
         fill(self, batch, bucket)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pieces, "piece_buckets", lambda _: (8, 9, 32))
-    monkeypatch.setattr("quire.worker.graphs.piece_buckets", lambda _: (8, 9, 32))
+    monkeypatch.setattr("quire.worker.run.graphs.piece_buckets", lambda _: (8, 9, 32))
     monkeypatch.setattr(pieces.StaticPieces, "_fill", note)
     with FakeGPU() as gpu:
         loaded = start(save("llama", tmp_path), max_graph_tokens=32)
@@ -103,7 +103,7 @@ def test_pieces_that_say_something_else_are_not_used_and_the_log_says_so(
 def test_a_model_whose_output_layer_does_not_run_by_itself_is_captured_for_decodes_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.model.base_of", lambda model: None)
+    monkeypatch.setattr("quire.worker.model.model.base_of", lambda model: None)
     with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
         loaded = start(save("llama", tmp_path))
         assert loaded.decode is not None

@@ -20,10 +20,10 @@ from quire.serving.addresses import UnixAddress
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 from quire.serving.server import CannotStartError, StopSignals
-from quire.worker import process
-from quire.worker.executor import Outcome
-from quire.worker.process import load_warm, pick_device, serve
-from quire.worker.sampler import SamplingParams
+from quire.worker.run.executor import Outcome
+from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.service import process
+from quire.worker.service.process import load_warm, pick_device, serve
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,13 @@ from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import FAMILIES, save
 
-from quire.worker import graphs, triton_attention
-from quire.worker.executor import Executor, Outcome
-from quire.worker.gate import Gate
-from quire.worker.grants import Step
-from quire.worker.sampler import SamplingParams
-from quire.worker.steps import CHECKSUM_BYTES, StepLimits, Steps
+from quire.worker.attention import triton_attention
+from quire.worker.grant.decoding import Step
+from quire.worker.grant.gate import Gate
+from quire.worker.run import graphs
+from quire.worker.run.executor import Executor, Outcome
+from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.service.steps import CHECKSUM_BYTES, StepLimits, Steps
 
 NO_LIMITS = StepLimits(0, 0, 0, 0, 0)
 GREEDY = SamplingParams()

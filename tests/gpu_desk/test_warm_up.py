@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
-from quire.worker.executor import Executor, Outcome
-from quire.worker.grants import RowSampling, Step
-from quire.worker.process import Loaded, load, load_warm
-from quire.worker.sampler import SamplingParams
+from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.run.executor import Executor, Outcome
+from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.service.process import Loaded, load, load_warm
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096

@@ -21,7 +21,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 CreateLease = Callable[..., LeaseHolder]
 Generate = Callable[[list[int], int], list[int]]

@@ -19,8 +19,8 @@ from deadlines import DEADLINE_S
 from integration.network import Network
 from integration.protocol_client import await_that
 from package_environments import environment
+from roots import python_path
 
-ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).with_name("dynamo_requirements.txt")
 # Without their dependencies: one of ai-dynamo's, aisimulate, is on NVIDIA's index alone. Only its planner imports it.
 PACKAGES = ("--no-deps", *REQUIREMENTS.read_text().split())
@@ -40,7 +40,7 @@ class DynamoProcess:
     def __init__(self, network: Network, folder: Path, name: str, *arguments: str) -> None:
         self.log_path = folder / f"{name}.log"
         variables = {
-            "PYTHONPATH": str(ROOT / ".typecheck"),
+            "PYTHONPATH": python_path(),
             "DYN_FILE_KV": str(folder / "discovery"),
             "DYN_LOG": "info",
             "HF_HUB_OFFLINE": "1",
@@ -73,7 +73,7 @@ class Backend(DynamoProcess):
     def __init__(self, network: Network, folder: Path, cachemgr: str, pool: str, model_path: Path) -> None:
         place = ("--cachemgr", cachemgr, "--pool", pool)
         served = ("--model-path", str(model_path), "--served-model-name", MODEL)
-        super().__init__(network, folder, f"backend-{pool}", "quire.client.dynamo", *place, *served, *PLANES)
+        super().__init__(network, folder, f"backend-{pool}", "quire.integrations.dynamo", *place, *served, *PLANES)
 
 
 class Frontend(DynamoProcess):

@@ -12,11 +12,11 @@ import click
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.sampling import SamplingParams
-from quire.client.gateway.backend import EngineBackend
-from quire.client.gateway.door import Caller, Door, OpenGate, Ticket
-from quire.client.gateway.engine_service import engine_server
-from quire.client.gateway.errors import HttpError
-from quire.client.gateway.metrics import DoorMetrics
+from quire.gateway.door import Caller, Door, OpenGate, Ticket
+from quire.gateway.errors import HttpError
+from quire.gateway.grpc.service import engine_server
+from quire.gateway.metrics import DoorMetrics
+from quire.gateway.routing.backend import EngineBackend
 from quire.serving.flags import option
 from quire.serving.logs import configure_logging
 from quire.serving.options import ServerOptions, server_options

@@ -22,10 +22,10 @@ from quire.worker.__main__ import main  # sets what torch must find in the envir
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quire.worker.grants import Step
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel
-from quire.worker.step_batch import StepBatch
+from quire.worker.grant.decoding import Step
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.model import PagedModel
 from quire.worker.tensor_parallel import follower
 from quire.worker.tensor_parallel.orders import Order
 

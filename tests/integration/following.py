@@ -26,8 +26,8 @@ import pytest
 from conformance.page import Shell, commands
 from pages import ROOT, Block
 
-from quire.client.cli.commands import quire
-from quire.client.cli.launch import (
+from quire.cli.commands import quire
+from quire.cli.launch import (
     CACHEMGR_START_TIMEOUT_S,
     GATEWAY_START_TIMEOUT_S,
     WORKER_START_TIMEOUT_S,
@@ -38,7 +38,7 @@ from quire.client.cli.launch import (
 
 FILES = ("python", "toml", "rust")
 TIMEOUTS_S = {"cachemgr": CACHEMGR_START_TIMEOUT_S, "worker": WORKER_START_TIMEOUT_S, "serve": GATEWAY_START_TIMEOUT_S}
-TARGETS = {"cachemgr": "quire.cachemgr", "worker": "quire.worker", "serve": "quire.client.gateway"}
+TARGETS = {"cachemgr": "quire.cachemgr", "worker": "quire.worker", "serve": "quire.gateway"}
 
 
 def follow(
@@ -92,7 +92,7 @@ def up(words: list[str], runtime_dir: Path) -> LocalServices:
     asked: dict[str, Any] = {}
     take: Callable[..., None] = lambda **flags: asked.update(flags)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.client.cli.up.run_up", take)
+        patch.setattr("quire.cli.up.run_up", take)
         if "--http-listen" in words:
             patch.delenv("QUIRE_UP_NO_HTTP", raising=False)
         quire.main(["up", *words], standalone_mode=False)

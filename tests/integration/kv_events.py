@@ -37,7 +37,7 @@ class EventsProcess:
     def __init__(self, folder: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
         self.log_path = folder / "events.log"
         self._lines: list[str] = []
-        command = [*prefix, sys.executable, "-P", "-m", "quire.client.kv_events", *arguments]
+        command = [*prefix, sys.executable, "-P", "-m", "quire.integrations.kv_events", *arguments]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -29,7 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, error_pb2, grant_pb2
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 CACHE_SERVICE = "quire.cache.v1.CacheService"

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.commands import quire
+from quire.cli.launch import LocalServices
 from quire.client import LLM, CacheClient, InvalidRequest, NotFound
-from quire.client.cli.commands import quire
-from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 TEXT = "The input tensor has the same shape as the output tensor, and the same dtype. "

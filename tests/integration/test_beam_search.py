@@ -20,6 +20,7 @@ import torch
 from integration.protocol_client import draw_tokens
 from model_zoo import build, save
 
+from quire.cli.launch import LocalServices
 from quire.client import (
     LLM,
     BeamCompletion,
@@ -32,7 +33,6 @@ from quire.client import (
     InvalidRequest,
     SamplingParams,
 )
-from quire.client.cli.launch import LocalServices
 
 FAMILIES = ("llama", "gemma3", "mixtral", "gpt2", "bloom", "deepseek_v3")
 # Each in a process of its own: one in `make test`, the others in `verify`.

@@ -11,7 +11,7 @@ from typing import Any
 
 from conformance.foreign import find
 
-from quire.client.cli.bench import NAMES
+from quire.cli.bench import NAMES
 
 TIMEOUT_S = 240
 FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "step_cpu")}
@@ -20,7 +20,7 @@ FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "ste
 
 def run_quick(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
     """The files and the output of a benchmark."""
-    command = [sys.executable, "-m", "quire.client.cli", "bench", name, *flags, "--quick", "--output", str(folder)]
+    command = [sys.executable, "-m", "quire.cli", "bench", name, *flags, "--quick", "--output", str(folder)]
     environment = {key: value for key, value in os.environ.items() if key != "QUIRE_VERIFY"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr

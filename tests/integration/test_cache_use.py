@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import LocalServices
 from quire.client import (
     LLM,
     CacheClient,
@@ -22,7 +23,6 @@ from quire.client import (
     InvalidRequest,
     Retention,
 )
-from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 NUM_BLOCKS = 64

@@ -26,8 +26,8 @@ from integration.test_tracing import Collector
 from pages import ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.cli.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 THIS = "tests/integration/test_docs.py"
 MODEL = ROOT / "deploy/demo/model"
@@ -86,7 +86,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("block", COMMANDS)
 def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None:
-    """All but `quire up`, which does not end; tests/unit/test_docs.py reads its flags."""
+    """All but `quire up`, which does not end; tests/unit/repository/test_docs.py reads its flags."""
     text = re.sub(r"^quire up .*$", "", block.text, flags=re.M)
     assert text.strip()
     folder = Path(services.cachemgr_address.removeprefix("unix:")).parent

@@ -22,7 +22,6 @@ from integration import fleet
 from integration.dynamo_processes import (
     MODEL,
     PORT,
-    ROOT,
     Backend,
     Frontend,
     cached_tokens,
@@ -32,6 +31,7 @@ from integration.dynamo_processes import (
 from integration.fleet import Fleet
 from integration.network import Network
 from integration.protocol_client import await_that
+from roots import python_path
 
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.llm import LLM
@@ -321,9 +321,11 @@ def test_another_version_is_said_at_the_start(tmp_path: Path) -> None:
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ai-dynamo\nVersion: 9.9.9\n")
     # The process without Dynamo's part of it.
     program = (
-        "from quire.client.dynamo import __main__ as process; process.run = lambda *_, **__: None; process.main([])"
+        "from quire.integrations.dynamo import __main__ as process\n"
+        "process.run = lambda *_, **__: None\n"
+        "process.main([])\n"
     )
-    paths = (f"{tmp_path}:{ROOT / '.typecheck'}", str(ROOT / ".typecheck"))
+    paths = (os.pathsep.join((str(tmp_path), python_path())), python_path())
     said = [
         subprocess.run(
             [dynamo_python(), "-c", program],

@@ -14,8 +14,8 @@ import pytest
 import torch
 from model_zoo import VOCAB_SIZE, WINDOWED, build, save
 
+from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams, WorkerClient
-from quire.client.cli.launch import LocalServices
 from quire.compute.v1.worker_service_pb2 import GetModelResponse
 
 FAMILIES = (

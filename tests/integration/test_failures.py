@@ -33,7 +33,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.client.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices, ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 CreateLease = Callable[..., LeaseHolder]

@@ -18,6 +18,7 @@ import jsonschema
 import pytest
 from deadlines import DEADLINE_S
 
+from quire.cli.launch import LocalServices
 from quire.client import (
     CacheClient,
     Engine,
@@ -29,9 +30,8 @@ from quire.client import (
     SamplingParams,
     WorkerClient,
 )
-from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.grammars import MAX_WAITING, NUM_COMPILERS
+from quire.worker.sampling.grammars import MAX_WAITING, NUM_COMPILERS
 
 NUM_SCHEMAS = 200
 NUM_SAMPLED_SCHEMAS = 24

@@ -22,8 +22,8 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 Generate = Callable[[list[int], int], list[int]]
 HOST_MEMORY = ("--host-memory", "128K")

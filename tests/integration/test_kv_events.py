@@ -328,8 +328,7 @@ def test_the_log_names_the_versions(cachemgr: LoneCachemgr, publish: Publish) ->
 
 def test_a_missing_extra_is_named() -> None:
     program = (
-        "import sys; sys.modules['zmq'] = None; sys.argv = ['quire', 'events']; "
-        "from quire.client.cli import main; main()"
+        "import sys; sys.modules['zmq'] = None; sys.argv = ['quire', 'events']; from quire.cli import main; main()"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 1

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from integration.protocol_client import BLOCK_SIZE, VOCAB_SIZE, WORKER_ARGS
 
+from quire.cli.launch import LocalServices
 from quire.client import CacheClient, Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
-from quire.client.lab.config import config_of
-from quire.client.lab.load import make_requests
-from quire.client.lab.requests import Request
-from quire.client.lab.simulation import Simulation
+from quire.lab.config import config_of
+from quire.lab.load import make_requests
+from quire.lab.requests import Request
+from quire.lab.simulation import Simulation
 
 NUM_BLOCKS = 41
 CONFIG = config_of(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.client.cli.launch import (
+from quire.cli.launch import (
     LaunchError,
     LocalServices,
     ServiceExitedError,
@@ -218,7 +218,7 @@ def test_held_signals_are_delivered_at_the_end() -> None:
 # When the parent ends
 
 PARENT = """
-    from quire.client.cli.launch import LocalServices
+    from quire.cli.launch import LocalServices
 
     with LocalServices.start(model={model!r}, cachemgr_target={stand_in!r}, worker_target={stand_in!r}) as services:
         print(services.cachemgr.pid, services.worker.pid, flush=True)
@@ -275,7 +275,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(folder: Path, parent
     """The signal comes from inside, before every tenth line that the start runs, one process for each."""
     source = """
         import os, signal, sys
-        from quire.client.cli import launch
+        from quire.cli import launch
 
         lines = 0
         def trace(frame, event, argument):
@@ -312,7 +312,7 @@ def test_an_interrupt_at_any_moment_of_a_wait_leaves_nothing_locked(
     """The signal comes from inside, at each call, line and return of `wait` and of what it calls."""
     source = """
         import contextlib, os, sys
-        from quire.client.cli.launch import LocalServices
+        from quire.cli.launch import LocalServices
 
         sys.path.insert(0, os.path.dirname({stand_in!r}))
         from interrupting import interrupt_at

@@ -16,8 +16,8 @@ from integration.protocol_client import LeaseHolder, Pair, ask, await_that, draw
 from model_zoo import WINDOWED, build, save
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 # Window layers beside full ones, chunks beside full ones, and windows alone: with both block sizes.
 KINDS = ("gemma3", "llama4", "mistral")

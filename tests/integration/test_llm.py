@@ -15,8 +15,8 @@ import pytest
 from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cli.launch import LocalServices
 from quire.client import LLM, CacheClient, Engine, EngineStopped, InvalidRequest, NotFound, SamplingParams, Unavailable
-from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 PARAMS = SamplingParams(max_tokens=8, temperature=0)

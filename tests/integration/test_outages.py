@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"

@@ -21,8 +21,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from integration.protocol_client import VOCAB_SIZE, draw_tokens
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cli.launch import LocalServices
 from quire.client import CacheClient, Engine, EngineConfig, InvalidRequest, RequestFailed, SamplingParams, WorkerClient
-from quire.client.cli.launch import LocalServices
 from quire.client.engine.sampling import MAX_SAMPLES
 from quire.client.worker_client import StepAnswer
 from quire.compute.v1 import worker_service_pb2

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.launch import LocalServices
 from quire.client import PriorityPolicy
-from quire.client.cli.launch import LocalServices
 
 EXAMPLE = Path(__file__).parents[2] / "client" / "examples" / "first_come_first_served.py"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
 from quire.worker.__main__ import main
 from quire.worker.config import StepRange
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from integration.fleet import MODEL, Fleet, started
 from integration.protocol_client import await_that
 
 from quire.client import EngineConfig, Grammar, SamplingParams, Tokenizer
-from quire.client.gateway.routing import Router, RouterConfig
+from quire.gateway.routing.router import Router, RouterConfig
 
 TOKENIZER = Tokenizer.load(str(MODEL))
 HOT: dict[str, Any] = {"temperature": 100.0, "ignore_eos": True}
@@ -255,7 +254,7 @@ asyncio.run(main())
 
 @pytest.mark.verify
 def test_of_two_gateways_one_goes_on_when_the_other_is_killed(whole: Fleet, undisturbed: Streams) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, "-c", GATEWAY, whole.address],
         stdin=subprocess.PIPE,

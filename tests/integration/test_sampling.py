@@ -14,8 +14,8 @@ from model_zoo import build, save
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, EngineConfig, FinishReason, InvalidRequest, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 NUM_NEW = 16
 NUM_BLOCKS = 24

@@ -27,10 +27,10 @@ from deploy.tools import ROOT, missing
 from llguidance import LLMatcher, LLTokenizer
 from text_model import END, make_tokenizer, save
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, FinishReason, Grammar, InvalidRequest, SamplingParams, WorkerClient
-from quire.client.cli.launch import LocalServices
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.grammar_trial import find_error, load_tokenizer, make_matcher, translate
+from quire.worker.sampling.grammar_trial import find_error, load_tokenizer, make_matcher, translate
 
 pytestmark = pytest.mark.verify
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from certificates import sha256
 
+from quire.cli.launch import LocalServices
 from quire.client import CacheClient, Credentials, Engine, EngineConfig, InvalidRequest, QuireError, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 CALLERS = {"gate": "client,gateway", "front": "client", "olga": "operator", "worker": "worker"}

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from deadlines import DEADLINE_S
 
+from quire.cli import launch
 from quire.client.channel import CHANNEL_OPTIONS
-from quire.client.cli import launch
-from quire.worker import attachment
+from quire.worker.service import attachment
 
 SERVICE, METHOD = "quire.test.Slow", "Echo"
 Options = tuple[tuple[str, int], ...]

@@ -14,7 +14,7 @@ import pages
 import pytest
 from pages import ROOT
 
-from quire.client.cli import __file__ as CLI
+from quire.cli import __file__ as CLI
 
 PAGE, THIS = "docs/start/first-client.md", "tests/integration/test_start.py"
 TIMEOUT_S = 300.0

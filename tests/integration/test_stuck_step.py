@@ -12,8 +12,8 @@ from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 from integration.protocol_client import FAULTY_WORKER, NUM_BLOCKS, WORKER_ARGS, WORKER_SERVICE, Pair, draw_tokens
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 LIMIT_S = 4
 PROMPTS = [draw_tokens(count, seed=count) for count in (21, 9)]

@@ -33,8 +33,8 @@ from integration.protocol_client import (
     draw_tokens,
 )
 
+from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, EngineStatistics, SamplingParams
-from quire.client.cli.launch import LocalServices
 
 DISTURBED_AFTER = 3
 """Tokens of one stream."""
@@ -269,7 +269,7 @@ def test_a_client_that_was_paused_past_its_lease_goes_on(stage: Stage, undisturb
     streams: Streams = {}
     hold = None
     command = [sys.executable, "-c", PAUSED_CLIENT, stage.services.cachemgr_address, stage.services.worker_address]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as client:
         try:
             assert client.stdout is not None

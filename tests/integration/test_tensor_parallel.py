@@ -22,8 +22,8 @@ from integration.test_metrics import page_of
 from model_zoo import build, save
 from sharded import BOUND, compare
 
+from quire.cli.launch import LocalServices, ServiceExitedError, ServiceProcess
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
-from quire.client.cli.launch import LocalServices, ServiceExitedError, ServiceProcess
 from quire.worker.tensor_parallel.orders import HEADER_LENGTH
 
 SIZE = 2
@@ -419,8 +419,8 @@ def test_quire_up_starts_a_worker_of_two_ranks(model_dir: Path) -> None:
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(
     family: str, size: int, reason: str, tmp_path: Path
 ) -> None:
-    from quire.worker.model import check_sharding
-    from quire.worker.probe import UnsupportedModel
+    from quire.worker.model.model import check_sharding
+    from quire.worker.model.probe import UnsupportedModel
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_sharding(save(family, tmp_path), num_ranks=size)

@@ -33,8 +33,8 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cli.launch import LocalServices
 from quire.client import AccessDenied, CacheClient, Credentials, Engine, Unavailable, WorkerClient
-from quire.client.cli.launch import LocalServices
 from quire.client.engine.sampling import SamplingParams
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
@@ -202,8 +202,8 @@ def test_a_server_is_asked_for_the_name_that_was_given(cluster: Cluster) -> None
 @pytest.mark.parametrize("role", ["client", "operator", "worker"])
 def test_every_method_asks_for_its_role(cluster: Cluster, role: str) -> None:
     """By hand, with empty requests: an authorized call is refused for another reason, or answered."""
-    from quire.cachemgr.roles import ROLES as CACHE_ROLES
-    from quire.worker.roles import ROLES as WORKER_ROLES
+    from quire.cachemgr.service.roles import ROLES as CACHE_ROLES
+    from quire.worker.service.roles import ROLES as WORKER_ROLES
 
     authorization = (("authorization", f"Bearer {role[0] if role != 'client' else 'a'}-token"),)
     services = (

@@ -23,8 +23,8 @@ from integration.conftest import CreateLease
 from integration.protocol_client import DEADLINE_S, Pair, await_that, draw_tokens
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, SamplingParams
-from quire.client.cli.launch import LocalServices
 from quire.client.engine.tracing import otlp_tracing
 from quire.compute.v1 import worker_service_pb2
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
@@ -284,7 +284,7 @@ def door(services: LocalServices, collector: Collector, tmp_path_factory: pytest
     address = f"unix:{tmp_path_factory.mktemp('door')}/grpc.sock"
     flags = ("--listen", "127.0.0.1:0", "--grpc-listen", address, "--served-model-name", "demo")
     process = subprocess.Popen(
-        [sys.executable, "-m", "quire.client.gateway", "--cachemgr", services.cachemgr_address, *flags],
+        [sys.executable, "-m", "quire.gateway", "--cachemgr", services.cachemgr_address, *flags],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ
@@ -367,7 +367,7 @@ def test_a_call_of_the_engine_service_has_its_requests_as_children(
 
 
 def quire_generate(services: LocalServices, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = (sys.executable, "-m", "quire.client.cli", "generate", "The default value is", "--temperature", "0")
+    command = (sys.executable, "-m", "quire.cli", "generate", "The default value is", "--temperature", "0")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     return subprocess.Popen(
         [*command, "--max-tokens", str(NUM_TOKENS), "--cachemgr", services.cachemgr_address, *arguments],
@@ -436,7 +436,7 @@ def test_a_stream_begins_to_be_answered_when_its_first_step_is_in_line(pair: Pai
 
 def test_nothing_is_imported_unless_it_is_asked_for() -> None:
     program = (
-        "import sys, quire.client, quire.cachemgr.__main__, quire.worker.servicer\n"
+        "import sys, quire.client, quire.cachemgr.__main__, quire.worker.service.servicer\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -447,7 +447,7 @@ def test_nothing_is_imported_unless_it_is_asked_for() -> None:
     [
         (("quire.cachemgr",), 2),
         (("quire.worker", "--model", "none"), 2),
-        (("quire.client.cli", "generate", "Once"), 1),
+        (("quire.cli", "generate", "Once"), 1),
     ],
 )
 def test_a_missing_extra_is_said_at_the_start(tmp_path: Path, command: tuple[str, ...], status: int) -> None:

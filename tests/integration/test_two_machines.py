@@ -20,8 +20,8 @@ from integration.test_equality import NUM_NEW, expected_tokens, make_prompts
 from integration.test_tensor_parallel import NUM_BLOCKS, WORKER_ARGS
 from model_zoo import build
 
+from quire.cli.launch import ServiceProcess
 from quire.client import Completion, Engine, SamplingParams
-from quire.client.cli.launch import ServiceProcess
 
 PORT = 29500
 STEP_TIMEOUT_S = 5

@@ -29,7 +29,7 @@ from integration.protocol_client import (
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.state import seal, unseal
-from quire.client.cli.launch import LocalServices
+from quire.cli.launch import LocalServices
 
 Generate = Callable[[list[int], int], list[int]]
 PROMPT = draw_tokens(21, seed=1)

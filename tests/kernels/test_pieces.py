@@ -12,14 +12,14 @@ import torch
 from recorded_graphs import recorded_graphs
 
 from quire.kernels import launching
-from quire.worker.capture import CannotCapture
-from quire.worker.fused_steps import KernelSteps
-from quire.worker.kv_pool import NULL_BLOCK, KVPool
-from quire.worker.model import PagedModel, prepare_model
-from quire.worker.pieces import StaticPieces, piece_buckets
-from quire.worker.sequence_table import SequenceTable
-from quire.worker.step_batch import StepBatch, build_step_batch
-from quire.worker.triton_attention import TritonAttentionStep
+from quire.worker.attention.triton_attention import TritonAttentionStep
+from quire.worker.device.capture import CannotCapture
+from quire.worker.fusion.steps import KernelSteps
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.run.pieces import StaticPieces, piece_buckets
 
 BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 16, 48, 8
 NUM_LAYERS = 2

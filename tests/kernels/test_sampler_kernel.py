@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import reference_elementwise as reference
 from quire.kernels.sampler import CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
-from quire.worker import sampler as cpu
+from quire.worker.sampling import sampler as cpu
 
 SHORT = 40
 LONG = CHUNK + 40  # two chunks, of which one is nearly empty

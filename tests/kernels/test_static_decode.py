@@ -9,15 +9,15 @@ import pytest
 import torch
 from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_decode_steps
 
-from quire.worker import graphs
-from quire.worker.executor import Executor, Outcome, StepResult
-from quire.worker.grants import Step
-from quire.worker.graphs import CannotCapture, Stage, StaticDecode
-from quire.worker.kv_pool import KVPool
-from quire.worker.model import PagedModel, prepare_model
-from quire.worker.sampler import Sampler, SamplingParams, Way
-from quire.worker.triton_attention import TritonAttentionStep
-from quire.worker.verify import VerifyingExecutor
+from quire.worker.attention.triton_attention import TritonAttentionStep
+from quire.worker.grant.decoding import Step
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.run import graphs
+from quire.worker.run.executor import Executor, Outcome, StepResult
+from quire.worker.run.graphs import CannotCapture, Stage, StaticDecode
+from quire.worker.run.verify import VerifyingExecutor
+from quire.worker.sampling.sampler import Sampler, SamplingParams, Way
 
 pytestmark = pytest.mark.usefixtures("small_device")
 

@@ -468,7 +468,7 @@ impl PyLedger {
 #[pymethods]
 impl PyLedger {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist. The policy
-    /// is a name, or an object with the methods of cachemgr/eviction.py.
+    /// is a name, or an object with the methods of cachemgr/quire/cachemgr/eviction.py.
     #[new]
     #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None))]
     fn new(

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 import torch
 import transformers
@@ -28,12 +28,12 @@ from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from gpu_desk.test_start_and_steps import CAPTURED
 from model_zoo import save
 
+from quire.cli.launch import LaunchError, LocalServices
 from quire.client import Engine, SamplingParams
-from quire.client.cli.launch import LaunchError, LocalServices
 from quire.client.worker_client import WorkerClient
-from quire.worker import sampler
-from quire.worker.executor import Outcome
-from quire.worker.process import Loaded
+from quire.worker.run.executor import Outcome
+from quire.worker.sampling import sampler
+from quire.worker.service.process import Loaded
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[2] / "deploy/demo/model"

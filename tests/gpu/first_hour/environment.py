@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# As quire.worker.compilations has it; Triton may be missing here.
+# As quire.worker.device.compilations has it; Triton may be missing here.
 CACHE_FOLDER = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
 MIN_FREE_GB = 20
 

@@ -18,8 +18,8 @@ from quire.worker.__main__ import main  # sets what torch must find in the envir
 import torch
 from torch import Tensor
 
-from quire.worker.executor import Executor
-from quire.worker.step_batch import StepBatch
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.run.executor import Executor
 
 FOLDER = Path(sys.argv[sys.argv.index("--listen") + 1].removeprefix("unix:")).parent
 SLEEP_CYCLES = 2**44

@@ -149,7 +149,7 @@ func (f *Fleet) Engine() string { return f.address("engine") }
 // StartEngine starts an engine for a pool, which holds a lease of it, and returns
 // when it serves. Stop the process to give the lease back.
 func (f *Fleet) StartEngine(pool string) (*Process, error) {
-	err := f.run("engine", "quire.client.gateway", "--listen", "127.0.0.1:0", "--grpc-listen", f.Engine(),
+	err := f.run("engine", "quire.gateway", "--listen", "127.0.0.1:0", "--grpc-listen", f.Engine(),
 		"--cachemgr", f.Cachemgr(), "--pool", pool)
 	if err != nil {
 		return nil, err

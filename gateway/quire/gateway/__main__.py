@@ -1,0 +1,287 @@
+"""The gateway process: flags, wiring, start to exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import click
+
+from quire.client.cache_client import CacheClient
+from quire.client.channel import ONCE
+from quire.client.credentials import Credentials
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.engine.policy import PriorityPolicy
+from quire.client.engine.tracing import Tracing
+from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
+from quire.gateway.chat.models import ChatModels
+from quire.gateway.chat.tools import ToolFormat
+from quire.gateway.config import OWN_FLAGS, GatewayOptions
+from quire.gateway.door import Door
+from quire.gateway.grpc.service import engine_server
+from quire.gateway.http.app import make_app
+from quire.gateway.http.server import HttpServer
+from quire.gateway.keys import KeyFile, check_exposure
+from quire.gateway.limits import TenantGate
+from quire.gateway.metrics import DoorMetrics
+from quire.gateway.routing.backend import Backend, EngineBackend
+from quire.gateway.routing.router import Router, RouterConfig
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
+from quire.serving.dialing import DialOptions
+from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings
+from quire.serving.logs import configure_logging
+from quire.serving.manual import ServerCommand
+from quire.serving.metrics import MetricsPage
+from quire.serving.options import ServerOptions, dial_options, server_options
+from quire.serving.runtime import keep_little_free_memory, tune_garbage_collector
+from quire.serving.security import Security
+from quire.serving.server import CannotStartError, Server, StoppedAtOnceError, StopSignals, run
+from quire.serving.systemd import ServiceManager
+from quire.serving.tracing import provider
+
+log = logging.getLogger("quire.gateway")
+
+DOMAIN = "gateway.quire.dev"
+_RETRY_S = 0.5
+# Errors that a retry may cure: services are started in any order.
+_TEMPORARY = (NotFound, OutOfRoom, Unavailable)
+SetWeights = Callable[[Mapping[str, float]], None]
+Drain = Callable[[], Awaitable[None]]
+
+
+async def serve(
+    options: ServerOptions, signals: StopSignals, *, gateway: GatewayOptions, credentials: Credentials
+) -> None:
+    """Serve until a signal. Raises CannotStartError."""
+    security, keys, gate = secure(options, gateway)
+    manager = ServiceManager(os.environ)
+    async with contextlib.AsyncExitStack() as stack:
+        if manager.has_watchdog:
+            stack.callback(asyncio.create_task(manager.feed_watchdog()).cancel)
+        cache = CacheClient(gateway.cachemgr, credentials=credentials)
+        stack.push_async_callback(cache.close)
+        names_tenants = gateway.api_keys is not None
+        door = Door({}, DoorMetrics(), limits=gateway.limits, cache=cache, names_tenants=names_tenants)
+        door.keys, door.gate = keys or door.keys, gate or door.gate
+        if options.metrics_listen is not None:
+            read = partial(_read_metrics, door)
+            stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
+        server = HttpServer(make_app(door), door, tls=security.tls)
+        stack.push_async_callback(server.close)
+        await server.start(options.listen)
+        log.info("listening addresses=%s", ",".join(door.addresses))
+        stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, manager, options.drain_timeout_s)]
+        if gateway.grpc_listen:
+            opened = engine_server(door, gateway.grpc_listen, security=options.security, is_part=True)
+            engine, servicer = await stack.enter_async_context(opened)
+            timeout_s = options.drain_timeout_s
+            stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
+        if gateway.shepherd is not None:
+            opening = _open_shepherd(gateway, door, gateway.shepherd, options)
+            worker, drain = await stack.enter_async_context(opening)
+            timeout_s = options.drain_timeout_s
+            stops.append(partial(worker.serve_until_signal, signals, drain=drain, drain_timeout_s=timeout_s))
+        backend, set_weights = await stack.enter_async_context(_open_backend(gateway, credentials))
+        if gate is not None:
+            gate.send_weights_to(set_weights)
+        door.chat_models = await _load_chat_models(gateway, backend)
+        stack.push_async_callback(door.chat_models.close)
+        door.backends = dict.fromkeys(backend.model_names, backend)
+        stack.push_async_callback(server.close)  # before the engines are
+        tune_garbage_collector()
+        keep_little_free_memory()
+        print(f"serving {backend.model_names[0]} at {' '.join(door.addresses)}", flush=True)
+        if gateway.grpc_listen:
+            await engine.announce_serving()
+        if gateway.shepherd is not None:
+            await worker.announce_serving()
+            print(f"a worker of Shepherd Model Gateway at grpc://{worker.addresses[0]}", flush=True)
+        manager.ready(f"serving at {' '.join(door.addresses)}")
+        await asyncio.gather(*(stop() for stop in stops))
+        log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _open_shepherd(
+    gateway: GatewayOptions, door: Door, address: Address, options: ServerOptions
+) -> AsyncGenerator[tuple[Server, Drain], None]:
+    """Within the block the pool is served as a worker of Shepherd Model Gateway. Raises CannotStartError."""
+    try:
+        from quire.integrations.shepherd import shepherd_server  # its messages come with an extra
+    except (ImportError, RuntimeError) as error:
+        raise CannotStartError(f"--shepherd needs the extra quire-kv[shepherd]: {error}") from error
+    async with shepherd_server(door, address, pool=gateway.pool, security=options.security) as (server, servicer):
+        yield server, servicer.drain
+
+
+async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
+    """Return the model's chat templates. Raises CannotStartError for a template that can't be used."""
+    tool_format = None if gateway.tool_format is None else ToolFormat(gateway.tool_format)
+    try:
+        return await ChatModels.load([backend], template_file=gateway.chat_template, tool_format=tool_format)
+    except (OSError, ValueError) as error:
+        raise CannotStartError(f"the chat template: {error}") from error
+
+
+async def _stop(server: HttpServer, signals: StopSignals, manager: ServiceManager, timeout_s: float) -> None:
+    """Wait for a signal, and drain the HTTP server."""
+    await signals.first()
+    log.info("draining timeout_s=%g", timeout_s)
+    manager.stopping(f"draining, for at most {timeout_s:g} s")
+    await _drain(server, signals, timeout_s)
+
+
+async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> None:
+    """Wait until requests have ended or the time is over. Raises StoppedAtOnceError on a second signal."""
+    drained, hurried = [asyncio.create_task(each) for each in (server.drain(), signals.second())]
+    done, _ = await asyncio.wait([drained, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drained, hurried):
+        task.cancel()
+    await asyncio.gather(drained, hurried, return_exceptions=True)
+    if hurried in done:
+        raise StoppedAtOnceError
+    if not done:
+        log.warning("drain timed out open_requests=%d", server.num_open)
+
+
+def _read_metrics(door: Door) -> Any:
+    return door.metrics.families(door.models)
+
+
+def secure(options: ServerOptions, gateway: GatewayOptions) -> tuple[Security, KeyFile | None, TenantGate | None]:
+    """Return the server's TLS, the callers' keys and the tenants' limits, if the files of the flags can be used.
+
+    Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
+    """
+    addresses = [*options.listen, *gateway.grpc_listen, *([gateway.shepherd] if gateway.shepherd else [])]
+    check_exposure(addresses, has_keys=gateway.api_keys is not None, is_allowed=gateway.allow_anonymous)
+    gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
+    keys = None
+    if gateway.api_keys is not None:
+        keys = KeyFile(gateway.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
+    return options.secure(roles={}, domain=DOMAIN), keys, gate
+
+
+@contextlib.asynccontextmanager
+async def _open_backend(
+    gateway: GatewayOptions, credentials: Credentials
+) -> AsyncGenerator[tuple[Backend, SetWeights], None]:
+    """Within the block there is a backend, and what sets its tenants' weights; entering it waits for the services."""
+    config = EngineConfig(
+        pool=gateway.pool,
+        lease_ttl_s=gateway.lease_ttl,
+        max_waiting_requests=gateway.max_waiting_requests,
+        max_waiting_tokens=gateway.max_waiting_tokens,
+        max_unread_tokens=gateway.max_unread_tokens,
+        tenants=gateway.api_keys is not None,
+    )
+    opening = _open_pool if gateway.pool else _open_router
+    told = ""
+    while True:
+        try:
+            backend, set_weights, close = await opening(gateway, credentials, config)
+            break
+        except _TEMPORARY as error:
+            if error.reason != told:
+                log.warning("waiting for the services: %s", error)
+            told = error.reason
+            await asyncio.sleep(_RETRY_S)
+        except (QuireError, OSError, ValueError) as error:
+            raise CannotStartError(str(error)) from error
+    try:
+        yield backend, set_weights
+    finally:
+        await close()
+
+
+Opened = tuple[Backend, SetWeights, Callable[[], Awaitable[None]]]
+
+
+async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+    """Return an engine on the one pool, and what closes it."""
+    policy = PriorityPolicy()
+    address, tokenizer = gateway.cachemgr, gateway.tokenizer
+    engine = Engine.connect(
+        address, credentials=credentials, config=config, tokenizer=tokenizer, policy=policy, tracing=_tracing()
+    )
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    names = gateway.served_model_name or (engine.model.model,)
+    backend = EngineBackend(engine, names, tokenizer_source=tokenizer)
+    cache = CacheClient(address, credentials=credentials, retry=ONCE)
+    watching = asyncio.create_task(backend.watch(cache), name="quire-watch-pool")
+
+    async def close() -> None:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await engine.close()
+        await cache.close()
+
+    return backend, policy.set_weights, close
+
+
+async def _open_router(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+    """Return a router over all pools of the model, and what closes it."""
+    router = Router(
+        gateway.cachemgr,
+        model=gateway.model,
+        model_names=gateway.served_model_name,
+        config=RouterConfig(names_tenants=config.tenants),
+        engine_config=config,
+        credentials=credentials,
+        tokenizer=gateway.tokenizer,
+        tracing=_tracing(),
+    )
+    try:
+        await router.start()
+    except BaseException:
+        await router.close()
+        raise
+    return router, router.set_weights, router.close
+
+
+def _tracing() -> Tracing | None:
+    """Return what makes the engines' spans; None without --otlp-endpoint."""
+    found = provider()
+    return None if found is None else Tracing(found)
+
+
+@click.command(name="serve", cls=ServerCommand, context_settings=command_settings("QUIRE_SERVE"))
+@server_options(default_listen=DEFAULT_HTTP_LISTEN, without=("--health-listen", "--token-listen", "--token-file"))
+@dial_options("cachemgr")
+@add_flags(OWN_FLAGS)
+def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
+    """Serve text over HTTP, with OpenAI's API.
+
+    It is a client of cachemgr and of the worker. It waits for them if they do not serve yet, and prints a line when it
+    serves. See docs/reference/http.md for the endpoints.
+
+    \b
+    Example:
+      quire serve --cachemgr unix:/run/quire/cachemgr.sock --served-model-name llama --listen 127.0.0.1:8000
+    """
+    configure_logging(server.log_level, server.log_format)
+    gateway = GatewayOptions(**own)
+    if gateway.shepherd is not None and not gateway.pool:
+        raise click.UsageError("--shepherd needs --pool: one worker of Shepherd Model Gateway is one pool.")
+    if gateway.shepherd is not None and gateway.api_keys is not None:
+        raise click.UsageError("--shepherd and --api-keys exclude each other: that gateway shows its workers no key.")
+    credentials = Credentials(**{name: getattr(cachemgr_dial, name) for name in DIAL_FLAGS})
+    if server.only_check:
+        server.end_check(lambda: secure(server, gateway))
+    settings = partial(serve, gateway=gateway, credentials=credentials)
+    sys.exit(run(lambda signals: settings(server, signals)))
+
+
+if __name__ == "__main__":
+    main(prog_name="quire serve")

@@ -1,0 +1,238 @@
+"""The parts of a chat: messages, and the tools on offer, as bodies of requests bring them. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.gateway.chat.tools import Tool
+from quire.gateway.errors import HttpError, invalid
+from quire.gateway.http.fields import Fields, object_of, text_of
+
+MAX_MESSAGES = 8_192
+MAX_PARTS = 1_024
+"""Parts of the content of one message."""
+MAX_TOOLS = 128
+MAX_TOOL_CALLS = 128
+"""The most calls of one message."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME_LIMIT = "1 to 64 letters, digits, underscores, dashes or dots"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools that the model may call.
+
+    tools       all of them, those that a call may be of
+    shown       how the template gets them
+    is_forced   the answer is calls, and nothing else
+    parallel    several calls in one answer are allowed
+    """
+
+    tools: tuple[Tool, ...] = ()
+    shown: tuple[Mapping[str, Any], ...] = ()
+    is_forced: bool = False
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as the template gets them, and what else the prompt is made of.
+
+    continues   the model continues the last message, and begins no other
+    further     values that the template gets by name
+    """
+
+    messages: Sequence[Message]
+    offer: Offer = Offer()
+    add_generation_prompt: bool = True
+    continues: bool = False
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def messages_of(fields: Fields) -> list[Message]:
+    """Return the messages of a chat completion. Raises HttpError: 400 with the field's path."""
+    fields.require("messages")
+    given = fields.objects("messages", max_length=MAX_MESSAGES) or []
+    if not given:
+        raise invalid(fields.path_of("messages"), [], "a list of at least one message")
+    return [_message(each) for each in given]
+
+
+def _message(fields: Fields) -> Message:
+    fields.require("role")
+    role = fields.choice("role", ROLES)
+    message: Message = {"role": role}
+    if (name := fields.string("name")) is not None:
+        message["name"] = name
+    if role == "assistant":
+        _read_answer(fields, message)
+    elif role == "tool":
+        fields.require("tool_call_id")
+        message["tool_call_id"] = fields.string("tool_call_id")
+    if "tool_calls" not in message or fields.has("content"):
+        fields.require("content")
+        message["content"] = content_of(fields, "content", kinds=("text",))
+    fields.take("content")
+    fields.end()
+    return message
+
+
+def _read_answer(fields: Fields, message: Message) -> None:
+    """Read what only an assistant's message has."""
+    for name in ("reasoning_content", "reasoning"):
+        if (reasoning := fields.string(name)) is not None:
+            message["reasoning_content"] = reasoning
+    calls = fields.objects("tool_calls", max_length=MAX_TOOL_CALLS)
+    if calls:
+        message["tool_calls"] = [_call(each) for each in calls]
+    fields.refuse("function_call", "give tool_calls")
+    fields.refuse("audio", "only text is")
+    fields.ignore("refusal", "annotations")
+
+
+def content_of(fields: Fields, name: str, *, kinds: Sequence[str]) -> str:
+    """Return a content as one text: parts are joined by line feeds. Raises HttpError for a part that is no text."""
+    path, value = fields.path_of(name), fields.take(name)
+    if isinstance(value, str):
+        return text_of(path, value)
+    if not isinstance(value, list):
+        raise invalid(path, value, "a string or a list of parts")
+    parts = fields.objects(name, max_length=MAX_PARTS) or []
+    return "\n".join(_text_of_part(part, kinds) for part in parts)
+
+
+def _text_of_part(part: Fields, kinds: Sequence[str]) -> str:
+    part.require("type")
+    part.choice("type", kinds)
+    part.require("text")
+    text = part.string("text") or ""
+    part.ignore("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint")
+    part.end()
+    return text
+
+
+def _call(fields: Fields) -> dict[str, Any]:
+    """Return a call as templates expect it: the arguments are an object, where clients send its JSON text."""
+    fields.choice("type", ("function",))
+    fields.require("function")
+    function = fields.object("function")
+    assert function is not None
+    function.require("name")
+    call = call_message(fields.string("id", ""), function.string("name") or "", function.string("arguments", ""))
+    function.end()
+    fields.ignore("index")
+    fields.end()
+    return call
+
+
+def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as templates expect it. Arguments that are no JSON object stay as they are."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = arguments
+    kept = value if isinstance(value, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": kept}}
+
+
+# -- tools --------------------------------------------------------------------------------------------------------
+
+
+def offer_of(fields: Fields, *, is_flat: bool = False) -> Offer:
+    """Return the tools on offer. Raises HttpError: 400 with the field's path.
+
+    is_flat   a tool's name is beside its type, as the responses API has it
+    """
+    given = [_tool(each, is_flat=is_flat) for each in fields.objects("tools", max_length=MAX_TOOLS) or []]
+    names = [tool.name for tool, _ in given]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"{fields.path_of('tools')}[{index}]", name, "a name that no other tool has")
+    parallel = fields.boolean("parallel_tool_calls", True)
+    choice = _choice(fields, names, is_flat=is_flat)
+    if choice == "none" or not given:
+        return Offer()
+    tools = tuple(tool for tool, _ in given)
+    shown = tuple(shown for _, shown in given)
+    if isinstance(choice, _Named):
+        chosen = tuple(tool for tool in tools if tool.name == choice.name)
+        return Offer(chosen, shown, is_forced=True, parallel=False)
+    return Offer(tools, shown, is_forced=choice == "required", parallel=parallel)
+
+
+def _tool(fields: Fields, *, is_flat: bool) -> tuple[Tool, Mapping[str, Any]]:
+    fields.require("type")
+    fields.choice("type", ("function",))
+    function = fields
+    if not is_flat:
+        fields.require("function")
+        function = fields.object("function") or fields
+    name = _name(function)
+    description = function.string("description")
+    parameters = function.mapping("parameters")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        path = f"{function.path_of('parameters')}.type"
+        raise invalid(path, parameters["type"], "'object', since arguments have names")
+    function.ignore("strict")
+    function.end()
+    fields.end()
+    shown: dict[str, Any] = {"name": name}
+    if description is not None:
+        shown["description"] = description
+    if parameters is not None:
+        shown["parameters"] = parameters
+    schema = {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
+    return Tool(name, schema), {"type": "function", "function": shown}
+
+
+def _name(fields: Fields) -> str:
+    fields.require("name")
+    name = fields.string("name") or ""
+    if not _NAME.fullmatch(name):
+        raise invalid(fields.path_of("name"), name, _NAME_LIMIT)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+
+
+def _choice(fields: Fields, names: Sequence[str], *, is_flat: bool) -> str | _Named:
+    path, value = fields.path_of("tool_choice"), fields.take("tool_choice")
+    if isinstance(value, dict):
+        return _Named(_chosen_name(object_of(path, value), names, is_flat=is_flat))
+    if value is None:
+        return "auto"
+    if not isinstance(value, str) or value not in ("none", "auto", "required"):
+        raise invalid(path, value, "'none', 'auto', 'required' or a function by its name")
+    if value == "required" and not names:
+        raise HttpError(400, f"{path} is 'required', and there are no tools", code="invalid_value", param=path)
+    return value
+
+
+def _chosen_name(choice: Fields, names: Sequence[str], *, is_flat: bool) -> str:
+    choice.require("type")
+    choice.choice("type", ("function",))
+    function = choice
+    if not is_flat:
+        choice.require("function")
+        function = choice.object("function") or choice
+    function.require("name")
+    name = function.string("name") or ""
+    if name not in names:
+        raise invalid(function.path_of("name"), name, "the name of a tool in tools")
+    function.end()
+    choice.end()
+    return name

@@ -1,0 +1,220 @@
+"""The needs of a model that chats, beside an engine: its template, and the format of its tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from quire.client.engine.caching import CacheParams
+from quire.client.engine.grammar import Grammar
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.tokenizer import Tokenizer
+from quire.client.errors import InvalidRequest, QuireError
+from quire.gateway.chat.conversation import Conversation, Message, Offer
+from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
+from quire.gateway.chat.tools import CallParser, Event, Text, ToolFormat, find_format, lark_of_calls
+from quire.gateway.door import Caller, Door
+from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.openai.completions import encode
+from quire.gateway.routing.backend import Backend
+
+
+@dataclass(slots=True)
+class ChatModel:
+    """One model: its templates, the format of its calls, and which of that format's markers are special tokens."""
+
+    templates: Templates
+    tool_format: ToolFormat
+    special_ids: Mapping[str, int]
+
+    async def prompt_of(self, tokenizer: Tokenizer, conversation: Conversation, *, param: str) -> list[int]:
+        """Return the tokens of a conversation. Raises HttpError: 400 that blames `param`."""
+        try:
+            text = await self.templates.render(
+                self._for_template(conversation.messages),
+                tools=conversation.offer.shown,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continues,
+                further=conversation.further,
+            )
+        except TemplateRefused as error:
+            raise HttpError(400, str(error), code="chat_template_error", param=param) from None
+        # The template writes the special tokens itself.
+        return await encode(param, text, tokenizer, add_special_tokens=False)
+
+    def _for_template(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with the developer's as the system's, if the template has no developer role."""
+        if "developer" in self.templates.source.text:
+            return list(messages)
+        return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+
+    def params_of(self, params: SamplingParams, offer: Offer) -> SamplingParams:
+        """Return the parameters of an answer that may have calls. Raises HttpError: 400."""
+        if not offer.tools:
+            return params
+        if offer.is_forced and params.grammar is not None:
+            message = "tool_choice requires a call, so the format of the answer can't be given, too"
+            raise HttpError(400, message, code="invalid_value", param="tool_choice")
+        changes: dict[str, object] = {}
+        if offer.is_forced:
+            lark = lark_of_calls(self.tool_format, offer.tools, special_ids=self.special_ids, parallel=offer.parallel)
+            changes["grammar"] = Grammar(lark=lark)
+        if self.special_ids:
+            changes["skip_special_tokens"] = False
+        try:
+            return replace(params, **changes)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise http_error_of(error) from None
+
+    def parser_of(self, offer: Offer) -> CallParser | NoCalls:
+        """Return what finds the calls in one sample's text."""
+        if not offer.tools:
+            return NoCalls()
+        return CallParser(self.tool_format, [tool.name for tool in offer.tools], parallel=offer.parallel)
+
+
+class NoCalls:
+    """Stands for a CallParser where there are no tools: all is text."""
+
+    num_calls = 0
+
+    def push(self, text: str) -> list[Event]:
+        """Return the text."""
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """Return nothing: nothing was held back."""
+        return []
+
+
+@dataclass(slots=True)
+class ChatModels:
+    """The chat models behind a door, by the names of their backends."""
+
+    _by_backend: dict[str, ChatModel] = field(default_factory=dict)
+
+    @classmethod
+    async def load(
+        cls, backends: Sequence[Backend], *, template_file: Path | None = None, tool_format: ToolFormat | None = None
+    ) -> ChatModels:
+        """Read and compile the templates of all backends.
+
+        tool_format None: found from the template's text. Raises OSError and ValueError for a bad template.
+        """
+        models = cls()
+        try:
+            for backend in backends:
+                source = await asyncio.to_thread(
+                    load_templates, backend.tokenizer_source or None, template_file=template_file
+                )
+                found = tool_format or find_format(source.text)
+                model = ChatModel(Templates(source), found, _special_ids(backend.tokenizer, found.markers))
+                models._by_backend[backend.model_names[0]] = model
+                await model.templates.start()
+        except BaseException:
+            await models.close()
+            raise
+        return models
+
+    def of(self, backend: Backend) -> ChatModel:
+        """Return the chat model of a backend that was there when they were loaded."""
+        return self._by_backend[backend.model_names[0]]
+
+    async def close(self) -> None:
+        """End the processes that render."""
+        for model in self._by_backend.values():
+            await model.templates.close()
+
+
+def chat_model_of(door: Door, backend: Backend) -> ChatModel:
+    """Return the chat model of a backend."""
+    assert door.chat_models is not None  # the gateway loads them before it listens
+    return door.chat_models.of(backend)
+
+
+def _special_ids(tokenizer: Tokenizer | None, markers: Sequence[str]) -> dict[str, int]:
+    """Return the markers that are one special token, with its id."""
+    found = {}
+    for marker in markers if tokenizer is not None else ():
+        assert tokenizer is not None
+        token_ids = tokenizer.encode(marker, add_special_tokens=False)
+        if len(token_ids) == 1 and not tokenizer.decode(token_ids):
+            found[marker] = token_ids[0]
+    return found
+
+
+def tokenizer_of(backend: Backend) -> Tokenizer:
+    """Return a backend's tokenizer. Raises HttpError: 400 if it has none."""
+    if backend.tokenizer is None:
+        raise HttpError(400, "the model has no tokenizer, so it can't chat", code="no_tokenizer", param="model")
+    return backend.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The news of one sample: a chunk, and the calls that were found in its text."""
+
+    chunk: Chunk
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for an answer to a conversation, as it was read."""
+
+    backend: Backend
+    conversation: Conversation
+    params: SamplingParams
+    cache: CacheParams | None
+
+
+async def begin(
+    door: Door, caller: Caller, asked: ChatRequest, *, names: Mapping[str, str]
+) -> tuple[list[int], AsyncGenerator[Piece, None]]:
+    """Return the tokens of a conversation, and the answers as they come. Raises HttpError.
+
+    names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
+    """
+    model, offer = chat_model_of(door, asked.backend), asked.conversation.offer
+    params = model.params_of(asked.params, offer)
+    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
+    parsers = [model.parser_of(offer) for _ in range(params.n)]
+    if offer.is_forced:
+        names = {**names, "grammar": "tools"}
+    return prompt, _pieces(door, caller, asked, prompt, params, parsers=parsers, names=names)
+
+
+async def _pieces(
+    door: Door,
+    caller: Caller,
+    asked: ChatRequest,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    parsers: Sequence[CallParser | NoCalls],
+    names: Mapping[str, str],
+) -> AsyncGenerator[Piece, None]:
+    """Answers as they come, sample i read by parser i. Raises HttpError."""
+    try:
+        chunks = door.generate(caller, asked.backend, prompt_token_ids, params, cache=asked.cache)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                parser = parsers[chunk.index]
+                events = parser.push(chunk.text)
+                if chunk.finish_reason is not None:
+                    events += parser.finish()
+                yield Piece(chunk, events)
+    except QuireError as error:
+        raise _blaming(error, names) from error
+
+
+def _blaming(error: QuireError, names: Mapping[str, str]) -> HttpError:
+    """Return the HTTP answer for an error, with the field's name in the body."""
+    answer = http_error_of(error)
+    if answer.param is not None:
+        answer.param = names.get(answer.param, answer.param)
+    return answer

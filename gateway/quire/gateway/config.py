@@ -1,0 +1,150 @@
+"""The gateway's own flags."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
+from quire.gateway.chat.tools import ToolFormat
+from quire.gateway.door import DoorLimits
+from quire.serving.addresses import Address
+from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
+
+_DEFAULTS = DoorLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """The values of the gateway's own flags; see OWN_FLAGS."""
+
+    cachemgr: str
+    served_model_name: tuple[str, ...]
+    model: str | None
+    pool: str
+    tokenizer: str | None
+    chat_template: Path | None
+    tool_format: str | None
+    api_keys: Path | None
+    tenant_limits: Path | None
+    allow_anonymous: bool
+    grpc_listen: tuple[Address, ...]
+    shepherd: Address | None
+    max_body_bytes: int
+    max_open_body_bytes: int
+    max_prompts: int
+    max_samples: int
+    send_timeout: float
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    max_unread_tokens: int
+    lease_ttl: float
+
+    @property
+    def limits(self) -> DoorLimits:
+        """Return the limits of one request."""
+        return DoorLimits(
+            max_body_bytes=self.max_body_bytes,
+            max_open_body_bytes=self.max_open_body_bytes,
+            max_prompts=self.max_prompts,
+            max_samples=self.max_samples,
+            send_timeout_s=self.send_timeout,
+        )
+
+
+def _limit(flag: str, default: int, text: str) -> Flag:
+    return option(flag, type=click.IntRange(min=1), default=default, metavar="NUMBER", help=text)
+
+
+OWN_FLAGS: list[Flag] = [
+    cachemgr_option(),
+    option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME",
+        show_default="as the worker names its model",
+        help="The model's name in requests and answers. May be given several times: answers have the first one.",
+    ),
+    option(
+        "--model",
+        metavar="NAME",
+        show_default="the only one",
+        help="The model, as its workers name it, if several are served.",
+    ),
+    option("--pool", default="", metavar="NAME", show_default="all pools of the model", help="Serve only this pool."),
+    option("--tokenizer", metavar="PATH_OR_HUB_ID", help="The tokenizer. Default: the worker's."),
+    option(
+        "--chat-template",
+        type=FILE,
+        metavar="FILE",
+        help="A Jinja template of chats, in place of the model's own.",
+    ),
+    option(
+        "--tool-format",
+        type=click.Choice([each.value for each in ToolFormat]),
+        show_default="as the chat template has it",
+        help="Format in which the model writes calls of tools.",
+    ),
+    option(
+        "--api-keys",
+        type=FILE,
+        metavar="FILE",
+        help="The callers, a line each: NAME ROLES SHA256, as `quire token` writes it. NAME is the tenant; the "
+        "gateway needs the role gateway at cachemgr then. Without keys every client that reaches the gateway may call.",
+    ),
+    option(
+        "--tenant-limits",
+        type=FILE,
+        metavar="FILE",
+        help="Requests, tokens a minute, priority and weight by tenant, in TOML: docs/how-to/routing.md.",
+    ),
+    option(
+        "--allow-anonymous",
+        is_flag=True,
+        help="Serve addresses that are not loopback without API keys, although others can reach them.",
+    ),
+    option(
+        "--grpc-listen",
+        type=LISTEN_ADDRESS,
+        multiple=True,
+        metavar="ADDRESS",
+        help="Address of quire.engine.v1.EngineService over gRPC: host:port or unix:/path. May be given several "
+        "times. Off if not given.",
+    ),
+    option(
+        "--shepherd",
+        type=LISTEN_ADDRESS,
+        metavar="ADDRESS",
+        help="Address of --pool as a worker of Shepherd Model Gateway, over gRPC: host:port. Needs the extra "
+        "quire-kv[shepherd]: docs/how-to/shepherd.md.",
+    ),
+    _limit("--max-body-bytes", _DEFAULTS.max_body_bytes, "Most bytes of a request's body."),
+    _limit(
+        "--max-open-body-bytes",
+        _DEFAULTS.max_open_body_bytes,
+        "Most bytes of all bodies of one caller that are being read, or have no answer yet.",
+    ),
+    _limit("--max-prompts", _DEFAULTS.max_prompts, "Most prompts of a request."),
+    _limit("--max-samples", _DEFAULTS.max_samples, "Most prompts of a request times n."),
+    option(
+        "--send-timeout",
+        type=click.FloatRange(min=0.1),
+        default=_DEFAULTS.send_timeout_s,
+        metavar="SECONDS",
+        help="Disconnect a caller that has read nothing of its stream for this time.",
+    ),
+    _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
+    _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),
+    _limit(
+        "--max-unread-tokens",
+        16_384,
+        "Generated tokens of a prompt that its caller may leave unread; with more of them the request fails.",
+    ),
+    option(
+        "--lease-ttl",
+        type=click.FloatRange(MIN_TTL_S, MAX_TTL_S),
+        default=DEFAULT_TTL_S,
+        metavar="SECONDS",
+        help="Time to live of leases: the blocks of a killed gateway are free after it.",
+    ),
+]

@@ -1,0 +1,224 @@
+"""The state that all endpoints share: models, callers, limits, measurements. All generate through Door.generate.
+
+app.py makes the Door and hands it to each module of endpoints: `routes(door) -> list[BaseRoute]`.
+"""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.gateway.errors import HttpError
+from quire.gateway.http.bodies import OpenBodies
+from quire.gateway.metrics import DoorMetrics
+from quire.gateway.routing.backend import Backend
+from quire.gateway.texts import TokenTexts
+
+if TYPE_CHECKING:
+    from quire.client.cache_client import CacheClient
+    from quire.gateway.chat.models import ChatModels
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request, as its key says.
+
+    name           of the key, for logs; "": there are no keys
+    tenant         requests of one tenant share their part of the engine's steps; "": all callers are one
+    priority       is added to the request's own: an engine serves the higher one first
+    """
+
+    name: str = ""
+    tenant: str = ""
+    priority: int = 0
+
+
+NOBODY = Caller()
+
+
+class Keys(Protocol):
+    """Callers by the key that they show."""
+
+    def caller_of(self, key: str | None) -> Caller:
+        """Return the caller with this key, None being no key. Raises HttpError: 401, or 403."""
+
+
+class NoKeys:
+    """Keys of a gateway without keys: all callers are one caller, with any key."""
+
+    def caller_of(self, key: str | None) -> Caller:
+        """Return the one caller."""
+        return NOBODY
+
+
+class Ticket(Protocol):
+    """A request that a tenant's limits have let in."""
+
+    def generated(self, num_tokens: int) -> None:
+        """Count generated tokens, as they come."""
+
+
+class Gate(Protocol):
+    """Limits by tenant: requests in flight, tokens a minute."""
+
+    def enter(
+        self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
+    ) -> AbstractContextManager[Ticket]:
+        """Let a request in until the context ends. Raises HttpError: 429 with the time to wait."""
+
+
+class _AnyTicket:
+    def generated(self, num_tokens: int) -> None:
+        pass
+
+
+class OpenGate:
+    """A gate without limits."""
+
+    def enter(
+        self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
+    ) -> AbstractContextManager[Ticket]:
+        """Accept every caller."""
+        return nullcontext(_AnyTicket())
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """The limits of one request, and of a caller's open bodies.
+
+    max_body_bytes     of a body
+    max_open_body_bytes   of all bodies of a caller that are being read, or have no answer yet
+    max_prompts        prompts of a request
+    max_samples        prompts times n
+    send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
+    """
+
+    max_body_bytes: int = 16 * 2**20
+    max_open_body_bytes: int = 256 * 2**20
+    max_prompts: int = 256
+    max_samples: int = 1024
+    send_timeout_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Door:
+    """The state of one gateway process.
+
+    backends     by each of their names
+    is_draining  new requests are refused
+    addresses    the URLs at which it serves
+    began_s      when it began, seconds since 1970
+    chat_models  what the models need to chat; set before the first request
+    cache        cachemgr, for those who look at the cache; None: nobody can
+    bodies       of the requests over HTTP
+    names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
+    """
+
+    backends: Mapping[str, Backend]
+    metrics: DoorMetrics
+    limits: DoorLimits = field(default_factory=DoorLimits)
+    keys: Keys = field(default_factory=NoKeys)
+    gate: Gate = field(default_factory=OpenGate)
+    is_draining: bool = False
+    addresses: list[str] = field(default_factory=list)
+    began_s: int = field(default_factory=lambda: int(time.time()))
+    chat_models: "ChatModels | None" = None
+    cache: "CacheClient | None" = None
+    names_tenants: bool = False
+    bodies: OpenBodies = field(init=False)
+    _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin without open bodies."""
+        self.bodies = OpenBodies(self.limits)
+
+    def token_texts(self, backend: Backend) -> TokenTexts:
+        """Return the texts of single tokens of a backend's vocabulary."""
+        texts = self._token_texts.get(id(backend))
+        if texts is None:
+            texts = self._token_texts[id(backend)] = TokenTexts(backend.tokenizer)
+        return texts
+
+    @property
+    def models(self) -> list[Backend]:
+        """Return each backend once."""
+        return list({id(backend): backend for backend in self.backends.values()}.values())
+
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Return the caller with this Authorization header. Raises HttpError: 401, 403."""
+        scheme, _, key = (authorization or "").partition(" ")
+        return self.keys.caller_of(key.strip() if scheme.lower() == "bearer" and key.strip() else None)
+
+    def backend_of(self, model: str | None) -> Backend:
+        """Return the backend of a served name; None: the only one. Raises HttpError: 404."""
+        if not self.backends:
+            raise HttpError(503, "no model is served yet: no worker has been found", code="unavailable")
+        if model is None and len(self.models) == 1:
+            return self.models[0]
+        if model is None:
+            raise HttpError(400, "model is missing, and several are served", code="missing_field", param="model")
+        backend = self.backends.get(model)
+        if backend is None:
+            shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.backends))
+            raise HttpError(
+                404, f"model {shown!r} is not served here; {names} is", code="model_not_found", param="model"
+            )
+        return backend
+
+    def generate(
+        self,
+        caller: Caller,
+        backend: Backend,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of a request of a caller, as Engine.generate gives them.
+
+        The tenant and the priority become the caller's, and so does the salt where cachemgr does not know tenants.
+        Raises InvalidRequest and HttpError at once; HttpError, 429, and what the backend raises also while it is
+        iterated. Work begins with the first item asked for; closing the iterator frees everything.
+        """
+        if self.is_draining:
+            raise HttpError(503, "this server is about to end", code="shutting_down")
+        params = replace(params, tenant=caller.tenant, priority=_added(params.priority, caller.priority))
+        chunks = backend.generate(
+            prompt_token_ids, params, cache=cache if self.names_tenants else _salted(caller, cache)
+        )
+        return self._measured(caller, backend, chunks, len(prompt_token_ids), params)
+
+    async def _measured(
+        self,
+        caller: Caller,
+        backend: Backend,
+        chunks: AsyncGenerator[Chunk, None],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+    ) -> AsyncGenerator[Chunk, None]:
+        entering = self.gate.enter(caller, num_prompt_tokens=num_prompt_tokens, params=params)
+        async with aclosing(chunks):
+            measuring = self.metrics.request(backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
+            with entering as ticket, measuring as measured:
+                async for chunk in chunks:
+                    measured.chunk(chunk, time.perf_counter())
+                    ticket.generated(len(chunk.token_ids))
+                    yield chunk
+
+
+def _added(priority: int, more: int) -> int:
+    return max(-(2**31), min(2**31 - 1, priority + more))
+
+
+def _salted(caller: Caller, cache: CacheParams | None) -> CacheParams | None:
+    """Return the parameters with a salt of tenant and salt, so that tenants with equal salts share no blocks."""
+    asked = cache or NO_CACHE_PARAMS
+    if not caller.tenant:
+        return cache
+    digest = hashlib.blake2b(asked.salt, key=hashlib.sha256(caller.tenant.encode()).digest(), digest_size=32)
+    return replace(asked, salt=digest.digest())

@@ -1,0 +1,143 @@
+"""The frame of every HTTP endpoint: the request's id, the caller, the body, errors, a line in the log.
+
+routes = [post(door, "/v1/completions", create_completion)]
+async def create_completion(door: Door, request: PostRequest) -> Response: ...
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.client.errors import QuireError
+from quire.gateway.door import Caller, Door
+from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.http.fields import Fields, parse_body
+from quire.gateway.http.streams import CallerGone, encode_json, while_connected
+from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
+from quire.serving.tracing import HttpSpan, http_request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PostRequest:
+    """A request with a JSON body.
+
+    began_s   seconds since 1970, for `created`
+    """
+
+    caller: Caller
+    fields: Fields
+    id: str
+    began_s: int
+    raw: Request
+
+
+Handler = Callable[[Door, PostRequest], Awaitable[Response]]
+
+
+def post(door: Door, path: str, handler: Handler) -> Route:
+    """Return the route of an endpoint that takes a JSON object. The handler is cancelled if the caller disconnects."""
+
+    async def endpoint(raw: Request) -> Response:
+        caller = door.caller_of(raw.headers.get("authorization"))
+        if door.is_draining:
+            raise HttpError(503, "this server is about to end", code="shutting_down")
+        with door.bodies.opened(caller) as count:
+            fields = parse_body(await door.bodies.read(raw, count))
+            request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
+            try:
+                return await while_connected(raw, handler(door, request))
+            except QuireError as error:
+                found = http_error_of(error)
+            except HttpError as error:
+                found = error
+            found.param = fields.aliases.get(found.param or "", found.param)
+            raise found
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a value as a JSON answer."""
+    return Response(encode_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: HttpError) -> Response:
+    """Return an error as an answer."""
+    return json_response(error.body, error.status, error.headers)
+
+
+class FrontApp:
+    """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
+
+    def __init__(self, door: Door, routes: list[BaseRoute]) -> None:
+        self._door = door
+        self._paths = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY))])
+        scope["app"] = self  # so that Starlette raises for a wrong method
+        scope.setdefault("state", {})[REQUEST_ID_KEY] = call.request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_KEY] = call.request_id
+            await send(message)
+
+        # Probes and pages are no traces.
+        tracing = http_request("POST", headers) if scope["method"] == "POST" else nullcontext(HttpSpan())
+        with tracing as span:
+            try:
+                await self._router(scope, receive, send_with_id)
+            except CallerGone:
+                status = status or 499
+            except Exception as error:
+                if status:  # the answer has begun; the server closes the connection
+                    raise
+                await error_response(_http_error_of(error, scope))(scope, receive, send_with_id)
+            finally:
+                path = self._paths.get(scope.get("endpoint", _not_found), "other")
+                self._note(scope, path, status, time.perf_counter() - call.begun)
+                span.answered(path, status, call.request_id)
+
+    def _note(self, scope: Scope, path: str, status: int, took_s: float) -> None:
+        self._door.metrics.answered(path, status)
+        level = logging.WARNING if status >= 500 else logging.DEBUG
+        log.log(level, "answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HttpError(404, "there is nothing at this path", code="path_not_found")
+
+
+def _http_error_of(error: Exception, scope: Scope) -> HttpError:
+    match error:
+        case HttpError():
+            return error
+        case QuireError():
+            return http_error_of(error)
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "another method")
+            return HttpError(405, f"this path takes {allowed}, not {scope['method'][:20]}", code="method_not_allowed")
+        case _:
+            log.error("an endpoint failed: %s", describe_exception(error))
+            return HttpError(500, "the server failed on this request; its log has the place", code="internal_error")

@@ -1,0 +1,241 @@
+"""The page at `/`: a playground, and the cache as it changes. Its files are in page/; this serves them and the cache.
+
+    GET /, /page/...          the files
+    GET /live?pool=           server-sent events: `pools` each second, `blocks` as they change, `away` if cachemgr is
+    GET /live/sequence?...    the block table of one sequence
+
+Of token ids, texts and salts nothing is sent. A caller that has a tenant sees that tenant's sequences and blocks; of
+the others' blocks only that they are not free, and that only if the gateway is an operator at cachemgr. Otherwise
+cachemgr tells the gateway of the one tenant's blocks, and of no counters.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.block_kinds import BlockKind, kind_of
+from quire.client.cache_client import CacheClient
+from quire.client.errors import AccessDenied, QuireError
+from quire.gateway.door import Door
+from quire.gateway.errors import HttpError, invalid
+from quire.gateway.http.endpoint import json_response
+from quire.gateway.http.streams import EventStream, event_of, merged
+
+Asked = ParamSpec("Asked")
+Found = TypeVar("Found")
+
+FOLDER = Path(__file__).parent / "page"
+MAX_VIEWERS = 32
+"""Streams of one gateway; each is a watch at cachemgr."""
+MAX_SEQUENCES = 100
+"""Sequences that a viewer is shown of a pool, the first ones."""
+MAX_BLOCKS = 1_000_000
+"""The most blocks of a pool that is drawn."""
+UNSEEN = max(BlockKind) + 1
+_INTERVAL_S = 1.0
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_NOT_KEPT = {"Cache-Control": "no-store"}
+
+
+def routes(door: Door) -> list[BaseRoute]:
+    """Return the page's routes; without a cachemgr there is no page."""
+    if door.cache is None:
+        return []
+    live = Live(door, door.cache)
+    return [
+        Route("/", _index),
+        Mount("/page", _Files(directory=FOLDER)),
+        Route("/live", live.follow),
+        Route("/live/sequence", live.sequence),
+    ]
+
+
+async def _index(_: Request) -> Response:
+    return FileResponse(FOLDER / "index.html", headers=_HEADERS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """All pools by name, and their counters; counters None: the gateway is no operator at cachemgr."""
+
+    pools: list[pb.Pool]
+    counters: dict[str, pb.PoolStatistics] | None
+
+
+class _Shared(Generic[Asked, Found]):
+    """A question that many ask each second and that is put to cachemgr once: its answers, by what was asked."""
+
+    def __init__(self, ask: Callable[Asked, Awaitable[Found]]) -> None:
+        self._ask = ask
+        self._answers: dict[tuple[Any, ...], tuple[float, asyncio.Future[Found]]] = {}
+
+    async def __call__(self, *args: Asked.args, **kwargs: Asked.kwargs) -> Found:
+        """Return an answer that is not older than the interval of looks. Raises what the question raises."""
+        loop, key = asyncio.get_running_loop(), (*args, *kwargs.items())
+        now = loop.time()
+        asked_at, answer = self._answers.get(key, (-_INTERVAL_S, None))
+        if answer is None or now >= asked_at + _INTERVAL_S * 0.9:  # each viewer asks once an interval, or a little late
+            self._answers = {each: kept for each, kept in self._answers.items() if now < kept[0] + _INTERVAL_S}
+            answer = asyncio.ensure_future(self._ask(*args, **kwargs))
+            self._answers[key] = (now, answer)
+        return await asyncio.shield(answer)
+
+
+class Live:
+    """The cache as it changes, for those that look at the page."""
+
+    def __init__(self, door: Door, cache: CacheClient) -> None:
+        self._door = door
+        self._cache = cache
+        self._num_viewers = 0
+        self._look = _Shared(self._look_at_pools)
+        self._sequences = _Shared(self._look_at_sequences)
+
+    def _tenant_of(self, request: Request) -> str | None:
+        """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
+        return self._door.caller_of(request.headers.get("authorization")).tenant or None
+
+    async def follow(self, request: Request) -> Response:
+        """Return the stream of events of one viewer."""
+        tenant = self._tenant_of(request)
+        if self._num_viewers >= MAX_VIEWERS:
+            raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, which is the limit", code="too_many_viewers")
+        events = self._events(request.query_params.get("pool", ""), tenant)
+        return EventStream(events, send_timeout_s=self._door.limits.send_timeout_s, headers=_NOT_KEPT)
+
+    async def sequence(self, request: Request) -> Response:
+        """Return the block table of a sequence that the viewer is shown."""
+        tenant = self._tenant_of(request)
+        lease, number = (request.query_params.get(name, "") for name in ("lease", "id"))
+        if not number.isdecimal() or len(number) > 10 or int(number) >= 2**31:
+            raise invalid("id", number, "a sequence's number")
+        try:
+            found = await self._cache.get_sequence(lease, int(number))
+        except QuireError as error:
+            raise HttpError(404, error.message, code=error.reason.lower()) from None
+        if tenant not in (None, found.tenant):
+            raise HttpError(404, "there is no such sequence", code="sequence_not_found")
+        return json_response({"block_ids": list(found.block_ids)}, headers=_NOT_KEPT)
+
+    async def _events(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
+        """The events of one viewer, until it disconnects or the gateway drains."""
+        self._num_viewers += 1
+        try:
+            async with contextlib.aclosing(merged([self._pools(pool, tenant), self._blocks(pool, tenant)])) as events:
+                async for _, event in events:
+                    yield event
+                    if self._door.is_draining:
+                        return
+        finally:
+            self._num_viewers -= 1
+
+    async def _pools(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
+        while True:
+            try:
+                yield event_of(await self._describe(pool, tenant), name="pools")
+            except QuireError as error:
+                yield event_of(error.message, name="away")
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _look_at_pools(self) -> _Look:
+        pools = sorted(await self._cache.list_pools(), key=lambda pool: pool.name)
+        try:
+            return _Look(pools, {each.pool: each for each in await self._cache.get_statistics()})
+        except AccessDenied:
+            return _Look(pools, None)
+
+    async def _look_at_sequences(self, pool: str, tenant: str | None) -> list[pb.Sequence]:
+        return await self._cache.first_sequences(pool, count=MAX_SEQUENCES, tenant=tenant)
+
+    async def _describe(self, chosen: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return all pools with their counters, and the sequences of the chosen one, "" being the first."""
+        look = await self._look()
+        chosen = chosen or next((pool.name for pool in look.pools), "")
+        counters = look.counters or {}
+        described = []
+        for pool in look.pools:
+            sequences = await self._sequences(chosen, tenant) if pool.name == chosen else []
+            described.append(_describe_pool(pool, counters.get(pool.name, pb.PoolStatistics()), sequences))
+        return described
+
+    async def _blocks(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
+        while True:
+            with contextlib.suppress(QuireError):  # _pools says it
+                look = await self._look()
+                chosen = await self._cache.get_pool(pool or next((each.name for each in look.pools), ""))
+                watched = tenant if look.counters is None else None
+                num_blocks = chosen.geometry.block_count
+                if num_blocks <= MAX_BLOCKS:
+                    async with contextlib.aclosing(self._cache.watch_blocks(chosen.name, tenant=watched)) as answers:
+                        async for answer in answers:
+                            yield event_of(describe_changes(answer, num_blocks, tenant), name="blocks")
+            await asyncio.sleep(_INTERVAL_S)
+
+
+class _Files(StaticFiles):
+    """The page's style and script."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Add the page's headers to each answer."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response
+
+
+def _describe_pool(pool: pb.Pool, seen: pb.PoolStatistics, sequences: list[pb.Sequence]) -> dict[str, Any]:
+    return {
+        "name": pool.name,
+        "attached": pool.attached,
+        "epoch": str(pool.epoch),  # JavaScript has no integers of 64 bits
+        "block_count": pool.geometry.block_count,
+        "block_size": pool.geometry.block_size_tokens,
+        "sequence_count": pool.sequence_count,
+        "counters": {
+            "generated_tokens": seen.generated_token_count,
+            "admitted_tokens": seen.admitted_token_count,
+            "cached_tokens": seen.cached_token_count,
+            "evicted_blocks": seen.evicted_block_count,
+            "copied_blocks": seen.copied_block_count,
+        },
+        "sequences": [
+            {
+                "lease": each.lease_id_prefix,
+                "id": each.sequence_id,
+                "tokens": each.token_count,
+                "cached": each.cached_token_count,
+                "blocks": each.block_count,
+                "offloaded": each.offloaded,
+            }
+            for each in sequences
+        ],
+    }
+
+
+def describe_changes(answer: pb.WatchBlocksResponse, num_blocks: int, tenant: str | None) -> dict[str, Any]:
+    """Return blocks that changed, each as its id, its kind and the number of its holders."""
+    return {
+        "block_count": num_blocks,
+        "cleared": answer.cleared,
+        "changes": [_describe_block(event.block, tenant) for event in answer.events],
+    }
+
+
+def _describe_block(block: pb.Block, tenant: str | None) -> tuple[int, int, int]:
+    kind = kind_of(block)
+    if tenant is not None and kind is not BlockKind.FREE and block.tenant != tenant:
+        return block.block_id, UNSEEN, 0
+    return block.block_id, kind, block.reference_count

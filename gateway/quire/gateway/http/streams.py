@@ -1,0 +1,247 @@
+"""Answers in pieces, as server-sent events, and cancellation of work when its caller disconnects.
+
+A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent chunks stay
+in the engine's mailbox; and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
+A caller that reads nothing for the door's send timeout is disconnected.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.client.errors import QuireError
+from quire.gateway.errors import HttpError, http_error_of
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class CallerGone(Exception):
+    """The caller has closed the connection, and does not read an answer."""
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON in UTF-8. A lone surrogate becomes a question mark."""
+    return _dumps(value).encode(errors="replace")
+
+
+def event_of(value: Any, *, name: str | None = None) -> bytes:
+    """Return one server-sent event: a value as JSON, with the event's name if it has one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encode_json(value) + b"\n\n"
+
+
+class ChoiceEvents:
+    """The events of one stream, which are the same but for their choice. What all have in common is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
+        """The fields before `choices`, at least one, and those behind it."""
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._tail = (b"]," + encode_json(tail)[1:] if tail else b"]}") + b"\n\n"
+
+    def event_of(self, choice: Any) -> bytes:
+        """Return the event of one choice."""
+        return self._head + encode_json(choice) + self._tail
+
+
+def error_event(error: HttpError) -> bytes:
+    """Return the event of an error within a stream."""
+    return event_of(error.body)
+
+
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """Return the result of work. If the caller disconnects meanwhile, cancel work and raise CallerGone.
+
+    The body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerGone
+        return await task
+    finally:
+        watch.cancel()
+        await _cancel(task)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: "asyncio.Future[Any]") -> None:
+    """Cancel a task and wait for its end, so that its resources are free when this returns."""
+    task.cancel()
+    if not task.done():
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
+class EventStream(Response):
+    """An answer of server-sent events.
+
+    The events' generator is closed when the answer ends: at its last event, when the caller goes, or when the caller
+    takes nothing for send_timeout_s. An error of the generator is the last event; then there is no [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        send_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        encode_error: Callable[[HttpError], bytes] = error_event,
+    ) -> None:
+        """encode_error makes the event of an error, for an API that has another shape for it."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+        self._encode_error = encode_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        with contextlib.suppress(CallerGone):
+            await while_connected(Request(scope, receive), self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events), _each_send_within(self._send_timeout_s) as watch:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for event in self._events:
+                    await watch.send(send, event)
+            except QuireError as error:
+                await watch.send(send, self._encode_error(http_error_of(error)))
+            except HttpError as error:
+                await watch.send(send, self._encode_error(error))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _each_send_within(timeout_s: float) -> AsyncGenerator["_SendWatch", None]:
+    """End the block with CallerGone when one of its sends takes longer."""
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            watch = _SendWatch(limit, timeout_s)
+            try:
+                yield watch
+            finally:
+                watch.close()
+    except TimeoutError:
+        if limit.expired():
+            raise CallerGone from None
+        raise
+
+
+class _SendWatch:
+    """Watches all sends of a stream with one timer: one for each send costs as much as the JSON of a token."""
+
+    def __init__(self, limit: asyncio.Timeout, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None  # the present send's
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    async def send(self, send: Send, event: bytes) -> None:
+        self._began_s = self._loop.time()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._began_s = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        ends_s = (now if self._began_s is None else self._began_s) + self._timeout_s
+        if now >= ends_s:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(ends_s, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
+async def primed(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Wait for the first item; return all items. So an error before the first item is an HTTP status, not an event."""
+    try:
+        first = await anext(items)
+    except StopAsyncIteration:
+        return _of_nothing()
+    except BaseException:
+        await items.aclose()
+        raise
+    return _beginning_with(first, items)
+
+
+async def _of_nothing() -> AsyncGenerator[Any, None]:
+    return
+    yield
+
+
+async def _beginning_with(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
+
+
+async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Iterate over several streams at once: (index of the stream, item). The first error ends all.
+
+    An item is taken from a stream only once the one before it was taken from here.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(index: int, stream: AsyncGenerator[Item, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for item in stream:
+                    await queue.put((index, item))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        for _ in streams:
+            while (entry := await queue.get()) is not None:
+                if isinstance(entry, BaseException):
+                    raise entry
+                yield entry
+    finally:
+        for task in tasks:
+            await _cancel(task)
+
+
+async def collected(streams: Sequence[AsyncIterator[Item]]) -> list[list[Item]]:
+    """Return all items of each stream; the first error cancels all."""
+
+    async def drain(stream: AsyncIterator[Item]) -> list[Item]:
+        return [item async for item in stream]
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            await _cancel(task)

@@ -1,0 +1,335 @@
+"""POST /v1/chat/completions, as OpenAI and vLLM have it. docs/reference/http.md lists its fields."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.prompt_logprobs import TokenLogprobs
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.sequence import FinishReason
+from quire.gateway.chat.conversation import Conversation, messages_of, offer_of
+from quire.gateway.chat.models import ChatRequest, Piece, begin
+from quire.gateway.chat.templates import RESERVED
+from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
+from quire.gateway.door import Door
+from quire.gateway.errors import HttpError, invalid
+from quire.gateway.http.endpoint import PostRequest, json_response, post
+from quire.gateway.http.fields import MAX_INT32, Fields
+from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of, primed
+from quire.gateway.openai.completions import usage_of
+from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
+from quire.gateway.routing.backend import Backend
+from quire.gateway.texts import TokenTexts, finite
+
+# The engine's fields under the names of this endpoint.
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response_format"}
+_CALL_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Chat(ChatRequest):
+    """A request as it was read."""
+
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+def routes(door: Door) -> list[BaseRoute]:
+    """Return the endpoint."""
+    return [post(door, "/v1/chat/completions", _create)]
+
+
+async def _create(door: Door, request: PostRequest) -> Response:
+    """Answer a request, as a whole or as a stream."""
+    asked = read_chat(door, request.fields)
+    prompt, pieces = await begin(door, request.caller, asked, names=_NAMES)
+    answer = _Answer(asked, prompt, request, door.token_texts(asked.backend))
+    if asked.stream:
+        events = await primed(answer.events(pieces))
+        return EventStream(events, send_timeout_s=door.limits.send_timeout_s)
+    async with aclosing(pieces):
+        return json_response(answer.whole([piece async for piece in pieces]))
+
+
+# Reading.
+
+
+def read_chat(door: Door, fields: Fields) -> Chat:
+    """Return the request that a body makes. Raises HttpError."""
+    backend = door.backend_of(fields.string("model"))
+    _refuse(fields)
+    conversation = Conversation(
+        messages_of(fields),
+        offer_of(fields),
+        add_generation_prompt=fields.boolean("add_generation_prompt", True),
+        continues=fields.boolean("continue_final_message"),
+        further=_further(fields),
+    )
+    _check_continued(fields, conversation)
+    stream = fields.boolean("stream")
+    params = replace_max_tokens(
+        sampling_of(fields, max_tokens=MAX_INT32, logprobs=_num_logprobs(fields, backend)), _max_tokens(fields)
+    )
+    if params.n > door.limits.max_samples:
+        raise invalid("n", params.n, f"at most {door.limits.max_samples} samples")
+    asked = Chat(
+        backend=backend,
+        conversation=conversation,
+        params=params,
+        cache=cache_of(fields),
+        stream=stream,
+        include_usage=include_usage_of(fields, is_stream=stream),
+        return_token_ids=fields.boolean("return_token_ids"),
+    )
+    fields.end()
+    return asked
+
+
+def _refuse(fields: Fields) -> None:
+    fields.refuse("functions", "give tools", unless=([],))
+    fields.refuse("function_call", "give tool_choice", unless=("none",))
+    fields.refuse("modalities", "answers are text", unless=(["text"],))
+    fields.refuse("audio", "answers are text")
+    fields.refuse("web_search_options", "there is no search")
+    fields.refuse("moderation", "there is no moderation")
+    fields.refuse("verbosity", "ask for it in a message", unless=("medium",))
+    fields.refuse("chat_template", "the operator gives it, with --chat-template FILE")
+    fields.refuse("prompt_logprobs", "use /v1/completions")
+    fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
+    fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
+    ignore_bookkeeping(fields)
+    fields.ignore("prediction")
+
+
+def ignore_bookkeeping(fields: Fields) -> None:
+    """Let fields be given that say nothing of the text."""
+    fields.ignore(*IGNORED, "prompt_cache_options")
+
+
+def _further(fields: Fields) -> Mapping[str, Any]:
+    """Return the values that the template gets beside messages and tools."""
+    given = dict(fields.mapping("chat_template_kwargs") or {})
+    for name in RESERVED:
+        if name in given:
+            path = f"{fields.path_of('chat_template_kwargs')}.{name}"
+            raise HttpError(400, f"{path} can't be given here", code="invalid_value", param=path)
+    if (effort := fields.string("reasoning_effort")) is not None:
+        given.setdefault("reasoning_effort", effort)
+    return given
+
+
+def _check_continued(fields: Fields, conversation: Conversation) -> None:
+    if not conversation.continues:
+        return
+    path = fields.path_of("continue_final_message")
+    if conversation.add_generation_prompt:
+        raise HttpError(400, f"{path} needs add_generation_prompt to be false", code="invalid_value", param=path)
+    if not conversation.messages[-1].get("content"):
+        raise HttpError(400, f"{path} needs a last message with content", code="invalid_value", param=path)
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """Return the most tokens of an answer; None: as many as the model holds, which is OpenAI's default here."""
+    given = [
+        value for name in ("max_completion_tokens", "max_tokens") if (value := fields.integer(name, low=1)) is not None
+    ]
+    return min(given, default=None)
+
+
+def replace_max_tokens(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """Return parameters with this limit. Raises HttpError: 400 if min_tokens is above it."""
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise invalid("min_tokens", params.min_tokens, f"at most max_tokens, {max_tokens}")
+    return replace(params, max_tokens=max_tokens)
+
+
+def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", low=0, high=backend.max_logprobs)
+    if top and not wanted:
+        path = fields.path_of("top_logprobs")
+        raise HttpError(400, f"{path} is {top}, and logprobs is not true", code="invalid_value", param=path)
+    return (top or 0) if wanted else None
+
+
+# Answering.
+
+
+def call_id() -> str:
+    """Return a new id of a call: nine letters and digits, which is all that Mistral's templates take."""
+    return "".join(secrets.choice(_CALL_ID_LETTERS) for _ in range(9))
+
+
+def logprob_entries(entries: Iterable[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return log-probabilities of tokens as chat completions and responses have them."""
+    return [
+        {
+            **_logprob(entry.token_id, entry.logprob, texts),
+            "top_logprobs": [_logprob(token_id, logprob, texts) for token_id, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+def _logprob(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text = texts.of(token_id)
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request, counted as its chunks come."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    def count(self, chunk: Chunk) -> None:
+        """Count a chunk's."""
+        self.num_cached_tokens += chunk.num_cached_tokens or 0
+        self.num_generated_tokens += len(chunk.token_ids)
+
+
+@dataclass(slots=True)
+class _Message:
+    """One sample's message, as far as it has come."""
+
+    content: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, events: Iterable[Event]) -> dict[str, Any]:
+        """Take events found in the text; return them as a delta."""
+        delta: dict[str, Any] = {}
+        for event in events:
+            if isinstance(event, Text):
+                self.content.append(event.text)
+                delta["content"] = delta.get("content", "") + event.text
+            elif isinstance(event, CallBegan):
+                head = {"id": call_id(), "type": "function"}
+                self.calls.append({**head, "function": {"name": event.name, "arguments": ""}})
+                begun = {"index": len(self.calls) - 1, **head, "function": {"name": event.name, "arguments": ""}}
+                delta.setdefault("tool_calls", []).append(begun)
+            else:
+                self._take_arguments(event, delta.setdefault("tool_calls", []))
+        return delta
+
+    def _take_arguments(self, event: Arguments, delta: list[dict[str, Any]]) -> None:
+        self.calls[-1]["function"]["arguments"] += event.text
+        index = len(self.calls) - 1
+        if not delta or delta[-1]["index"] != index:
+            delta.append({"index": index, "function": {"arguments": ""}})
+        delta[-1]["function"]["arguments"] += event.text
+
+    @property
+    def reason(self) -> str | None:
+        """Return why it ended; a message that ends with its calls waits for their results."""
+        if self.finish_reason is FinishReason.STOP and self.calls:
+            return "tool_calls"
+        return None if self.finish_reason is None else self.finish_reason.value
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the message whole. Its content is null if it has only calls."""
+        content = "".join(self.content)
+        body: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None}
+        body |= {"refusal": None}
+        return body | {"tool_calls": self.calls} if self.calls else body
+
+
+class _Answer:
+    """The answer to one request, as a whole or event by event."""
+
+    def __init__(self, asked: Chat, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts) -> None:
+        self._asked = asked
+        self._prompt_token_ids = prompt_token_ids
+        self._texts = texts
+        self._usage = Usage(len(prompt_token_ids))
+        self._messages: dict[int, _Message] = {}
+        self._head = {
+            "id": f"chatcmpl-{request.id}",
+            "object": "chat.completion.chunk" if asked.stream else "chat.completion",
+            "created": request.began_s,
+            "model": asked.backend.model_names[0],
+        }
+
+    @property
+    def _usage_body(self) -> dict[str, Any]:
+        usage = self._usage
+        return usage_of(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_generated_tokens)
+
+    def _take(self, piece: Piece) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
+        """Take a piece; return its message and its new content: a delta, and log-probabilities."""
+        chunk = piece.chunk
+        self._usage.count(chunk)
+        message = self._messages.setdefault(chunk.index, _Message())
+        delta = message.take(piece.events)
+        logprobs = logprob_entries(chunk.logprobs or (), self._texts)
+        message.logprobs += logprobs
+        message.token_ids += chunk.token_ids
+        message.finish_reason = chunk.finish_reason or message.finish_reason
+        return message, delta, logprobs
+
+    def _logprobs_body(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
+        return None if self._asked.params.logprobs is None else {"content": logprobs, "refusal": None}
+
+    async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events: at most one for each chunk of a sample, then the usage if asked for."""
+        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if (choice := self._delta_choice(piece)) is not None:
+                    yield made.event_of(choice)
+        if self._asked.include_usage:
+            yield event_of({**self._head, "choices": [], "usage": self._usage_body})
+        yield DONE
+
+    def _delta_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """Return new content of a sample; None if there is none for the caller."""
+        index = piece.chunk.index
+        is_first = index not in self._messages
+        message, delta, logprobs = self._take(piece)
+        if is_first:
+            delta = {"role": "assistant", "content": "", **delta}
+        shows_ids = self._asked.return_token_ids and bool(piece.chunk.token_ids)
+        if not (delta or logprobs or shows_ids or message.reason):
+            return None
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs_body(logprobs) if logprobs else None,
+            "finish_reason": message.reason,
+        }
+        if self._asked.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt_token_ids if is_first else None
+            choice["token_ids"] = list(piece.chunk.token_ids)
+        return choice
+
+    def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """The answer as one object."""
+        for piece in pieces:
+            self._take(piece)
+        choices = [self._choice(index, self._messages[index]) for index in sorted(self._messages)]
+        body = {**self._head, "choices": choices, "usage": self._usage_body}
+        return body | {"prompt_token_ids": self._prompt_token_ids} if self._asked.return_token_ids else body
+
+    def _choice(self, index: int, message: _Message) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": message.body,
+            "logprobs": self._logprobs_body(message.logprobs),
+            "finish_reason": message.reason,
+        }
+        return choice | {"token_ids": message.token_ids} if self._asked.return_token_ids else choice

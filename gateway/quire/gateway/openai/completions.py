@@ -1,0 +1,290 @@
+"""POST /v1/completions, as OpenAI and vLLM have it. docs/reference/http.md lists its fields."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from quire.client.engine.caching import CacheParams
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.tokenizer import Tokenizer
+from quire.client.errors import InvalidRequest
+from quire.gateway.door import Caller, Door
+from quire.gateway.errors import http_error_of, invalid
+from quire.gateway.http.endpoint import PostRequest, json_response, post
+from quire.gateway.http.fields import MAX_INT32, Fields, text_of
+from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
+from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
+from quire.gateway.routing.backend import Backend
+from quire.gateway.texts import CompletionLogprobs, TokenTexts, decoded, encoded, prompt_logprobs_of
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt: its tokens, and its text if the answer repeats it."""
+
+    token_ids: Sequence[int]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request as it was read.
+
+    echo               the answer begins with the prompt
+    generates          False for max_tokens 0: one token is generated all the same, and not shown
+    """
+
+    backend: Backend
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    cache: CacheParams | None
+    echo: bool
+    generates: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    has_prompt_logprobs: bool
+
+
+def routes(door: Door) -> list[BaseRoute]:
+    """Return the endpoint."""
+    return [post(door, "/v1/completions", create_completion)]
+
+
+async def create_completion(door: Door, request: PostRequest) -> Response:
+    """Answer a request, as a whole or as a stream."""
+    asked = await read_completion(door, request.fields)
+    streams = start(door, request.caller, asked)
+    answer = _Answer(asked, request, door.token_texts(asked.backend))
+    if asked.stream:
+        events = await primed(answer.events(streams))
+        return EventStream(events, send_timeout_s=door.limits.send_timeout_s)
+    return json_response(answer.whole(await collected(streams)))
+
+
+def start(door: Door, caller: Caller, asked: Completion) -> list[AsyncGenerator[Chunk, None]]:
+    """Return a stream of chunks for each prompt. Raises HttpError naming the prompt if one can't be served."""
+    streams = []
+    for index, prompt in enumerate(asked.prompts):
+        try:
+            streams.append(door.generate(caller, asked.backend, prompt.token_ids, asked.params, cache=asked.cache))
+        except InvalidRequest as error:
+            found = http_error_of(error)
+            if found.param == "prompt" and len(asked.prompts) > 1:
+                found.param = f"prompt[{index}]"
+            raise found from None
+    return streams
+
+
+# Reading.
+
+
+async def read_completion(door: Door, fields: Fields) -> Completion:
+    """Return the request that a body makes. Raises HttpError."""
+    backend = door.backend_of(fields.string("model"))
+    stream, echo = fields.boolean("stream"), fields.boolean("echo")
+    fields.refuse("suffix", "text can't be inserted, only continued", unless=("",))
+    fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
+    fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
+    fields.ignore(*IGNORED)
+    max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=0)
+    if not max_tokens and not echo:
+        raise invalid("max_tokens", max_tokens, f"an integer from 1 to {MAX_INT32}, or 0 with echo")
+    logprobs = fields.integer("logprobs", low=0, high=backend.max_logprobs)
+    params = sampling_of(fields, max_tokens=max_tokens or 1, logprobs=logprobs)
+    has_prompt_logprobs = params.prompt_logprobs is not None
+    if echo and logprobs is not None and not has_prompt_logprobs:
+        params = replace(params, prompt_logprobs=logprobs)
+    include_usage = include_usage_of(fields, is_stream=stream)
+    cache, return_token_ids = cache_of(fields), fields.boolean("return_token_ids")
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    given = fields.require("prompt")
+    fields.end()
+    prompts = await _read_prompts(door, given, backend.tokenizer, echo=echo, add_special_tokens=add_special_tokens)
+    if len(prompts) * params.n > door.limits.max_samples:
+        limit = f"at most {door.limits.max_samples} samples of all prompts together"
+        raise invalid("n", params.n, limit)
+    return Completion(
+        backend=backend,
+        prompts=prompts,
+        params=params,
+        cache=cache,
+        echo=echo,
+        generates=max_tokens > 0,
+        stream=stream,
+        include_usage=include_usage,
+        return_token_ids=return_token_ids,
+        has_prompt_logprobs=has_prompt_logprobs,
+    )
+
+
+async def _read_prompts(
+    door: Door, given: Any, tokenizer: Tokenizer | None, *, echo: bool, add_special_tokens: bool
+) -> list[Prompt]:
+    """Return one prompt, or several: a text, token ids, a list of texts, or a list of lists of token ids."""
+    if not isinstance(given, list):
+        given, is_list = [given], False
+    else:
+        is_list = not (given and _is_integer(given[0]))
+        given = given if is_list else [given]
+    if not given:
+        raise invalid("prompt", given, "text, token ids, or a list of these with at least one")
+    if len(given) > door.limits.max_prompts:
+        raise invalid("prompt", f"{len(given)} prompts", f"at most {door.limits.max_prompts} prompts")
+    prompts = []
+    for index, each in enumerate(given):
+        path = f"prompt[{index}]" if is_list else "prompt"
+        if isinstance(each, list):
+            token_ids = token_ids_of(path, each)
+            prompts.append(Prompt(token_ids, await _decoded(path, token_ids, tokenizer) if echo else ""))
+        elif isinstance(each, str):
+            text = text_of(path, each)
+            token_ids = await encode(path, text, tokenizer, add_special_tokens=add_special_tokens)
+            prompts.append(Prompt(token_ids, text))
+        else:
+            raise invalid(path, each, "text or a list of token ids")
+    return prompts
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def token_ids_of(path: str, values: list[Any]) -> list[int]:
+    """Return token ids; the model's vocabulary is looked at later. Raises HttpError."""
+    for kind in {type(value) for value in values}:
+        if kind is not int:
+            raise invalid(path, kind.__name__, "a list of integers, the token ids")
+    for value in (min(values), max(values)) if values else ():
+        if not 0 <= value <= MAX_INT32:
+            raise invalid(path, value, f"token ids from 0 to {MAX_INT32}")
+    return values
+
+
+async def encode(path: str, text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the text's tokens. Raises HttpError if there is no tokenizer."""
+    if tokenizer is None:
+        raise invalid(path, "text", "token ids, since there is no tokenizer")
+    return await encoded(tokenizer, text, add_special_tokens=add_special_tokens)
+
+
+async def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        raise invalid("echo", True, f"false for {path} of token ids, since there is no tokenizer")
+    return await decoded(tokenizer, token_ids, skip_special_tokens=True)
+
+
+# Answering.
+
+
+class _Usage:
+    """Tokens of a request, counted as its chunks come."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+    def count(self, chunk: Chunk, *, generates: bool = True) -> None:
+        self.num_cached_tokens += chunk.num_cached_tokens or 0
+        self.num_generated_tokens += len(chunk.token_ids) if generates else 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return usage_of(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated_tokens)
+
+
+def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> dict[str, Any]:
+    """Return the `usage` object of completions and chat completions."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated_tokens,
+        "total_tokens": num_prompt_tokens + num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+class _Answer:
+    """The answer to one request, as a whole or event by event."""
+
+    def __init__(self, asked: Completion, request: PostRequest, texts: TokenTexts) -> None:
+        self._asked = asked
+        self._texts = texts
+        self._usage = _Usage(sum(len(prompt.token_ids) for prompt in asked.prompts))
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._began: set[int] = set()
+        self._head = {
+            "id": f"cmpl-{request.id}",
+            "object": "text_completion",
+            "created": request.began_s,
+            "model": asked.backend.model_names[0],
+        }
+
+    async def events(self, streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events: one for each chunk of a sample, then the usage if it was asked for."""
+        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
+        async with aclosing(merged(streams)) as chunks:
+            async for index, chunk in chunks:
+                yield made.event_of(self._choice(index, [chunk]))
+        if self._asked.include_usage:
+            yield event_of({**self._head, "choices": [], "usage": self._usage.body})
+        yield DONE
+
+    def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = [
+            self._choice(index, [chunk for chunk in of_prompt if chunk.index == sample])
+            for index, of_prompt in enumerate(chunks)
+            for sample in range(self._asked.params.n)
+        ]
+        return {**self._head, "choices": choices, "usage": self._usage.body}
+
+    def _choice(self, prompt_index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return a choice with the text of these chunks, which are all of one sample."""
+        asked, prompt = self._asked, self._asked.prompts[prompt_index]
+        index = prompt_index * asked.params.n + chunks[0].index
+        is_first = index not in self._began
+        self._began.add(index)
+        for chunk in chunks:
+            self._usage.count(chunk, generates=asked.generates)
+        shown = chunks if asked.generates else ()
+        text = "".join(chunk.text for chunk in shown)
+        reason = chunks[-1].finish_reason
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": prompt.text + text if asked.echo and is_first else text,
+            "logprobs": self._logprobs_of(index, prompt, chunks, is_first=is_first),
+            "finish_reason": None if reason is None else reason.value,
+        }
+        if asked.return_token_ids:
+            choice["prompt_token_ids"] = list(prompt.token_ids) if is_first else None
+            choice["token_ids"] = [token_id for chunk in shown for token_id in chunk.token_ids]
+        if asked.has_prompt_logprobs and is_first:
+            found = next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
+            choice["prompt_logprobs"] = None if found is None else prompt_logprobs_of(found, self._texts)
+        return choice
+
+    def _logprobs_of(
+        self, index: int, prompt: Prompt, chunks: Sequence[Chunk], *, is_first: bool
+    ) -> dict[str, Any] | None:
+        if self._asked.params.logprobs is None:
+            return None
+        entries: list[Any] = []
+        token_ids: list[int] = []
+        for chunk in chunks:
+            if self._asked.echo and is_first and chunk.prompt_logprobs is not None:
+                entries += chunk.prompt_logprobs
+                token_ids += prompt.token_ids
+            if self._asked.generates:
+                entries += chunk.logprobs or ()
+                token_ids += chunk.token_ids
+        made = self._logprobs.setdefault(index, CompletionLogprobs(self._texts))
+        return made.part(entries, token_ids)

@@ -1,0 +1,276 @@
+"""Sampling, grammar and cache parameters of a JSON body, as all endpoints that generate share them. Pure.
+
+Ranges are those of SamplingParams, CacheParams and Grammar, which raise InvalidRequest with the field's name. Only
+types that JSON has and these would misread, and names that differ, are looked at here.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
+from quire.client.engine.caching import CacheParams, Retention
+from quire.client.engine.grammar import Grammar
+from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
+from quire.client.errors import InvalidRequest
+from quire.compute.v1.sampling_ranges import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    Range,
+)
+from quire.gateway.errors import HttpError, http_error_of, invalid
+from quire.gateway.http.fields import MAX_INT32, Fields, array_of, integer_of, text_of
+
+Made = TypeVar("Made")
+
+MAX_TOKEN_IDS = 65_536
+"""Token ids in a list that is not a prompt."""
+
+_EXPECTED_S = Range(f"[0, {MAX_EXPECTED_S:.0f}]")
+
+# Fields that SamplingParams has under the same name and with the same meaning.
+_AS_THEY_ARE = (
+    *("n", "temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# The fields of Grammar for structured_outputs; "grammar" is handled separately.
+_KINDS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
+# OpenAI's fields that say something of bookkeeping, or of services that are not here, and nothing of the text.
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+def sampling_of(fields: Fields, **given: Any) -> SamplingParams:
+    """Return the sampling parameters of a body; `given` are those that the endpoint reads under other names.
+
+    Raises HttpError: 400 with the field's path.
+    """
+    values = {name: value for name in _AS_THEY_ARE if (value := fields.take(name)) is not None}
+    if (top_k := fields.integer("top_k", low=-1)) is not None:
+        values["top_k"] = max(0, top_k)  # vLLM's -1 is all tokens, as 0 is
+    if (priority := fields.integer("priority", low=-MAX_INT32)) is not None:
+        values["priority"] = -priority  # vLLM serves the lower number first, the engine the higher one
+    if fields.has("stop"):
+        values["stop"] = _strings(fields, "stop", max_length=MAX_STOP_STRINGS)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if fields.has(name):
+            values[name] = tuple(_token_ids(fields.path_of(name), fields.array(name, max_length=MAX_TOKEN_IDS)))
+    if fields.has("bad_words"):
+        values["bad_words"] = _bad_words(fields)
+    if fields.has("logit_bias"):
+        values["logit_bias"] = _biases(fields)
+    if (grammar := grammar_of(fields)) is not None:
+        values["grammar"] = grammar
+    return make(SamplingParams, **values, **{name: value for name, value in given.items() if value is not None})
+
+
+def make(kind: Callable[..., Made], **values: Any) -> Made:
+    """Return kind(**values). Raises HttpError for InvalidRequest."""
+    try:
+        return kind(**values)
+    except InvalidRequest as error:
+        raise http_error_of(error) from None
+
+
+def grammar_of(fields: Fields) -> Grammar | None:
+    """Return the grammar of response_format, structured_outputs or a guided_ field; None if there is none.
+
+    Raises HttpError: 400 with the field's path, also if there are several.
+    """
+    found = [each for each in (_response_format(fields), _structured_outputs(fields), *_guided(fields)) if each]
+    if len(found) > 1:
+        names = " and ".join(path for path, _ in found)
+        raise HttpError(400, f"{names} are given, must be at most one of them", code="invalid_value", param=found[1][0])
+    if not found:
+        return None
+    [(path, values)] = found
+    fields.aliases["grammar"] = path
+    return _grammar(path, values)
+
+
+def _grammar(path: str, values: Mapping[str, Any]) -> Grammar:
+    try:
+        return make(Grammar, **values)
+    except HttpError as error:
+        error.param = path
+        raise
+
+
+def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
+    asked = fields.object("response_format")
+    if asked is None:
+        return None
+    kind = asked.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        asked.require("type")
+    schema = asked.object("json_schema") if kind == "json_schema" else None
+    asked.end()
+    if kind == "json_object":
+        return asked.path_of("type"), {"json_object": True}
+    if kind == "text":
+        return None
+    if schema is None:
+        asked.require("json_schema")
+        raise AssertionError("require returned")
+    schema.ignore("name", "description", "strict")
+    wanted = schema.mapping("schema")
+    schema.end()
+    return schema.path_of("schema"), {"json_schema": {} if wanted is None else wanted}
+
+
+def _structured_outputs(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
+    asked = fields.object("structured_outputs")
+    if asked is None:
+        return None
+    values = {ours: value for name, ours in _KINDS.items() if (value := asked.take(name)) is not None}
+    if values.get("json_object") is False:
+        del values["json_object"]
+    values |= _text_grammar(asked, "grammar")
+    asked.refuse("structural_tag", "give json, regex, choice or grammar")
+    asked.end()
+    if not values:
+        path = fields.path_of("structured_outputs")
+        limit = "json, json_object, regex, choice or grammar"
+        raise HttpError(400, f"{path} is empty, must have one of {limit}", code="missing_field", param=path)
+    _check_choices(asked.path_of("choice"), values)
+    return fields.path_of("structured_outputs"), values
+
+
+def _guided(fields: Fields) -> list[tuple[str, Mapping[str, Any]]]:
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name in _GUIDED:
+        if not fields.has(name):
+            continue
+        values: dict[str, Any] = (
+            _text_grammar(fields, name)
+            if name == "guided_grammar"
+            else {_KINDS[name.removeprefix("guided_")]: fields.take(name)}
+        )
+        _check_choices(fields.path_of(name), values)
+        found.append((fields.path_of(name), values))
+    return found
+
+
+def _check_choices(path: str, values: Mapping[str, Any]) -> None:
+    if "choice" in values:
+        array_of(path, values["choice"], max_length=MAX_CHOICES)
+
+
+def _text_grammar(fields: Fields, name: str) -> dict[str, Any]:
+    """Return a grammar that is a text: GBNF if a rule has ::=, else Lark, as in vLLM."""
+    text = fields.string(name)
+    return {} if text is None else {"ebnf" if "::=" in text else "lark": text}
+
+
+def cache_of(fields: Fields) -> CacheParams | None:
+    """Return the cache parameters of a body; None if it has none. The pool separates tenants with any salt.
+
+    Raises HttpError: 400 with the field's path.
+    """
+    values: dict[str, Any] = {}
+    paths = {"salt": fields.path_of("cache_salt")}
+    if (salt := fields.string("cache_salt")) is not None:
+        if not salt:
+            raise invalid(paths["salt"], salt, "a string that is not empty")
+        values["salt"] = salt.encode()
+    if (hints := fields.object("kv_hints")) is not None:
+        values |= _hints(hints)
+        paths |= {"retention": hints.path_of("retention"), "retention.num_tokens": hints.path_of("retention")}
+    return _made_at(paths, CacheParams, **values) if values else None
+
+
+def _hints(hints: Fields) -> dict[str, Any]:
+    """Return what `kv_hints` says, as fields of CacheParams."""
+    hints.refuse("actions", "give expected_in_s, not_expected or retention")  # vLLM's envelope
+    expected_s = hints.number("expected_in_s", allowed=_EXPECTED_S)
+    if hints.boolean("not_expected"):
+        if expected_s is not None:
+            raise invalid(hints.path_of("not_expected"), True, "false, or expected_in_s left out")
+        expected_s = math.inf
+    ranges = [_retention(each) for each in hints.objects("retention", max_length=MAX_RANGES) or ()]
+    hints.end()
+    return {"expected_back_s": expected_s, "retention": tuple(ranges)}
+
+
+def _retention(given: Fields) -> Retention:
+    names = ("num_tokens", "priority", "ttl_s")
+    for name in names[:2]:
+        given.require(name)
+    values = {name: given.take(name) for name in names}
+    given.end()
+    return _made_at({f"retention.{name}": given.path_of(name) for name in names}, Retention, **values)
+
+
+def _made_at(paths: Mapping[str, str], kind: Callable[..., Made], **values: Any) -> Made:
+    """Return kind(**values). Raises HttpError that names a field by its path in the body, not as kind does."""
+    try:
+        return make(kind, **values)
+    except HttpError as error:
+        if error.param is not None and (path := paths.get(error.param)) is not None:
+            error.message = error.message.replace(error.param, path, 1)
+            error.param = path
+        raise
+
+
+def include_usage_of(fields: Fields, *, is_stream: bool) -> bool:
+    """Return stream_options.include_usage. Raises HttpError: 400, also if the answer is not streamed."""
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    path = fields.path_of("stream_options")
+    if not is_stream:
+        raise HttpError(
+            400, f"{path} is given, must be left out unless stream is true", code="invalid_value", param=path
+        )
+    wanted: bool = options.boolean("include_usage")
+    options.ignore("include_obfuscation")
+    options.end()
+    return wanted
+
+
+def _strings(fields: Fields, name: str, *, max_length: int) -> tuple[str, ...]:
+    path, value = fields.path_of(name), fields.take(name)
+    if isinstance(value, str):
+        return (text_of(path, value),)
+    if not isinstance(value, list):
+        raise invalid(path, value, "a string or a list of strings")
+    return tuple(text_of(f"{path}[{i}]", each) for i, each in enumerate(array_of(path, value, max_length=max_length)))
+
+
+def _token_ids(path: str, values: list[Any] | None) -> list[int]:
+    return [integer_of(f"{path}[{i}]", each, low=0, high=MAX_INT32) for i, each in enumerate(values or ())]
+
+
+def _bad_words(fields: Fields) -> tuple[Any, ...]:
+    path, words = fields.path_of("bad_words"), fields.array("bad_words", max_length=MAX_BAD_WORDS) or []
+    return tuple(_bad_word(f"{path}[{i}]", word) for i, word in enumerate(words))
+
+
+def _bad_word(path: str, word: Any) -> str | tuple[int, ...]:
+    if isinstance(word, str):
+        return text_of(path, word)
+    if not isinstance(word, list):
+        raise invalid(path, word, "a string or a list of token ids")
+    return tuple(_token_ids(path, array_of(path, word, max_length=MAX_BAD_WORD_TOKENS)))
+
+
+def _biases(fields: Fields) -> dict[int, Any]:
+    """Return the biases by token id; JSON's keys are strings."""
+    path, given = fields.path_of("logit_bias"), fields.mapping("logit_bias") or {}
+    if len(given) > MAX_LOGIT_BIASES:
+        raise invalid(path, f"{len(given)} tokens", f"at most {MAX_LOGIT_BIASES} tokens")
+    for key in given:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid(path, key, "an object with token ids as keys")
+    return {int(key): bias for key, bias in given.items()}

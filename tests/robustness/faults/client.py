@@ -1,0 +1,136 @@
+"""The client process: an engine per task; it reports every delivered token to the harness at once.
+
+Speaks JSON lines over the harness's socket. From it: {"task", "requests", "cancels", "slow"}, or null to end. To it:
+
+    {"task", "request", "sample", "tokens", "finish"}      new tokens of a sample
+    {"task", "request", "error"}                           how a request ended instead
+    {"task", "done": statistics}                           all requests have ended and the engine is closed
+
+On SIGUSR1 it writes to its log what each of its tasks waits for; on SIGUSR2 the stack of each thread, even if its
+loop hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import logging
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
+
+# isort: split
+from robustness.faults.schedule import LEASE_TTL_S
+from robustness.faults.workload import MAX_STEP_TOKENS, make_requests
+
+from quire.client.cache_client import CacheClient
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.errors import EpochChanged, LeaseLost, NotFound, QuireError, Unavailable
+from quire.client.worker_client import WorkerClient
+
+CALL_TIMEOUT_S = 1.0
+STEP_TIMEOUT_S = 2.0
+SLOW_READ_S = 0.03
+REOPEN_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """One connection to the harness."""
+
+    def __init__(self, cachemgr: str, writer: asyncio.StreamWriter) -> None:
+        self._cachemgr = cachemgr
+        self._writer = writer
+        self._requests = make_requests()
+        self._running: Engine | None = None
+
+    def describe(self) -> None:
+        """Writes the waits of all tasks to the log."""
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.stderr)
+        if self._running is not None:
+            log.info("%s", self._running.statistics())
+
+    async def run(self, order: dict[str, Any]) -> None:
+        """One task, from a new engine to its end."""
+        engine = self._running = await self._open_engine()
+        try:
+            await asyncio.gather(*(self._request(engine, order, index) for index in order["requests"]))
+            statistics = engine.statistics()
+        finally:
+            await engine.close()
+            self._running = None
+        self._say(task=order["task"], done=asdict(statistics))
+
+    async def _open_engine(self) -> Engine:
+        """An engine, as soon as it can be had: one outlives the services' absence, but needs them for its start."""
+        while True:
+            try:
+                return await self._engine().__aenter__()
+            except (Unavailable, NotFound, LeaseLost, EpochChanged) as error:
+                log.info("no engine yet: %s", error)
+                await asyncio.sleep(REOPEN_S)
+
+    def _engine(self) -> Engine:
+        config = EngineConfig(
+            lease_ttl_s=LEASE_TTL_S, max_step_tokens=MAX_STEP_TOKENS, recovery_timeout_s=30.0, tenants=True
+        )
+        cache = CacheClient(self._cachemgr, timeout_s=CALL_TIMEOUT_S)
+
+        def connect_worker(address: str) -> WorkerClient:
+            return WorkerClient(address, timeout_s=CALL_TIMEOUT_S, step_timeout_s=STEP_TIMEOUT_S)
+
+        return Engine(cache, connect_worker, config=config)
+
+    async def _request(self, engine: Engine, order: dict[str, Any], index: int) -> None:
+        request = self._requests[index]
+        most_tokens = order["cancels"].get(str(index))
+        num_tokens = 0
+        try:
+            async with contextlib.aclosing(
+                engine.generate(request.prompt, request.params, cache=request.cache)
+            ) as chunks:
+                async for chunk in chunks:
+                    finish = None if chunk.finish_reason is None else chunk.finish_reason.value
+                    self._say(
+                        task=order["task"], request=index, sample=chunk.index, tokens=chunk.token_ids, finish=finish
+                    )
+                    num_tokens += len(chunk.token_ids)
+                    if most_tokens is not None and num_tokens >= most_tokens:
+                        return
+                    if index == order["slow"]:
+                        await asyncio.sleep(SLOW_READ_S)
+        except QuireError as error:
+            self._say(task=order["task"], request=index, error=repr(error))
+
+    def _say(self, **event: Any) -> None:
+        self._writer.write(json.dumps(event).encode() + b"\n")
+
+
+async def serve(name: str, cachemgr: str, socket: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(socket)
+    writer.write(json.dumps({"client": name}).encode() + b"\n")
+    client = Client(cachemgr, writer)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, client.describe)
+    while order := json.loads(await reader.readline() or b"null"):
+        await client.run(order)
+    writer.close()
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: the client's name, cachemgr's address, the harness's socket."""
+    faulthandler.register(signal.SIGUSR2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(serve(*arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

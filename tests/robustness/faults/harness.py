@@ -1,0 +1,695 @@
+"""The processes, the links between them, one schedule after the other, and the checks after each.
+
+    client a ──cache-a──┐                    ┌──attach── worker
+                        ├──► cachemgr ◄──────┤
+    client b ──cache-b──┘                    └──attach── a second worker, held back until the first is killed
+    both     ──steps───────────────────────────────────► worker
+
+Checks of every schedule:
+
+    tokens    every request ends, and each of its samples is what it was without faults: nothing twice, nothing missing
+    books     AuditPool finds nothing, whenever it is asked
+    the end   no lease, no sequence, no report that was not acknowledged; free + cached = pool, on both sides
+    logs      no violation of ownership, no unexpected exception; no process ended that was not killed
+
+A worker's wall clock can't be set back here; to a monotonic clock a jump looks like a process that was stopped for as
+long (OVERSLEEP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import psutil
+from robustness.faults.disk import SmallDisk
+from robustness.faults.proxy import Link
+from robustness.faults.schedule import ATTACH_LINK, CLIENTS, FOLLOWER, STEPS_LINK, Fault, FaultKind, Schedule, Task
+from robustness.faults.workload import (
+    BLOCK_SIZE,
+    MAX_STEP_TOKENS,
+    NUM_BLOCKS,
+    NUM_REQUESTS,
+    SHARES,
+    WINDOW,
+    make_requests,
+)
+
+from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
+from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 5.0
+AUDIT_PERIOD_S = 0.1
+DESCRIBING_S = 1.0
+END_OF_LOG = 40
+"""Lines of each process that an error of the set-up shows."""
+WORKER_SLOTS = (0, 1)
+SIGNS = (
+    *("violated", "Traceback", "never retrieved", "was destroyed", "pool damaged", "CRITICAL", "step failed"),
+    *("loop has died", r"handler failed(?!.*ExecuteBatchError)"),  # that one: the caller has disconnected meanwhile
+)
+"""Log lines that no fault excuses."""
+ENVIRONMENT = {
+    "QUIRE_VERIFY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "GRPC_VERBOSITY": "NONE",
+}
+GUARDED = Path(__file__).parents[3] / "client" / "quire" / "cli" / "guarded.py"
+TEXT_MODEL = Path(__file__).parents[2] / "framework" / "text_model.py"
+TARGETS = {
+    "cachemgr": "quire.cachemgr",
+    "worker": "quire.worker",
+    "client": str(Path(__file__).with_name("client.py")),
+}
+STATE_DIR_FLAG = "--state-dir"
+
+
+Process = asyncio.subprocess.Process | psutil.Process
+"""Processes that a signal can be sent to."""
+
+
+class HarnessError(Exception):
+    """The processes could not be brought to where a schedule can begin."""
+
+
+@dataclass
+class Outcome:
+    """The outcome of a schedule."""
+
+    seed: int
+    failures: list[str] = field(default_factory=list)
+    fired: Counter[str] = field(default_factory=Counter)
+    not_reached: int = 0
+    recoveries: int = 0
+    preemptions: int = 0
+    num_tokens: int = 0
+    num_messages: int = 0
+    duration_s: float = 0.0
+
+
+class Children:
+    """Processes that end with this one."""
+
+    def __init__(self) -> None:
+        self._guard_read, self._guard_write = os.pipe()
+        self._started: list[Child] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for child in self._started:
+            await child.kill()
+        os.close(self._guard_read)
+        os.close(self._guard_write)
+
+    async def start(self, kind: str, arguments: list[str], log: Path) -> Child:
+        command = [sys.executable, "-P", str(GUARDED), str(self._guard_read), TARGETS[kind], *arguments]
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._guard_read,),
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._started.append(Child(process, asyncio.ensure_future(process.wait()), log))
+        return self._started[-1]
+
+
+async def make_model(folder: Path, *, has_window: bool) -> Path:
+    """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
+    model = folder / "model"
+    command = [sys.executable, str(TEXT_MODEL), str(model), *([str(WINDOW)] if has_window else [])]
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | ENVIRONMENT)
+    if await process.wait():
+        raise HarnessError("the model can't be made")
+    return model
+
+
+@dataclass(eq=False)
+class Child:
+    """One process; `ended` has its exit status, negative for a signal."""
+
+    process: asyncio.subprocess.Process
+    ended: asyncio.Future[int]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(self.ended), END_TIMEOUT_S)
+
+
+@dataclass
+class Delivery:
+    """The delivery of one request: samples by index, and their ends."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+
+
+class Checker:
+    """Compares a client's deliveries with those without faults: one line per wrong sample."""
+
+    def __init__(self, reference: dict[int, Delivery]) -> None:
+        self._reference = reference
+        self._deliveries: dict[int, Delivery] = {}
+        self._failures: dict[tuple[int, int], str] = {}
+        self.num_tokens = 0
+
+    @property
+    def failures(self) -> list[str]:
+        return list(self._failures.values())
+
+    def begin_anew(self) -> None:
+        """The client was killed: its deliveries are lost with it, and were checked."""
+        self._deliveries.clear()
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of a request."""
+        request = event["request"]
+        delivery = self._deliveries.setdefault(request, Delivery())
+        if "error" in event:
+            self._fail(request, 0, f"failed: {event['error']}")
+            return
+        sample = event["sample"]
+        if sample in delivery.finishes:
+            self._fail(request, sample, "goes on after its end")
+        known, expected = delivery.tokens.setdefault(sample, []), self._reference[request].tokens[sample]
+        known += event["tokens"]
+        self.num_tokens += len(event["tokens"])
+        if known != expected[: len(known)]:
+            wrong = next(n for n, token in enumerate(known) if expected[n : n + 1] != [token])
+            self._fail(request, sample, f"token {wrong} is not the one without faults")
+        if event["finish"] is not None:
+            delivery.finishes[sample] = event["finish"]
+
+    def finish(self, task: Task) -> None:
+        """The task has ended: all of it must be delivered, except for cancelled requests."""
+        for request in set(task.requests) - task.cancels.keys():
+            found, expected = self._deliveries.get(request, Delivery()), self._reference[request]
+            for sample, tokens in expected.tokens.items():
+                ends = found.finishes.get(sample), expected.finishes[sample]
+                if len(found.tokens.get(sample, ())) != len(tokens) or ends[0] != ends[1]:
+                    count = f"{len(found.tokens.get(sample, ()))} of {len(tokens)} tokens"
+                    self._fail(request, sample, f"{count}, finish {ends[0]} for {ends[1]}")
+
+    def _fail(self, request: int, sample: int, what: str) -> None:
+        self._failures.setdefault((request, sample), f"request {request} sample {sample}: {what}")
+
+
+class ClientProcess:
+    """A client, and the task it has. If it is killed, the next one gets the task anew."""
+
+    def __init__(self, name: str, start: Callable[[str], Any]) -> None:
+        self.name = name
+        self._start = start
+        self._connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        self.child: Child
+
+    async def start(self) -> None:
+        """Returns when it is connected; one that is killed before is started again."""
+        while True:
+            self._connected = asyncio.get_running_loop().create_future()
+            self.child = await self._start(self.name)
+            either = (self._connected, self.child.ended)
+            await asyncio.wait(either, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._connected.done():
+                self._streams = self._connected.result()
+                return
+            if not self.child.ended.done():
+                raise HarnessError(f"client {self.name} does not connect")
+
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connected.set_result((reader, writer))
+
+    async def run(self, number: int, task: Task) -> AsyncIterator[dict[str, Any]]:
+        """The task's events; {"killed": True} if the process ends, and it begins again."""
+        while True:
+            reader, writer = self._streams
+            order = {"task": number, "requests": task.requests, "cancels": task.cancels, "slow": task.slow}
+            with contextlib.suppress(ConnectionError):
+                writer.write(json.dumps(order).encode() + b"\n")
+                while line := await reader.readline():
+                    if not line.endswith(b"\n"):
+                        break
+                    event = json.loads(line)
+                    if event["task"] == number:
+                        yield event
+                        if "done" in event:
+                            return
+            writer.close()
+            yield {"killed": True}
+            await self.start()
+
+
+class Harness:
+    """Everything in one folder; enter it with `async with`, then run schedules."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        state_dir: bool = False,
+        small_disk: bool = False,
+        num_ranks: int = 1,
+        has_window: bool = False,
+    ) -> None:
+        """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
+
+        num_ranks is of each worker, 1 or 2. With has_window the model has two layer groups, one with a window.
+        """
+        self.folder = folder
+        self._has_window = has_window
+        self._num_ranks = num_ranks
+        self._state_dir = folder / "state" if state_dir else None
+        self._disk = SmallDisk(folder / "state") if small_disk else None
+        self._stack = contextlib.AsyncExitStack()
+        self._num_messages = 0
+        self._pending: list[Fault] = []
+        self._faults: set[asyncio.Task[None]] = set()
+        self._killing = asyncio.Lock()  # what is killed twice is started again before the second time
+        self._numbers = itertools.count(1)
+        self._active = WORKER_SLOTS[0]
+        self._workers: dict[int, Child] = {}
+        self._links: dict[str, Link] = {}
+        self._log_sizes: dict[Path, int] = {}
+        self._expected_ends: set[int] = set()
+        self._clients = {name: ClientProcess(name, self._start_client) for name in CLIENTS}
+        self.outcome = Outcome(0)
+        """State of the running schedule."""
+
+    # -- start and end
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        try:
+            await self._set_up()
+        except HarnessError as error:
+            error.add_note(self._ends_of_logs())
+            await self._stack.aclose()
+            raise
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    def _ends_of_logs(self) -> str:
+        ends = []
+        for log in sorted(self.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            ends += [f"-- {log.name}, the last of {len(lines)} lines:", *lines[-END_OF_LOG:]]
+        return "\n".join(ends)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _set_up(self) -> None:
+        if self._disk is not None:
+            self._stack.enter_context(self._disk)
+        elif self._state_dir is not None:
+            self._state_dir.mkdir(mode=0o700)
+        self._children = await self._stack.enter_async_context(Children())
+        self._model = await make_model(self.folder, has_window=self._has_window)
+        (self.folder / "tenants.toml").write_text(SHARES)
+        await self._open_links()
+        server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")
+        self._stack.callback(server.close)
+        self._cachemgr = await self._start_cachemgr()
+        for slot in WORKER_SLOTS:
+            if slot != self._active:
+                self._links[f"{ATTACH_LINK}{slot}"].hold()
+            self._workers[slot] = await self._start_worker(slot)
+        for client in self._clients.values():
+            await client.start()
+        self._open_stubs()
+        await self._until("the pool is attached", self._is_attached, START_TIMEOUT_S)
+        self._reference = await self._make_reference()
+
+    async def _open_links(self) -> None:
+        targets = {f"cache-{name}": "cachemgr" for name in CLIENTS}
+        for slot in WORKER_SLOTS:
+            targets |= {f"{ATTACH_LINK}{slot}": "cachemgr", f"{STEPS_LINK}{slot}": f"worker{slot}"}
+        for name, target in targets.items():
+            link = Link(name, listen=self._at(name), target=self._at(target), on_message=self._on_message)
+            self._links[name] = await self._stack.enter_async_context(link)
+
+    def _open_stubs(self) -> None:
+        options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+        options += (("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 100))
+        channels = [grpc.aio.insecure_channel(self._at(name), options=options) for name in self._servers()]
+        for channel in channels:
+            self._stack.push_async_callback(channel.close)
+        self._cache: Any = cache_service_pb2_grpc.CacheServiceStub(channels[0])
+        self._worker_stubs: list[Any] = [worker_service_pb2_grpc.WorkerServiceStub(each) for each in channels[1:]]
+
+    @staticmethod
+    def _servers() -> list[str]:
+        return ["cachemgr", *(f"worker{slot}" for slot in WORKER_SLOTS)]
+
+    def _at(self, name: str) -> str:
+        return f"unix:{self.folder}/{name}.sock"
+
+    async def _start_cachemgr(self) -> Child:
+        arguments = ["--listen", self._at("cachemgr"), "--tenants", str(self.folder / "tenants.toml")]
+        if self._state_dir is not None:
+            arguments += [STATE_DIR_FLAG, str(self._state_dir)]
+        return await self._children.start("cachemgr", arguments, self.folder / "cachemgr.log")
+
+    async def _start_worker(self, slot: int) -> Child:
+        arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
+        arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
+        arguments += ["--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE)]
+        arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
+        arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
+        return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")
+
+    async def _start_client(self, name: str) -> Child:
+        arguments = [name, self._at(f"cache-{name}"), str(self.folder / "harness.sock")]
+        return await self._children.start("client", arguments, self.folder / f"client-{name}.log")
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = json.loads(await reader.readline())
+        self._clients[hello["client"]].connected(reader, writer)
+
+    async def _make_reference(self) -> dict[int, Delivery]:
+        """Each request by itself, without faults."""
+        reference: dict[int, Delivery] = {}
+        client = self._clients[CLIENTS[0]]
+        for index, request in enumerate(make_requests()):
+            delivery = reference[index] = Delivery()
+            async for event in client.run(next(self._numbers), Task((index,))):
+                if "error" in event or "killed" in event:
+                    raise HarnessError(f"without faults: request {index}: {event}")
+                if "sample" in event:
+                    delivery.tokens.setdefault(event["sample"], []).extend(event["tokens"])
+                    if event["finish"] is not None:
+                        delivery.finishes[event["sample"]] = event["finish"]
+            if len(delivery.finishes) != request.params.n:
+                raise HarnessError(f"without faults: request {index}: {delivery.finishes}")
+        assert len(reference) == NUM_REQUESTS
+        return reference
+
+    # -- one schedule
+
+    async def run(self, schedule: Schedule) -> Outcome:
+        """Runs it and checks everything. After a failure the processes may be in any state: make another Harness."""
+        started = time.monotonic()
+        outcome = self.outcome = Outcome(schedule.seed)
+        self._num_messages = 0
+        self._pending = list(schedule.faults)
+        for log in self.folder.glob("*.log"):
+            self._log_sizes.setdefault(log, log.stat().st_size)
+        auditing = asyncio.create_task(self._audit_again_and_again())
+        checkers = {name: Checker(self._reference) for name in schedule.tasks}
+        tasks = [
+            asyncio.create_task(self._serve(self._clients[name], task, checkers[name]))
+            for name, task in schedule.tasks.items()
+        ]
+        try:
+            _, late = await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+            if late:
+                outcome.failures.append(f"{len(late)} clients not done within {END_TIMEOUT_S:g} s")
+                outcome.failures.append(f"then: {await self._describe()}")
+                await self._ask_what_clients_wait_for()
+            outcome.not_reached, self._pending = len(self._pending), []
+            await self._heal()
+            for task in set(tasks) - late:
+                task.result()
+            if not late:
+                await self._await_rest()
+        finally:
+            auditing.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(auditing, *tasks, return_exceptions=True)
+        for checker in checkers.values():
+            outcome.failures += checker.failures
+            outcome.num_tokens += checker.num_tokens
+        self._check_processes()
+        self._read_logs()
+        outcome.num_messages = self._num_messages
+        outcome.duration_s = time.monotonic() - started
+        return outcome
+
+    async def _serve(self, client: ClientProcess, task: Task, checker: Checker) -> None:
+        async for event in client.run(next(self._numbers), task):
+            if "killed" in event:
+                checker.begin_anew()
+            elif "done" in event:
+                self._count(event)
+            else:
+                checker.take(event)
+        checker.finish(task)
+
+    def _count(self, event: dict[str, Any]) -> None:
+        self.outcome.recoveries += event["done"]["recoveries"]
+        self.outcome.preemptions += event["done"]["scheduler"]["preemptions"]
+
+    # -- faults
+
+    def _on_message(self) -> None:
+        self._num_messages += 1
+        while self._pending and self._pending[0].after_message <= self._num_messages:
+            task = asyncio.create_task(self._make(self._pending.pop(0)))
+            self._faults.add(task)
+
+    async def _make(self, fault: Fault) -> None:
+        self.outcome.fired[f"{fault.kind.value} {fault.target}"] += 1
+        if fault.kind is FaultKind.KILL:
+            async with self._killing:
+                await self._kill(fault)
+        elif fault.kind in (FaultKind.PAUSE, FaultKind.OVERSLEEP):
+            process = self._process(fault.target)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.duration_s)
+                process.send_signal(signal.SIGCONT)
+        elif fault.kind is FaultKind.FULL_DISK:
+            assert self._disk is not None
+            with self._disk.filled():
+                await asyncio.sleep(fault.duration_s)
+        else:
+            await self._disturb(fault, self._link(fault.target))
+
+    async def _disturb(self, fault: Fault, link: Link) -> None:
+        if fault.kind in (FaultKind.CUT, FaultKind.PARTITION):
+            link.cut()
+            await asyncio.sleep(fault.duration_s)
+            link.heal()
+        elif fault.kind is FaultKind.HALF_CLOSE:
+            await link.half_close()
+        elif fault.kind is FaultKind.FREEZE:
+            link.directions[fault.way].flows.clear()
+            await asyncio.sleep(fault.duration_s)
+            link.directions[fault.way].flows.set()
+        elif fault.kind is FaultKind.DELAY:
+            link.directions[fault.way].late_s = fault.duration_s
+            link.directions[fault.way].num_late += fault.count
+        elif fault.kind is FaultKind.DOUBLE:
+            link.directions[fault.way].num_doubled += fault.count
+        elif fault.kind is FaultKind.LOSE:
+            link.directions[fault.way].num_lost += fault.count
+            if (
+                fault.target == ATTACH_LINK
+            ):  # no call waits for a single answer: the messages in flight at the end are lost
+                link.directions[fault.way].num_lost = 2**31
+                await asyncio.sleep(fault.duration_s)
+                link.cut()
+                link.heal()
+
+    async def _kill(self, fault: Fault) -> None:
+        if fault.target == "cachemgr":
+            await self._kill_child(self._cachemgr)
+            await asyncio.sleep(fault.duration_s)
+            self._cachemgr = await self._start_cachemgr()
+        elif fault.target in ("worker", FOLLOWER):
+            slot = self._active
+            process = self._process(fault.target)
+            self._active = 1 - slot
+            self._links[f"{ATTACH_LINK}{slot}"].hold()
+            await self._kill_child(self._workers[slot], process)
+            self._links[f"{ATTACH_LINK}{self._active}"].release()
+            self._workers[slot] = await self._start_worker(slot)
+        else:
+            await self._kill_child(self._clients[fault.target].child)
+
+    async def _kill_child(self, child: Child, process: Process | None = None) -> None:
+        """End a child by SIGKILL to it, or to another process that must not end without it."""
+        self._expected_ends.add(child.pid)
+        if process is None:
+            await child.kill()
+            return
+        ranks = [psutil.Process(child.pid), *followers_of(child)]
+        process.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(child.ended), END_TIMEOUT_S)
+        if not await self._until("no rank is left", lambda: has_none_left(ranks), END_TIMEOUT_S, is_failure=True):
+            self.outcome.failures.append(f"ranks are left: {ranks}")
+
+    def _process(self, target: str) -> Process:
+        if target == "cachemgr":
+            return self._cachemgr.process
+        if target in self._clients:
+            return self._clients[target].child.process
+        worker = self._workers[self._active]
+        return followers_of(worker)[0] if target == FOLLOWER else worker.process
+
+    def _link(self, target: str) -> Link:
+        return self._links[f"{target}{self._active}" if target in (ATTACH_LINK, STEPS_LINK) else target]
+
+    async def _heal(self) -> None:
+        """Every fault has ended, and all processes run again."""
+        faults, self._faults = self._faults, set()
+        await asyncio.gather(*faults)
+        for link in self._links.values():
+            link.heal()
+        for client in self._clients.values():
+            if client.child.pid in self._expected_ends and client.child.ended.done():  # it had nothing left to do
+                await client.start()
+
+    # -- checks
+
+    async def _audit_again_and_again(self) -> None:
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # away, or no pool yet
+                await self._audit()
+            await asyncio.sleep(AUDIT_PERIOD_S)
+
+    async def _audit(self) -> None:
+        request = cache_service_pb2.AuditPoolRequest(pool="default")
+        answer = await self._cache.AuditPool(request, timeout=CALL_TIMEOUT_S)
+        self.outcome.failures += [f"audit: {violation}" for violation in answer.violations]
+
+    async def _await_rest(self) -> None:
+        """I8, on both sides."""
+        state = await self._until("every block is back", self._is_at_rest, END_TIMEOUT_S, is_failure=True)
+        if state is None:
+            self.outcome.failures.append(f"not at rest: {await self._describe()}")
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._audit()
+
+    async def _pool(self) -> cache_service_pb2.Pool:
+        request = cache_service_pb2.GetPoolRequest(pool="default")
+        return (await self._cache.GetPool(request, timeout=CALL_TIMEOUT_S)).pool
+
+    async def _worker(self) -> worker_service_pb2.GetStatisticsResponse:
+        stub = self._worker_stubs[self._active]
+        return await stub.GetStatistics(worker_service_pb2.GetStatisticsRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def _is_attached(self) -> bool:
+        pool, worker = await self._pool(), await self._worker()
+        return pool.attached and worker.attached and pool.epoch == worker.epoch and pool.term == worker.term
+
+    async def _is_at_rest(self) -> bool:
+        pool, worker = await self._pool(), await self._worker()
+        counts = pool.block_counts
+        request = cache_service_pb2.ListTenantsRequest(pool="default")
+        tenants = (await self._cache.ListTenants(request, timeout=CALL_TIMEOUT_S)).tenants
+        return (
+            await self._is_attached()
+            and not any(tenant.held_block_count or tenant.reserved_block_count for tenant in tenants)
+            and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
+            and pool.host_block_counts.free_count == pool.geometry.host_block_count
+            and not (pool.lease_count or pool.sequence_count)
+            and not (worker.open_lease_count or worker.sequence_count or worker.step_in_flight_count)
+            and not worker.unacknowledged_report_count
+        )
+
+    async def _describe(self) -> str:
+        try:
+            pool, worker = await self._pool(), await self._worker()
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        pool.ClearField("geometry")
+        return " ".join(f"pool: {pool} worker: {worker}".split())
+
+    async def _ask_what_clients_wait_for(self) -> None:
+        """Their logs say it then."""
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            for client in self._clients.values():
+                client.child.send(number)
+            await asyncio.sleep(DESCRIBING_S)
+
+    async def _until(
+        self, what: str, condition: Callable[[], Any], timeout_s: float, *, is_failure: bool = False
+    ) -> bool | None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if await condition():
+                    return True
+            await asyncio.sleep(0.01)
+        if is_failure:
+            return None
+        raise HarnessError(f"not within {timeout_s:g} s: {what}")
+
+    def _check_processes(self) -> None:
+        processes = {"cachemgr": self._cachemgr, **{f"worker {slot}": each for slot, each in self._workers.items()}}
+        processes |= {f"client {name}": client.child for name, client in self._clients.items()}
+        for name, child in processes.items():
+            if child.ended.done():
+                self.outcome.failures.append(f"{name} has ended by itself, status {child.ended.result()}")
+
+    def _read_logs(self) -> None:
+        for log in self.folder.glob("*.log"):
+            with log.open("rb") as file:
+                file.seek(self._log_sizes.get(log, 0))
+                data = file.read()
+            self._log_sizes[log] = self._log_sizes.get(log, 0) + len(data)
+            for line in data.decode(errors="replace").splitlines():
+                if re.search("|".join(SIGNS), line):
+                    self.outcome.failures.append(f"{log.name}: {line[:300]}")
+
+    def keep_logs(self, folder: Path, schedule: Schedule, outcome: Outcome) -> None:
+        """Copies what there is to find out from."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in self.folder.glob("*.log"):
+            shutil.copy(log, folder)
+        lines = [*map(str, schedule.faults), *map(str, schedule.tasks.items()), "", *outcome.failures]
+        (folder / "schedule.txt").write_text("\n".join(lines) + "\n")
+
+
+def followers_of(worker: Child) -> list[psutil.Process]:
+    """The ranks of a worker but the first."""
+    children = psutil.Process(worker.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+async def has_none_left(ranks: list[psutil.Process]) -> bool:
+    """True if all of these have ended."""
+    return not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def knows_state_dir() -> bool:
+    """True if this cachemgr can keep its state."""
+    command = [sys.executable, "-m", "quire.cachemgr", "--help"]
+    return STATE_DIR_FLAG in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,920 @@
+"""The seeded bugs: mistakes in the protocol that the tests have to notice. `mutants.py` seeds them.
+
+Each one breaks a rule of docs/protocol.md, or brings back a bug of the table in tests/README.md. Changes of a single
+operator are not here: cargo-mutants and mutmut make them (`make mutants`).
+
+A change names a function and a statement in it, not a file and not a line. The function is looked for in all files of
+its package, and the statement is compared without white space. So a bug survives a move of its function to another
+file and a new line break. It is an error if the statement of a change is not there exactly once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import syntax
+
+CORE = "core"
+"""The Rust crate; every other package is a Python package of the repository."""
+GPU_IDEA = "a GPU"
+"""The idea of bugs that show on a GPU only: `tests/gpu_desk` stands in for it."""
+RANKS_IDEA = "ranks"
+"""The idea of bugs of a worker with several ranks."""
+
+
+class NotSeeded(Exception):
+    """A change does not fit the present source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """In a function of this name, `old` becomes `new`. Both are statements or expressions."""
+
+    function: str
+    old: str
+    new: str
+
+    def places(self, sources: Mapping[Path, str]) -> set[tuple[Path, int, int]]:
+        """Each place of `old`: file, begin and end. Exactly one is right."""
+        pattern, found = pattern_of(self.old), set()
+        for path, source in sources.items():
+            for begin, end in functions_of(path, source, self.function):
+                found |= {(path, *match.span()) for match in pattern.finditer(source, begin, end)}
+        return found
+
+    def applied(self, sources: Mapping[Path, str]) -> dict[Path, str]:
+        """All sources with this change. Raises NotSeeded."""
+        places = self.places(sources)
+        if len(places) != 1:
+            raise NotSeeded(f"function {self.function} has this statement {len(places)} times: {self.old}")
+        ((path, begin, end),) = places
+        source = sources[path]
+        line = source[source.rfind("\n", 0, begin) + 1 :]
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        new = self.new.replace("\n", "\n" + indent)
+        return {**sources, path: source[:begin] + new + source[end:]}
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One mistake: all of its changes together."""
+
+    idea: str
+    name: str
+    package: str
+    changes: tuple[Change, ...]
+
+    def seed(self, folder: Path) -> None:
+        """Changes the files of a copy of its package. Raises NotSeeded, with nothing changed."""
+        before = read_sources(folder, self.package)
+        sources = before
+        for change in self.changes:
+            sources = change.applied(sources)
+        for path, source in sources.items():
+            if source != before[path]:
+                path.write_text(source)
+
+
+def read_sources(folder: Path, package: str) -> dict[Path, str]:
+    """The product's source files below a folder, by path. Those of Rust end before their own tests."""
+    if package != CORE:
+        return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+    return {path: path.read_text() for path in sorted((folder / "src").rglob("*.rs")) if path.stem != "tests"}
+
+
+def functions_of(path: Path, source: str, name: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of every function of this name."""
+    if path.suffix == ".rs":
+        product = source.split("\n#[cfg(test)]\n")[0]
+        for match in re.finditer(rf"^( *)(?:pub(?:\([a-z]+\))? )?fn {name}\b", product, re.MULTILINE):
+            yield match.start(), product.find(f"\n{match[1]}}}\n", match.end()) + 1 or len(product)
+        return
+    if f"def {name}" not in source:  # parsing takes long
+        return
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    for node in ast.walk(syntax.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            yield lines[node.lineno - 1], lines[node.end_lineno or node.lineno]
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Matches the text with any white space between its words and signs, and a comma before a closing bracket."""
+    tokens = re.findall(r"\w+|\S", text)
+    parts = [(",?" + r"\s*" if token in ")]}" else "") + re.escape(token) for token in tokens]
+    return re.compile(r"(?<!\w)" + r"\s*".join(parts) if tokens[0].isidentifier() else r"\s*".join(parts))
+
+
+def rust(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, CORE, tuple(Change(*change) for change in changes))
+
+
+def manager(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "cachemgr", tuple(Change(*change) for change in changes))
+
+
+def worker(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "worker", tuple(Change(*change) for change in changes))
+
+
+def events(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "integrations", tuple(Change(*change) for change in changes))
+
+
+def client(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "client", tuple(Change(*change) for change in changes))
+
+
+BUGS = [
+    # -- retired blocks: what a planned step may still touch is not handed out
+    rust(
+        "retired blocks",
+        "released blocks are free while steps in flight use them",
+        (
+            "let_go",
+            "self.pool.retire(&tail_first)?; last.pinned.push(tail_first); Ok(())",
+            "let _ = last;\nself.pool.release(&tail_first)",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "blocks wait for the first step in flight, not for the last one",
+        ("let_go", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
+        ("swap", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
+    ),
+    rust(
+        "retired blocks",
+        "the source of a copy waits for the steps before the copy only",
+        (
+            "replace",
+            "self.step.pinned.push(vec![source]); self.pool.retire(&[source])",
+            "self.let_go(vec![source])",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "a step's blocks come back before what it computed is published",
+        (
+            "enter",
+            'let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");',
+            'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n'
+            "for blocks in std::mem::take(&mut step.pinned) {\n    self.pool.unpin(&blocks)?;\n}",
+        ),
+    ),
+    rust(
+        "retired blocks",
+        "a released sequence's row is another one's at once",
+        (
+            "end",
+            "self.step.released_rows.push(row); sequence.blocks_tail_first(0)",
+            "let blocks = sequence.blocks_tail_first(0);\nself.table.leave(row);\nblocks",
+        ),
+    ),
+    # -- reference counts
+    rust(
+        "reference counts",
+        "a duplicate is replaced by a published block without a reference",
+        ("swap", "self.pool.acquire(&[standing], 1)?;", ""),
+    ),
+    # -- forks and copy-on-write
+    rust(
+        "copy-on-write",
+        "a shared block is replaced without a copy of what counts in it",
+        (
+            "make_table_writable",
+            "self.replace(row, group, index, target, index * block_size < start)?;",
+            "self.replace(row, group, index, target, false)?;",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "a published block is written",
+        (
+            "is_writable",
+            "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
+            "self.ref_count(block) == 1",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "extends come before forks: a parent writes on what its fork shares",
+        (
+            "run",
+            "for fork in &request.forks { self.fork(fork)?; } self.extend_all(&request.extends)?;",
+            "self.extend_all(&request.extends)?;\nfor fork in &request.forks {\n    self.fork(fork)?;\n}",
+        ),
+    ),
+    rust(
+        "copy-on-write",
+        "a released sequence's step publishes a block that a fork writes on",
+        ("make_table_writable", "self.forget_claims(block);", ""),
+    ),
+    rust(
+        "copy-on-write",
+        "a fork does not get the token that its parent is sampling",
+        ("join", "self.also.entry(index).or_default().push(child);", "let _ = index;"),
+    ),
+    # -- published prefixes
+    rust(
+        "published prefixes",
+        "a block can be found as soon as it is planned",
+        (
+            "schedule",
+            "self.step.expect_fill(",
+            "let num_full = end.min(self.table.get(row).num_known()) / self.geometry.block_size;\n"
+            "let (first, sequence) = (self.table.get(row).num_published, self.table.get_mut(row));\n"
+            "if num_full > first {\n"
+            "    for (index, hash) in (first..).zip(sequence.take_hashes(num_full, self.geometry.block_size)) {\n"
+            "        self.pool.publish(&hash, sequence.table(0).block(index));\n"
+            "    }\n"
+            "}\n"
+            "self.step.expect_fill(",
+        ),
+    ),
+    rust(
+        "published prefixes",
+        "what a failed step was to compute is published",
+        (
+            "enter",
+            "self.doom_in_flight();",
+            "self.enter_computed(&step, &vec![0; step.runs.len()])?;\nself.doom_in_flight();",
+        ),
+    ),
+    rust(
+        "published prefixes",
+        "a block's hash says nothing of what comes before it",
+        ("chain_hashes", "content[..parent.len()].copy_from_slice(&parent);", ""),
+    ),
+    rust(
+        "published prefixes",
+        "tenants and salts share one root",
+        ("root_hash", "[tenant, salt, model_fingerprint]", "[&tenant[..0], &salt[..0], model_fingerprint]"),
+    ),
+    rust(
+        "published prefixes",
+        "a prefix of a model with a state is found and published without the state",
+        (
+            "num_sharable",
+            "let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;",
+            "let is_read = cache_use.reads();",
+        ),
+        ("enter_computed", "&& !self.geometry.has_recurrent_state", ""),
+    ),
+    # -- what a sequence does with the prefix cache
+    rust(
+        "cache use",
+        "a fork of a sequence that publishes nothing publishes",
+        ("fork", "cache_use: self.cache_use,", "cache_use: CacheUse::default(),"),
+    ),
+    rust(
+        "cache use",
+        "a sequence that comes back from the host tier forgets that it publishes nothing",
+        ("offload", "cache_use: self.cache_use,", "cache_use: CacheUse::default(),"),
+    ),
+    rust(
+        "cache use",
+        "a sequence that only writes takes what is found",
+        ("num_sharable", "cache_use.reads()", "cache_use.writes()"),
+    ),
+    rust(
+        "cache use",
+        "blocks that a sequence fills and does not publish are shared while a step fills them",
+        ("schedule", "if sequence.cache_use.writes()", "if sequence.num_scheduled > 0"),
+    ),
+    # -- resets
+    rust(
+        "resets",
+        "content behind a block that is gone outlives a reset of what it continues",
+        ("continues", "None => break true,", "None => break false,"),
+    ),
+    rust(
+        "resets",
+        "a sequence that comes back from the host tier publishes what a reset has dropped",
+        ("restore", "self.num_published = num_found.max(self.num_withheld);", "self.num_published = num_found;"),
+    ),
+    rust(
+        "resets",
+        "a reset drops what was published after it had begun",
+        (
+            "next_part",
+            "if is_old && self.is_wanted(books.pool(), block)",
+            "let _ = is_old;\nif self.is_wanted(books.pool(), block)",
+        ),
+    ),
+    # -- steps and their reports
+    rust(
+        "steps",
+        "steps planned after a failure fail with it",
+        ("doom_in_flight", "self.lease.known_step = step.step_number;", ""),
+    ),
+    rust(
+        "steps",
+        "a step behind a failed one can be reported as computed",
+        ("enter", "refuse_doomed(step)?;", ""),
+    ),
+    rust(
+        "steps",
+        "sampled tokens go by the order of the runs, not by their sequences",
+        (
+            "tokens_by_run",
+            "if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied())",
+            "if report.sampled_ids.len() == step.runs.len()",
+        ),
+    ),
+    rust(
+        "steps",
+        "a step in flight counts and samples beyond a trim",
+        (
+            "cut",
+            "run.end = run.end.min(num_tokens); run.receives &= run.sampled_position < num_tokens;",
+            "let _ = run;",
+        ),
+    ),
+    # -- eviction order
+    rust(
+        "eviction order",
+        "a sequence's head is evicted before its tail",
+        ("tail_first", ".iter().rev().copied().collect()", ".iter().copied().collect()"),
+    ),
+    rust(
+        "eviction order",
+        "a parent is kept shorter than its child",
+        ("place", "place = place.max(segment.place).max(worth);", "place = worth;"),
+    ),
+    # -- reservations
+    rust(
+        "reservations",
+        "a trim takes the blocks that others were promised",
+        ("trim", "refuse_if!(room.refuse(trim.seq_id, needed, 0, 0));", "let _ = needed;"),
+    ),
+    rust(
+        "reservations",
+        "a reservation ends with its last block and not within it",
+        (
+            "num_slots",
+            "if reserved > 0 { reserved.min(self.max_tokens()) } else { self.max_tokens() };",
+            "self.max_tokens();\nlet _ = reserved;",
+        ),
+    ),
+    rust(
+        "reservations",
+        "a cached block behind one that is being filled is counted on",
+        (
+            "num_guaranteed",
+            "num_guaranteed += hit.tables.iter().map(unpublished).sum::<usize>();",
+            "let _ = unpublished;\nnum_guaranteed += 1;",
+        ),
+    ),
+    # -- layer groups
+    rust(
+        "layer groups",
+        "a block of the window is let go with those behind it",
+        ("first_seen", "(position + 1).saturating_sub(size)", "(position + 2).saturating_sub(size)"),
+    ),
+    rust(
+        "layer groups",
+        "blocks behind a window are free while steps in flight read them",
+        ("pass_windows", "self.let_go(passed)?;", "self.pool.release(&passed)?;"),
+    ),
+    rust(
+        "layer groups",
+        "windows move on with tokens that are scheduled and may not be computed",
+        (
+            "pass_windows",
+            "sequence.num_computed.saturating_sub(1)",
+            "sequence.num_scheduled.saturating_sub(1)",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "the last computed token can't be computed again: its window is gone",
+        ("pass_windows", "sequence.num_computed.saturating_sub(1)", "sequence.num_computed"),
+    ),
+    rust(
+        "layer groups",
+        "a prefix is found by its full groups alone",
+        (
+            "limit_to_windows",
+            "hit.num_blocks = self.find_windows(hit.num_blocks, &mut hit.tables).0;",
+            "self.find_windows(hit.num_blocks, &mut hit.tables);",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "blocks of all groups are published and found as those of one",
+        (
+            "publish",
+            "self.index.publish(&identity(hash, self.groups.of(block)), block)",
+            "self.index.publish(hash, block)",
+        ),
+        (
+            "find_windows",
+            "self.index.lookup(&identity(&self.hashes[index], group))",
+            "self.index.lookup(&self.hashes[index])",
+        ),
+        (
+            "find_full",
+            "self.hashes[..num_blocks].iter().map(|hash| identity(hash, group)).collect()",
+            "self.hashes[..num_blocks].to_vec()",
+        ),
+        ("find_shareable", "self.pool.index().lookup(&identity(hash, group))", "self.pool.index().lookup(hash)"),
+        (
+            "prefix_hash",
+            "self.index.hash(block).map(|hash| identity(hash, self.groups.of(block)))",
+            "self.index.hash(block).copied()",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "blocks of all groups are published as those of the first one",
+        (
+            "publish",
+            "self.index.publish(&identity(hash, self.groups.of(block)), block)",
+            "self.index.publish(hash, block)",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a windowed table ends with the tokens that are computed, not with those of the run",
+        (
+            "make_writable",
+            "self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;",
+            "let end = if span.is_full() { end } else { self.table.get(row).num_scheduled };\n"
+            "self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "an admission is charged for its full groups only",
+        (
+            "admit",
+            "hit.num_missing(&ends);",
+            "hit.tables.iter().zip(&ends).zip(&geometry.groups).filter(|(_, span)| span.is_full())"
+            ".map(|((table, end), _)| end - table.end()).sum::<usize>();",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a reservation is for one group",
+        (
+            "num_to_come",
+            "ends.iter().map(|end| num_most.saturating_sub(*end)).sum()",
+            "ends.iter().take(1).map(|end| num_most.saturating_sub(*end)).sum()",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a fork goes back behind what is left of a window",
+        ("fork", "self.least_position(sequence) + 1", "self.least_position(sequence).min(0) + 1"),
+    ),
+    rust(
+        "layer groups",
+        "a trim goes back behind what is left of a window",
+        ("trim", "self.least_position(sequence).max(1)", "self.least_position(sequence).min(1).max(1)"),
+    ),
+    rust(
+        "layer groups",
+        "blocks that nobody can find are evicted in their turn",
+        ("evict_one", "self.groups.pop_stranded()", "None::<BlockId>"),
+    ),
+    rust(
+        "layer groups",
+        "a table entry that a report changed is written before windows move on",
+        (
+            "run",
+            "self.pass_windows()?; self.write_changed_entries();",
+            "self.write_changed_entries();\nself.pass_windows()?;",
+        ),
+    ),
+    rust(
+        "layer groups",
+        "a sequence comes back from the host tier with the blocks of another group",
+        ("copy_back", "num_before += counts[group];", "num_before += first - num_passed;"),
+    ),
+    # -- tenants and quotas
+    rust(
+        "tenants",
+        "nobody keeps a tenant's floor free",
+        (
+            "num_promised",
+            "self.num_reserved.max(self.share.floor.saturating_sub(self.num_held))",
+            "self.num_reserved",
+        ),
+    ),
+    rust(
+        "tenants",
+        "a tenant over its quota takes others' cached blocks",
+        ("reclaims", "(!is_asker, std::cmp::Reverse(num_reclaimed)", "(is_asker, std::cmp::Reverse(num_reclaimed)"),
+    ),
+    rust(
+        "tenants",
+        "a prompt that waits keeps another tenant's blocks from eviction",
+        ("expect_prompt", "names_tenants || *tenant == lease_tenant", "names_tenants || *tenant == *tenant"),
+    ),
+    rust(
+        "tenants",
+        "what a waiting prompt has found is kept from eviction as if it still waited",
+        ("was_last_waiting", "*count == 0", "*count == u32::MAX"),
+    ),
+    rust(
+        "tenants",
+        "any tenant takes back any tenant's pin",
+        (
+            "unpin_prefix",
+            "if self.pins.get(id).filter(is_theirs).is_none()",
+            "let _ = is_theirs;\nif self.pins.get(id).is_none()",
+        ),
+    ),
+    rust(
+        "tenants",
+        "the budget of another tenant decides on a pin",
+        ("pin_prefix", "self.refuse_pin(tenant, &blocks)", "self.refuse_pin(0, &blocks)"),
+    ),
+    rust(
+        "tenants",
+        "a pinned block that no sequence holds is charged to nobody",
+        ("refuse_pin", "self.pool.num_parked(blocks)", "0"),
+    ),
+    # -- tenants of one lease
+    rust(
+        "tenants of a lease",
+        "the prefix hashes of a sequence begin with the lease's tenant",
+        ("admit", "self.lease.root(tenant, ", "self.lease.root(self.lease.tenant, "),
+    ),
+    rust(
+        "tenants of a lease",
+        "the blocks of a sequence are charged to the lease's tenant",
+        ("asker_for", "Asker { tenant,", "let _ = tenant;\nAsker { tenant: self.lease.tenant,"),
+    ),
+    rust(
+        "tenants of a lease",
+        "the limit of the lease's tenant decides on a sequence of another",
+        ("room_for", "pool: self.pool, tenant }", "pool: self.pool, tenant: self.lease.tenant.min(tenant) }"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a fork has the tenant of the lease",
+        (
+            "continue_from",
+            "let row = self.enter(child);",
+            "let row = self.enter(child);\nself.table.get_mut(row).tenant = self.lease.tenant;",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "the reservation of a released sequence is given back to the lease's tenant",
+        ("end", "self.pool.reserve(sequence.tenant,", "self.pool.reserve(self.lease.tenant,"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a caller without the role names tenants",
+        ("owner_of", "if !names_tenants {", "let _ = names_tenants;\nif false {"),
+    ),
+    rust(
+        "tenants of a lease",
+        "a reset of a tenant forgets its sequences in another one's lease",
+        (
+            "withhold",
+            "self.leases.values().flat_map(|lease| lease.sequences.values())",
+            "self.leases.values().filter(|lease| tenant.is_none_or(|tenant| tenant == lease.tenant))"
+            ".flat_map(|lease| lease.sequences.values())",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "a watcher sees the blocks of another tenant that change",
+        (
+            "changes",
+            "let is_seen = tenant.is_none_or(|tenant| self.pool.owner(block) == Some(tenant));",
+            "let is_seen = tenant.is_none_or(|_| self.pool.owner(block).is_some());",
+        ),
+    ),
+    rust(
+        "tenants of a lease",
+        "a list of one tenant's sequences has all of the lease",
+        (
+            "sequences_from",
+            "id >= first && tenant.is_none_or(|tenant| self.table.get(row).tenant == tenant);",
+            "id >= first && tenant.is_none_or(|_| self.table.get(row).seq_id == id);",
+        ),
+    ),
+    # -- the host tier
+    rust(
+        "host tier",
+        "host blocks are free while they are copied from",
+        (
+            "copy_back",
+            "self.host.retire(&host_blocks)?; self.step.pinned_in_host.push(host_blocks); Ok(())",
+            "self.host.release(&host_blocks)",
+        ),
+    ),
+    rust(
+        "host tier",
+        "an offload leaves out what steps in flight compute",
+        (
+            "offload",
+            "self.geometry.num_blocks_for(sequence.num_scheduled).max(1)",
+            "self.geometry.num_blocks_for(sequence.num_computed).max(1)",
+        ),
+    ),
+    rust(
+        "host tier",
+        "what steps in flight compute is lost with an offload",
+        ("offload", "step.hand_over(row, heir, num_tokens);", "step.join(row, heir, num_tokens);"),
+    ),
+    # -- request ids
+    rust(
+        "request ids",
+        "a plan with a request_id that is known is planned again",
+        (
+            "recall",
+            "answer.request_id == key.request_id",
+            "answer.request_id.len() > key.request_id.len()",
+        ),
+    ),
+    manager(
+        "request ids",
+        "a tenant gets another one's lease by its request_id",
+        ("recall", "key = tenant, request.request_id", 'key = "", request.request_id'),
+        ("remember", "self._calls[tenant, request.request_id]", 'self._calls["", request.request_id]'),
+    ),
+    # -- audits
+    rust(
+        "audits",
+        "holders of a block are compared with the first one alone",
+        ("check_sharing", "*known = (index, sequence, filled);", ""),
+    ),
+    # -- restart and state
+    rust(
+        "restart",
+        "a damaged record of a log is read",
+        ("next_record", "if crc32fast::hash(content).to_le_bytes() != *crc { return None; }", "let _ = crc;"),
+    ),
+    rust(
+        "restart",
+        "what a refused plan has done is not written down",
+        ("plan", "self.write(&Change::Advance { now })?;", ""),
+    ),
+    manager(
+        "restart",
+        "a damaged pool.json is read",
+        ("unseal", 'if sealed.get("sha256") != checksum(content):\n    raise ValueError("it is damaged")', "pass"),
+    ),
+    manager(
+        "restart",
+        "a cachemgr goes on with an epoch that another one has ruled",
+        ("register", "is_ours = registration.attached_term in (0, *known.terms)", "is_ours = True"),
+    ),
+    manager(
+        "restart",
+        "books that are behind the worker's steps are taken",
+        (
+            "lacks",
+            "if lease is None or lease.next_step < next_step:\n    return True",
+            "del lease, next_step",
+        ),
+    ),
+    # -- leases, their time and their fences
+    rust(
+        "leases",
+        "a lease's blocks come back before the worker has fenced it",
+        (
+            "end_lease",
+            "self.make(&Change::EndLease { lease_id: lease_id.into() })?;",
+            "self.make(&Change::CloseLease { lease_id: lease_id.into() })?;",
+        ),
+    ),
+    rust(
+        "leases",
+        "a lease that has ended goes on planning",
+        ("open_lease_mut", ".filter(|lease| lease.is_open())", ""),
+    ),
+    rust(
+        "leases",
+        "a lease ends at its first expiry, in spite of renewals",
+        (
+            "next_expired",
+            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.leases),",
+            "",
+        ),
+    ),
+    manager(
+        "leases",
+        "the time in which no renewal was read counts",
+        ("look", "return passed_s - TICK_S if passed_s > UNNOTICED_S else 0.0", "return 0.0 * passed_s"),
+    ),
+    rust(
+        "leases",
+        "entries of leases that have ended pile up",
+        (
+            "add",
+            "self.entries.retain(|entry| leases.get(&entry.lease_id).is_some_and(Lease::is_open));",
+            "",
+        ),
+    ),
+    manager(
+        "leases",
+        "a worker fences other pools' leases",
+        (
+            "lease_fenced",
+            "if self._pool_of_lease.get(lease_id) == pool.ledger.pool:",
+            "if lease_id in self._pool_of_lease:",
+        ),
+    ),
+    # -- grants and epochs
+    rust(
+        "grants",
+        "a plan for another epoch is taken",
+        ("plan", "if epoch != self.epoch {", "if epoch < 0 && epoch != self.epoch {"),
+    ),
+    manager(
+        "watches",
+        "a watch goes on past changes that it has lost",
+        ("next", "raise cursor_expired(self._ledger)", "return None"),
+    ),
+    worker(
+        "grants",
+        "a small grant runs with any signature",
+        (
+            "check",
+            "self._check_signature(signed)",
+            "if len(signed.grant) > MAX_UNSIGNED_BYTES:\n    self._check_signature(signed)",
+        ),
+    ),
+    worker(
+        "grants",
+        "leases of an epoch are open in the next one",
+        ("begin_epoch", "self._next_step.clear()", "pass"),
+    ),
+    worker(
+        "grants",
+        "a cachemgr that was superseded is obeyed again",
+        (
+            "obey",
+            'if term < self._highest_term:\n    raise ValueError(f"term {term} is below {self._highest_term}, '
+            'which was obeyed before")',
+            "pass",
+        ),
+    ),
+    worker(
+        "grants",
+        "leases that ended while the worker was away run on",
+        ("attach", "self.fence_lease(lease_id)", "pass"),
+    ),
+    worker(
+        "grants",
+        "a step runs twice",
+        ("use", "self._next_step[grant.lease_id] = grant.step_number + 1", "pass"),
+    ),
+    worker(
+        "grants",
+        "tokens run that cachemgr was not told",
+        (
+            "match_given_tokens",
+            "if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:",
+            "if len(digest) != DIGEST_BYTES:",
+        ),
+    ),
+    # -- beams of an engine
+    client(
+        "beams",
+        "a beam takes the blocks of the best one, not those of the beam that it continues",
+        ("branch", "self._queues.follow(child, parents[heir.parent])", "self._queues.follow(child, parents[0])"),
+    ),
+    client(
+        "beams",
+        "a beam that has ended goes on",
+        (
+            "step",
+            "running = [heir for heir in heirs if heir.token_id not in self._end_token_ids][:width]",
+            "running = heirs[:width]",
+        ),
+    ),
+    client(
+        "beams",
+        "the length of a score leaves out the end token",
+        ("_end", "len(token_ids) ** self._params.length_penalty", "max(1, len(output)) ** self._params.length_penalty"),
+    ),
+    client(
+        "beams",
+        "the end of a search is seen a step late",
+        ("step", "self._length += 1", "self._length += 1\nnum_ended = len(self._ended)"),
+        (
+            "step",
+            "not self._can_improve(running[0])",
+            "(num_ended >= width and not self._can_improve(running[0]))",
+        ),
+    ),
+    client(
+        "beams",
+        "an end token that is not among the best ends a beam",
+        ("step", "for heir in heirs[:width]:", "for heir in heirs:"),
+    ),
+    # -- tenants of an engine
+    client(
+        "fairness",
+        "a tenant with fewer running sequences than another has its place in the line, and no better one",
+        ("_place_of", "return min(last_served, tag_of(peer) - 1)", "return last_served"),
+    ),
+    client(
+        "fairness",
+        "a tenant that asked for nothing has saved it up",
+        ("add", "max(account.next_tag, self._place_of(", "max(account.next_tag, 0 * self._place_of("),
+    ),
+    client(
+        "fairness",
+        "what a tenant leaves of a step is lost",
+        ("divide", "open_tenants = [tenant for tenant in open_tenants if given[tenant] < demands[tenant]]", "break"),
+    ),
+    client(
+        "fairness",
+        "the last request of a tenant takes its account with it while others of it live",
+        ("end", "if not self._accounts[key].num_living:", "if self._accounts[key]:"),
+    ),
+    # -- KV events: a consumer never hears of a block before its parent
+    events(
+        "KV events",
+        "a block is published before its parent",
+        ("_hold", "if parent_hash == ROOT or (parent is not None and parent.is_published):", "if True:"),
+    ),
+    events(
+        "KV events",
+        "blocks are removed, a parent before its children",
+        ("_leave", "changes.removed(hidden[::-1])", "changes.removed(hidden)"),
+    ),
+    events(
+        "KV events",
+        "the first block of a change names a parent that is not its own",
+        ("_end", "BlocksStored(first.parent_hash, blocks,", "BlocksStored(first.block.prefix_hash, blocks,"),
+    ),
+    # -- a GPU: what its start depends on
+    worker(
+        GPU_IDEA,
+        "every GPU is the first one",
+        ("pick_device", "index = device.index or 0", "index = 0"),
+    ),
+    worker(
+        GPU_IDEA,
+        "the thread that waits for the device has not made it its own",
+        ("serve", "thread.submit_ahead(lambda: use_device(", "thread.submit(lambda: use_device("),
+    ),
+    worker(
+        GPU_IDEA,
+        "a forward that waits for the device is captured",
+        ("waits_refused", 'torch.cuda.set_sync_debug_mode("error")', 'torch.cuda.set_sync_debug_mode("default")'),
+    ),
+    worker(
+        GPU_IDEA,
+        "a capture that fails names what its failure led to",
+        ("first_cause", "isinstance(error.__context__, Exception)", "False"),
+    ),
+    worker(
+        GPU_IDEA,
+        "the pool leaves no room for the widest decode step",
+        ("run_largest_step", ", (decodes, True)", ""),
+    ),
+    worker(
+        GPU_IDEA,
+        "a step on a GPU may hang for ever",
+        (
+            "make_watchdog",
+            "limit_s = default_s if config.step_timeout_s is None else config.step_timeout_s",
+            "limit_s = config.step_timeout_s or 0.0",
+        ),
+    ),
+    # -- several ranks
+    worker(
+        RANKS_IDEA,
+        "a rank has another key/value head than its query heads belong to",
+        ("keep", "head = rank * self.num_kv_heads // size", "head = rank % self.num_kv_heads"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a rank's query heads find the group size of the whole model",
+        ("keep", "attention.num_key_value_groups = self.num_query_heads // size", "pass"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a norm of each head's own is taken for one that all heads have",
+        ("_find_obstacle", "parameter.shape != (head_dim,)", "parameter.shape[-1] != head_dim"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a follower computes a step that only changes tables",
+        ("read_step", "return Step(grant, skip=True)", "return Step(grant)"),
+    ),
+    worker(
+        RANKS_IDEA,
+        "a follower takes the tokens of one run for another's",
+        (
+            "read_step",
+            "counts = [grant.run_token_counts[run] for run in given_runs.tolist()]",
+            "counts = list(grant.run_token_counts)[: len(given_runs)]",
+        ),
+    ),
+]

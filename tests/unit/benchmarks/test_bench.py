@@ -1,0 +1,514 @@
+"""`quire bench`: the list of benchmarks, running one, and their counts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quire.cli import bench
+from quire.kernels import reference
+from quire.lab.requests import Prompt
+from quire.worker.attention.torch_attention import AttentionStep, attention_step, paged_attention
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import build_step_batch
+from quire.worker.model.probe import Causal, LayerSpec, Sliding
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
+
+books, eviction, kernel, lab, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization = map(
+    importlib.import_module,
+    (
+        *("books", "eviction", "kernel", "lab", "padded", "prefix", "pressure", "queued_prompts", "replay", "report"),
+        *("serving", "utilization"),
+    ),
+)
+lengths, roofline, shapes, windows, workloads = map(
+    importlib.import_module, ("lengths", "roofline", "shapes", "windows", "workloads")
+)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_is_a_script_with_a_line_that_says_what_it_measures() -> None:
+    lines = bench.list_benches().splitlines()
+    assert [line.split()[0] for line in lines] == list(bench.NAMES)
+    for name, line in zip(bench.NAMES, lines, strict=True):
+        script = bench.script_of(BENCHMARKS, name)
+        assert (script / "__main__.py" if script.is_dir() else script).is_file()
+        assert len(line.split()) > 4, f"{name} does not say what it measures"
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(click.BadParameter, match="utilization, sharing"):
+        bench.run_bench("report", (), quick=False, output=None)
+
+
+def test_outside_of_a_checkout_it_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for call in (bench.list_benches, lambda: bench.run_bench("sharing", (), quick=True, output=None)):
+        with pytest.raises(click.ClickException, match="checkout, not in the installed package"):
+            call()
+
+
+def test_without_what_they_need_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    with pytest.raises(click.ClickException, match=r"need matplotlib.*make venv"):
+        bench.run_bench("sharing", (), quick=True, output=None)
+
+
+@pytest.mark.parametrize(("output", "folder"), [(None, BENCHMARKS.parent / "build/bench"), (Path("/x"), Path("/x"))])
+def test_it_becomes_the_script_with_the_flags_it_was_given(
+    output: Path | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    bench.run_bench("control-plane", ("--restarts", "2"), quick=True, output=output)
+    script = str(BENCHMARKS / "control_plane.py")
+    command = [sys.executable, script, "--quick", "--restarts", "2", "--output", str(folder)]
+    assert became == [(sys.executable, command)]
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+def findings(quick: bool, progress: Any) -> Any:
+    """A benchmark that returns its arguments."""
+    made = report.table("a title", "what", "figure")
+    made.add_row("quick", str(quick))
+    return report.Findings([made], {"quick": quick, "samples": [1, 2, 3]}, draw, ["A note."])
+
+
+def draw() -> Any:
+    from matplotlib import pyplot
+
+    return pyplot.subplots()[0]
+
+
+def test_a_benchmark_shows_its_table_and_writes_figures_plot_and_where_they_are_from(tmp_path: Path) -> None:
+    done = CliRunner().invoke(report.benchmark("a-name", findings, packages=["numpy"]), ["--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "a title" in done.output
+    assert "A note." in done.output
+    assert "quire bench a-name: processor" in done.output
+    text = (tmp_path / "a_name.json").read_text()
+    assert '"samples": [ 1, 2, 3 ]' in text
+    written = json.loads(text)
+    assert written["command"] == "quire bench a-name"
+    assert written["quick"] is False
+    assert written["notes"] == ["A note."]
+    assert written["machine"]["numpy"] == np.__version__
+    assert {"processor", "cores", "python"} <= written["machine"].keys()
+    assert written["load_average_at_start"] >= 0
+    assert "<svg" in (tmp_path / "a_name.svg").read_text()
+
+
+def test_quick_is_handed_on_and_without_output_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(report.benchmark("a-name", findings), ["--quick"])
+    assert done.exit_code == 0
+    assert "True" in done.output
+    assert "quire bench a-name --quick:" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spread_is_the_median_and_its_range() -> None:
+    assert report.spread([3.0, 1.0, 9.0]) == "3 (1 to 9)"
+    assert report.spread([2.25], ".1f") == "2.2"
+    assert report.percent(0.98765) == "98.8 %"
+
+
+# -- queued prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_named_find_more() -> None:
+    case = queued_prompts.recorded("sharegpt128_B16", 10, 4, 1_000)
+    case = replace(case, load=case.load | {"requests": 100})
+    without, named = (queued_prompts.measure(case, num_expected) for num_expected in (0, 8))
+    assert named["hit_ratio"] > without["hit_ratio"] > 0
+
+
+# -- utilization ------------------------------------------------------------------------------------------------------
+
+
+def test_utilization_is_tokens_over_the_slots_of_blocks_taken() -> None:
+    lengths = np.array([1, 16, 17, 40])
+    assert utilization.paged_utilization(lengths, 16) == 74 / (16 + 16 + 32 + 48)
+    assert utilization.contiguous_utilization(lengths, 20) == pytest.approx((1 + 16 + 17 + 20) / 80)
+
+
+def test_requests_fit_until_the_blocks_of_the_same_memory_are_taken() -> None:
+    slots = utilization.NUM_BUFFERS * 64
+    fitting = utilization.num_fitting(np.full(slots, 17), 64, 16)
+    assert fitting == slots // 32
+    fit = utilization.measure_fit("all of 17", [np.full(slots, 17)], 64)
+    assert fit.times(16) == 2.0
+    with pytest.raises(RuntimeError, match="all requests fit"):
+        utilization.num_fitting(np.full(3, 17), 64, 16)
+
+
+def test_lengths_are_those_that_are_named() -> None:
+    prompts, outputs = books.azure_lengths()
+    assert len(prompts) == len(outputs) == 19_366
+    assert (int(prompts[0]), int(outputs[0])) == (374, 44)
+    assert (prompts + outputs).mean() == pytest.approx(1365.82, abs=0.01)
+    drawn = books.normal_lengths(np.random.default_rng(0), 20_000)
+    assert drawn.min() == 200
+    assert drawn.max() <= 2048
+    assert drawn.mean() == pytest.approx(504, abs=4)
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def shape_of(num_layers: int, window: int, full_every: int) -> Any:
+    return windows.Shape("tiny", num_layers, Sliding(window), full_every, 2, 8)
+
+
+def test_a_window_holds_its_blocks_and_those_of_the_tokens_in_flight() -> None:
+    shape = shape_of(4, 64, 2)
+    groups = shape.groups()
+    assert [(str(group), group.layers) for group in groups] == [("full", (1, 3)), ("window 64", (0, 2))]
+    held = windows.held_blocks(1_024, groups)
+    assert held[-1] == 1_024 // 16 + 1 + 64 // 16 + 2  # from position 1,022 - 63 on to 1,024, the one in flight
+    assert held[0] == 64 + 64 // 16 + 1
+    assert windows.held_blocks(1_024, shape.groups("one"))[-1] == 1_024 // 16 + 1
+    assert shape.block_bytes(groups) == 2 * shape.layer_bytes == 2 * 16 * 2 * 8 * 4
+    assert shape.least_bytes(1_024) == (2 * 65 + 2 * 5) * shape.layer_bytes
+    assert shape.least_bytes(10) == 4 * shape.layer_bytes
+
+
+def test_bytes_that_no_layer_fills_are_held() -> None:
+    padded_shape = windows.Shape("padded", 62, Sliding(1_024), 6, 16, 128)
+    model = windows.measure_model(padded_shape, (2_048,))
+    assert model.layers_per_group == [5] * 12 + [2]
+    held = model.held[0]
+    assert held.with_groups == (2 * 129 + 11 * 66) * 5 * padded_shape.layer_bytes
+    assert held.one_table == 129 * 62 * padded_shape.layer_bytes
+    assert held.worst_ratio == held.with_groups / held.least
+
+
+def test_of_windows_more_sequences_fit_in_the_same_bytes() -> None:
+    shape = shape_of(4, 64, 2)
+    one, groups = shape.groups("one"), shape.groups()
+    room = 1 + 10 * 64  # one table: ten sequences of 1,024 tokens
+    num_bytes = (room + 1) * shape.block_bytes(one)
+    assert windows.num_sequences(num_bytes, 1_024, shape, one) == 10
+    assert 10 < windows.num_sequences(num_bytes, 1_024, shape, groups) <= 2 * room // (64 + 4)
+
+
+def test_windowed_groups_find_as_much_and_leave_nothing_that_is_never_found() -> None:
+    requests = [
+        Prompt(64, [number % 7 * 100, *range(number % 7 * 100 + 1, number % 7 * 100 + 4)]) for number in range(60)
+    ]
+    pool = replay.GroupsReplay(12, block_size=16, policy="lru", layer_groups=eviction.GROUPS)
+    assert pool.num_stranded() == 0
+    outcome = pool.run_groups([*requests, requests[-1]])
+    assert (
+        outcome.num_hits == 3
+    )  # of seven prompts in turn only the repeated one is found; its last token is computed again
+    assert outcome.num_found[0] == 4  # with the tail that the replay adds
+    assert min(outcome.num_evicted) > 0
+    assert outcome.most_stranded <= 1
+
+
+# -- kernel -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+def test_the_online_softmax_is_the_softmax(length: int) -> None:
+    worst = kernel.measure_equality((length,)).worst
+    assert worst.keys() == {16, 32, 64, 128}
+    assert max(worst.values()) < 4e-15
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"),
+    [([30, 3, 88], [1, 1, 1]), ([0, 0], [21, 5]), ([7, 40], [9, 3]), ([30, 0, 13, 5], [1, 12, 7, 1])],
+    ids=["decode", "prompts", "later parts", "mixed"],
+)
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_a_padded_batch_attends_as_the_reference_does(
+    starts: Sequence[int], counts: Sequence[int], num_kv_heads: int
+) -> None:
+    spec = LayerSpec(0, 4, num_kv_heads, 8, 8, Causal(), 0.4, None, False)
+    pool = KVPool({0: spec}, num_blocks=64, block_size=4, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in pool.tensors():
+        tensor[1:] = torch.randn(tensor[1:].shape, generator=generator)
+    rows = SequenceTable(max_num_seqs=4, max_blocks_per_seq=24, device="cpu")
+    free = iter(torch.randperm(63, generator=generator).add(1).tolist())
+    for start, count in zip(starts, counts, strict=True):
+        rows.stage_blocks(rows.add(), 0, [next(free) for _ in range(-(-(start + count) // 4))])
+    tokens = [[1] * count for count in counts]
+    order = range(len(counts))
+    batch = build_step_batch(rows, block_size=4, rows=order, starts=starts, counts=counts, token_ids=tokens)
+    q = torch.randn(1, 4, sum(counts), 8, generator=generator)
+    k, v = (torch.randn(1, num_kv_heads, sum(counts), 8, generator=generator) for _ in range(2))
+    with attention_step(AttentionStep(batch, pool, specs={0: spec})):
+        out, _ = padded.padded_attention(SimpleNamespace(layer_idx=0), q, k, v, None)
+        ours, _ = paged_attention(SimpleNamespace(layer_idx=0), q, k, v, None)  # type: ignore[arg-type]
+    expected = reference.paged_attention(
+        q[0].transpose(0, 1),
+        *(pool.k(0), pool.v(0)),
+        block_tables=batch.block_tables[0],
+        seq_lens=batch.seq_lens,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        scaling=0.4,
+    )
+    torch.testing.assert_close(out[0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
+    assert kernel.lengths_of(3, 64, is_mixed=True) == [8, 36, 64]
+    assert kernel.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
+
+
+def test_lengths_around_a_mean_have_that_mean() -> None:
+    assert lengths.lengths_around(1024, 1) == [1024]
+    assert lengths.lengths_around(1024, 2) == [256, 1792]
+    assert lengths.lengths_around(1024, 4) == [256, 768, 1280, 1792]
+
+
+def test_each_target_of_a_step_is_of_one_that_a_gpu_measures() -> None:
+    spec = importlib.util.spec_from_file_location("step_benchmark", BENCHMARKS / "step/__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    step = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(step)
+    plan = step.gpu_plan()
+    measured = {(shape.name, cell.name) for shape in plan.shapes for cell in plan.cells}
+    assert len(measured) == len(plan.shapes) * len(plan.cells)
+    assert step.TO_REACH_MS.keys() <= measured
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_of_samples_their_number_and_quantiles_are_kept() -> None:
+    kept = report.summary([float(number) for number in range(101)])
+    assert kept == {"num_samples": 101, "min": 0, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
+
+
+def test_a_figure_is_written_small_and_the_same_each_time(tmp_path: Path) -> None:
+    figure, axes = pressure.pyplot.subplots()
+    axes.plot([number**0.5 for number in range(300)], label="a curve")
+    written = []
+    for name in ("first.svg", "second.svg"):
+        report.save_svg(figure, tmp_path / name)
+        written.append((tmp_path / name).read_text())
+    figure.savefig(tmp_path / "large.svg")
+    assert written[0] == written[1]
+    assert "<metadata>" not in written[0]
+    assert len(written[0]) < (tmp_path / "large.svg").stat().st_size
+
+
+def test_a_path_keeps_its_commands_and_a_tenth_of_a_point() -> None:
+    svg = '<path d="M 80.811541 151.168729 \nL 81.463464 154.732552 \nL 82.04 1.96 \nQ 1 2 3.0 4 \nz\n"/>'
+    assert report.compact_svg(svg) == '<path d="M 80.8 151.2 L 81.5 154.7 82 2 Q 1 2 3 4 z "/>'
+
+
+def test_the_steps_that_are_not_drawn_are_not_written() -> None:
+    result = under_pressure(2_000, reserves=False)
+    written = pressure.as_json(result)
+    assert len(written["blocks"]) < 2 * pressure.MOST_DRAWN
+    assert written["blocks"] == result.blocks[:: written["drawn_every_steps"]]
+    assert written["speeds"]["num_samples"] == 10
+
+
+# -- pressure ---------------------------------------------------------------------------------------------------------
+
+
+def under_pressure(num_blocks: int, *, reserves: bool, num_host_blocks: int = 0) -> Any:
+    requests = pressure.draw_requests(10)
+    ended: list[None] = []
+    run = pressure.Run("a way", num_blocks, num_host_blocks=num_host_blocks, reserves=reserves)
+    result = run.serve(requests, lambda: ended.append(None))
+    assert len(ended) == len(requests)
+    return result
+
+
+def test_with_room_nothing_is_preempted_or_wasted() -> None:
+    result = under_pressure(2_000, reserves=False)
+    assert (result.num_preemptions, result.num_wasted) == (0, 0)
+    assert result.num_computed == sum(each.num_prompt + each.num_new - 1 for each in pressure.draw_requests(10))
+
+
+def test_without_room_the_last_arrived_are_computed_again_unless_the_longest_was_reserved() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    preempting, reserving = (under_pressure(num_blocks, reserves=reserves) for reserves in (False, True))
+    assert preempting.num_preemptions > 0
+    assert preempting.num_wasted > 0
+    assert (reserving.num_preemptions, reserving.num_wasted) == (0, 0)
+    assert preempting.num_computed == reserving.num_computed + preempting.num_wasted
+    assert max(reserving.first_token_steps) > max(preempting.first_token_steps)
+
+
+def test_what_the_host_tier_keeps_is_not_computed_again() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    keeping = under_pressure(num_blocks, reserves=False, num_host_blocks=2_000)
+    assert keeping.num_offloads == keeping.num_preemptions > 0
+    assert (keeping.num_wasted, keeping.num_restored > 0) == (0, True)
+
+
+def test_blocks_add_up_in_every_step_and_two_runs_are_equal() -> None:
+    num_blocks = 2 * max(request.num_blocks for request in pressure.draw_requests(10))
+    result = under_pressure(num_blocks, reserves=False)
+    assert result == under_pressure(num_blocks, reserves=False)
+    assert len(result.blocks) > 100
+    assert all(sum(counts) == num_blocks and min(counts) >= 0 for counts in result.blocks)
+    full, partial, *_ = (statistics.mean(column) for column in zip(*result.blocks, strict=True))
+    assert full > partial > 0
+
+
+def test_a_block_is_partial_while_it_has_room_for_its_sequence() -> None:
+    run = pressure.Run("a way", 10, reserves=False)
+    for num_tokens in (16, 17):
+        assert run._books.admit(num_tokens)
+    assert run._count_blocks() == [2, 1, 0, 0, 7]
+
+
+def test_fairness_is_one_for_equal_speeds_and_a_share_if_one_has_all() -> None:
+    def fairness(speeds: list[float]) -> float:
+        result = pressure.Result("", 1, 1, 1, 1, 0, 0, 0, 0, [], [], speeds)
+        return float(result.fairness)
+
+    assert fairness([2.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert fairness([0.0, 0.0, 0.0, 5.0]) == pytest.approx(0.25)
+
+
+# -- step -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_seqs", "cached", "expected_ms"),
+    [
+        ("LLAMA_8B", 1, 1024, 3.522),
+        ("LLAMA_8B", 256, 1024, 12.854),
+        ("LLAMA_8B", 32, 8192, 11.481),
+        ("LLAMA_1B", 128, 1024, 1.574),
+        ("QWEN3_06B", 1, 1024, 0.305),
+        ("QWEN3_17B", 32, 8192, 7.792),
+    ],
+)
+def test_a_steps_bound_is_the_one_worked_out_by_hand(
+    shape: str, num_seqs: int, cached: int, expected_ms: float
+) -> None:
+    """Weights once at 4.3 TB/s or their products at 790 TFLOP/s, and all keys and values once."""
+    bound_s = roofline.step_bound_s(
+        getattr(shapes, shape),
+        torch.bfloat16,
+        roofline.Ceilings(4.3e12, 790e12, [], []),
+        num_tokens=num_seqs,
+        num_sampled=num_seqs,
+        num_keys=num_seqs * cached,
+    )
+    assert 1e3 * bound_s == pytest.approx(expected_ms, rel=2e-3)
+
+
+def test_a_workloads_bound_is_the_one_worked_out_by_hand() -> None:
+    work = workloads.mixed_lengths(shapes.QWEN3_06B)
+    assert sum(work.num_new) == 133_966
+    bound_s = roofline.workload_bound_s(
+        work.shape,
+        torch.bfloat16,
+        roofline.Ceilings(4.3e12, 790e12, [], []),
+        prompts=[len(prompt) for prompt in work.prompts],
+        outputs=work.num_new,
+    )
+    assert 133_966 / bound_s == pytest.approx(35_801, rel=1e-3)
+
+
+# -- lab --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lab_fits_the_mean_of_what_was_measured_before_and_after(tmp_path: Path) -> None:
+    results = []
+    for number, medians in enumerate(([10.0, 30.0], [20.0, 50.0])):
+        steps = [{"cell": f"decode {n} x 8", "median_ms": median} for n, median in enumerate(medians, 1)]
+        results.append(tmp_path / f"{number}.json")
+        results[-1].write_text(json.dumps({"steps": steps}))
+    for count, expected in ((1, [10.0, 30.0]), (2, [15.0, 40.0])):
+        mean = json.loads(lab.mean_of(results[:count], tmp_path).read_text())
+        assert [step["median_ms"] for step in mean["steps"]] == expected
+
+
+def test_the_lab_says_what_a_measured_step_would_take_by_the_fit() -> None:
+    step = lab.StepTime("additive", 0.01, 1e-3, pair_s=1e-6)
+    decode, prompt = lab.Measured(2, 100, 1, 0.02), lab.Measured(1, 0, 64, 0.1)
+    assert (decode.name, prompt.name) == ("decode, 2 on 100", "prompt of 64, alone")
+    assert decode.computed_s(step) == pytest.approx(0.012 + 201e-6)
+    assert prompt.computed_s(step) == pytest.approx(0.074 + 2048e-6)
+
+
+def test_the_lab_takes_the_processes_own_time_from_what_was_measured() -> None:
+    step = lab.StepTime("additive", 0.01, 1e-3)
+    decodes = [lab.Measured(1, 100, 1, 0.011 + own_s) for own_s in (-0.002, 0.004, 0.006)]
+    alone = [lab.Measured(1, 0, 56, 0.070 * ratio) for ratio in (1.2, 1.5, 1.9)]
+    own = lab.with_own_time(step, [*decodes, *alone])
+    assert (own.overhead_s, own.idle_ratio) == pytest.approx((0.004, 1.5))
+    faster = [lab.Measured(1, 0, 56, 0.05)]
+    assert lab.with_own_time(step, [*decodes, *faster]).idle_ratio == 1.0
+
+
+# -- prefix and serving -----------------------------------------------------------------------------------------------
+
+
+def test_hit_ratios_are_of_tokens() -> None:
+    name = prefix.QUICK_TRACE
+    file = prefix.expectations()[name]
+    capacity, known = next(iter(file["capacity"].items()))
+    outcome = prefix.Measurement(
+        *("lmcache", int(capacity), SimpleNamespace(num_hits=100), SimpleNamespace(num_hits=150)),
+        *(known["opt_hit_blocks"], file["hit_blocks_infinite"]),
+    )
+    ratios = prefix.hit_ratios(name, outcome)
+    assert ratios["lru"] == 100 * 16 / file["input_tokens"]
+    assert ratios["default"] == 1.5 * ratios["lru"]
+    assert ratios["belady"] == known["opt_hit_blocks"] * 16 / file["input_tokens"]
+    assert ratios["infinite"] == file["hit_blocks_infinite"] * 16 / file["input_tokens"]
+    unknown = prefix.Measurement("lmcache", 1, outcome.lru, outcome.default, None, 1)
+    assert prefix.hit_ratios(name, unknown)["belady"] is None
+
+
+def test_the_serving_workload_is_the_one_that_is_named() -> None:
+    sizes = serving.Sizes()
+    prompts = serving.draw_prompts(sizes, 50_257)
+    assert len(prompts) == 64
+    assert sum(map(len, prompts)) == 54_784
+    assert max(map(len, prompts)) + sizes.new_tokens <= 1024
+    assert [len(prompt) for prompt in prompts] != sorted(map(len, prompts))
+
+
+def test_gathering_is_over_at_the_end_of_the_block() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with padded.gathering():
+        assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is padded.padded_attention
+    assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is paged_attention

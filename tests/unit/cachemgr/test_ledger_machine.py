@@ -1,0 +1,2047 @@
+"""The ledger against two independent models in plain Python: a worker that follows every order, and second books.
+
+The worker has a memory. A slot's content is the tuple (layer group, tag, token 0, ..., token i) of the tokens that its
+KV depends on. A step reads, through the worker's own block table of each layer group, the slots that its tokens see
+there; tables change only by the grants' writes and passes. Steps run late, interleaved, fail, are skipped; reports are
+delayed and repeated. Any error of the ledger in sharing, reuse, copies, windows or table writes is read
+as a wrong tuple.
+
+The books (`Books`) predict every answer of the ledger, item by item, and every block's state after it. Under LRU that
+includes which block is evicted next; for the default policy they know the blocks that it must never evict.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import sha256
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from planning import (
+    Admission,
+    CacheUse,
+    ExpectedPrompt,
+    Fork,
+    PlanItem,
+    Planned,
+    Restore,
+    StepOutcome,
+    StepRequest,
+    Trim,
+    counts_of,
+    host_counts_of,
+    plan_step,
+    report_of,
+    sequence_of,
+    sequences_of,
+)
+
+from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Ledger
+from quire.cachemgr.blocks import BlockState
+from quire.cachemgr.errors import CallRefused, Reason
+from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
+from quire.cachemgr.service.messages import statistics_of
+
+VOCAB = 2
+TTL_S = 10.0
+EPOCH = 7
+SALTS = (b"", b"salt")
+TENANTS = ("", "acme")
+FINGERPRINT = "model-1"
+POISON = ("poison",)
+NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
+NUM_EXAMPLES_OF_VERIFY = 1_000
+FULL = LayerGroup(LayerGroupKind.FULL, 0, 1)
+
+
+def sliding(window: int) -> LayerGroup:
+    return LayerGroup(LayerGroupKind.SLIDING, window, 1)
+
+
+def chunked(window: int) -> LayerGroup:
+    return LayerGroup(LayerGroupKind.CHUNKED, window, 1)
+
+
+LAYER_GROUPS = (
+    *[(FULL,)] * 4,
+    (FULL, sliding(3)),
+    (sliding(4),),
+    (FULL, sliding(1), chunked(4)),
+    (FULL, FULL, sliding(5), sliding(5)),
+)
+PHASES = (Phase.generate,) if "QUIRE_MACHINE_EXAMPLES" in os.environ else tuple(Phase)
+"""A run with a given number of examples is to find failures, not the smallest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The limits of a tenant, in blocks."""
+
+    floor: int
+    limit: int
+    pin_budget: int
+
+
+def first_seen(group: LayerGroup, position: int) -> int:
+    """The first position that a token at this one sees in the layers of a group."""
+    if group.kind is LayerGroupKind.FULL:
+        return 0
+    if group.kind is LayerGroupKind.SLIDING:
+        return max(0, position - group.window + 1)
+    return position // group.window * group.window
+
+
+def held(table: list[int]) -> list[int]:
+    """The blocks of a table; entries that were passed are null."""
+    return [block for block in table if block]
+
+
+def num_passed(table: list[int]) -> int:
+    return next((index for index, block in enumerate(table) if block), len(table))
+
+
+def blocks_in_order(tables: list[list[int]], first: int = 0) -> list[int]:
+    """All blocks from an index of the tables on. They are let go in reverse order: children before their parents."""
+    indexes = range(first, max(map(len, tables)))
+    blocks = [table[index] for index in indexes for table in reversed(tables) if index < len(table)]
+    return held(blocks)
+
+
+def pack(tokens) -> bytes:
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+
+
+def root_of(tag: int) -> bytes:
+    tenant, salt = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)]
+    root = sha256(b"quire prefix v1")
+    for part in (tenant.encode(), salt, FINGERPRINT.encode()):
+        root.update(len(part).to_bytes(8, "little") + part)
+    return root.digest()
+
+
+@lru_cache(maxsize=100_000)
+def hash_of(prefix: tuple, block_size: int) -> bytes:
+    """The prefix hash of the blocks that end with the last token of prefix = (tag, token, ...)."""
+    if len(prefix) == 1:
+        return root_of(prefix[0])
+    return sha256(hash_of(prefix[:-block_size], block_size) + pack(prefix[-block_size:])).digest()
+
+
+def sample(prefix: tuple) -> int:
+    return (sum(prefix) + len(prefix) // 3) % VOCAB
+
+
+class Token:
+    """A token of a sequence: given by the client, or promised by a run; `known` once the ledger has seen it."""
+
+    __slots__ = ("known", "value")
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = value
+        self.known = value is not None
+
+
+# -- the worker -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    tables: list[dict[int, int]]
+    """By layer group and index; an entry that is not there is null."""
+    last: tuple[int, int] | None = None
+    """Position and id of the token sampled last."""
+
+
+@dataclass
+class WorkerLease:
+    rows: dict[int, Row] = field(default_factory=dict)
+    offloaded: set[int] = field(default_factory=set)
+    next_step: int = 1
+    last_failed: int = 0
+
+
+@dataclass
+class PlannedRun:
+    seq_id: int
+    tag: int
+    start: int
+    tokens: list[Token]
+    """All tokens of the sequence up to the end of the run."""
+    tables: list[list[int]]
+    sampled: Token | None
+
+
+@dataclass
+class PlannedStep:
+    """The client's request, and the test's state at the moment of the grant."""
+
+    plan: Planned
+    runs: list[PlannedRun]
+    generations: dict[int, int]
+    """The number of allocations of each block that the step accesses."""
+
+
+def writes_of(plan: Planned) -> list[tuple[int, int, int, int]]:
+    """Sequence, layer group, first index and number of blocks of each table write."""
+    groups = plan.write_groups or [0] * len(plan.write_seq_ids)
+    return list(zip(plan.write_seq_ids, groups, plan.write_first_indexes, plan.write_block_counts, strict=True))
+
+
+@dataclass
+class Report:
+    step_number: int
+    outcome: StepOutcome
+    computed: list[tuple[int, int]]
+    sampled: dict[int, int]
+
+
+class Worker:
+    def __init__(self, geometry: Geometry) -> None:
+        self.block_size = geometry.block_size
+        self.groups = geometry.layer_groups
+        self.slots = [[POISON] * self.block_size for _ in range(geometry.num_blocks)]
+        self.host_slots = [[POISON] * self.block_size for _ in range(geometry.num_host_blocks)]
+        self.leases: dict[str, WorkerLease] = {}
+
+    def new_row(self, last: tuple[int, int] | None = None) -> Row:
+        return Row([{} for _ in self.groups], last)
+
+    def read(self, row: Row, group: int, position: int) -> tuple:
+        return self.slots[row.tables[group][position // self.block_size]][position % self.block_size]
+
+    def write(self, row: Row, group: int, position: int, content: tuple) -> None:
+        self.slots[row.tables[group][position // self.block_size]][position % self.block_size] = content
+
+    def run(self, lease_id: str, step: PlannedStep, *, skip: bool, fail: bool) -> Report:
+        lease, plan = self.leases[lease_id], step.plan
+        assert plan.step_number == lease.next_step
+        lease.next_step += 1
+        self.apply(lease, plan)
+        is_doomed = lease.last_failed > plan.known_step
+        if is_doomed or fail or skip:
+            if plan.run_seq_ids or not skip:
+                lease.last_failed = plan.step_number
+            if fail and not is_doomed:
+                self.scribble(lease, plan)
+            outcome = StepOutcome.SKIPPED if skip else StepOutcome.FAILED
+            return Report(plan.step_number, outcome, [], {})
+        return self.compute(lease, step)
+
+    def apply(self, lease: WorkerLease, plan: Planned) -> None:
+        for seq_id in plan.released_ids:
+            if seq_id in lease.offloaded:
+                lease.offloaded.remove(seq_id)
+            else:
+                del lease.rows[seq_id]
+        for seq_id in plan.offloaded_ids:
+            del lease.rows[seq_id]
+            lease.offloaded.add(seq_id)
+        for parent, child in zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True):
+            assert child not in lease.rows
+            lease.rows[child] = self.new_row(lease.rows[parent].last)
+        for seq_id, group, count in zip(plan.passed_seq_ids, plan.passed_groups, plan.passed_counts, strict=True):
+            table = lease.rows[seq_id].tables[group]
+            for index in range(count):
+                table.pop(index, None)
+        cursor = 0
+        for seq_id, group, first, count in writes_of(plan):
+            assert count >= 1
+            lease.offloaded.discard(seq_id)
+            if seq_id not in lease.rows:
+                lease.rows[seq_id] = self.new_row()
+            table = lease.rows[seq_id].tables[group]
+            for offset, block in enumerate(plan.write_block_ids[cursor : cursor + count]):
+                assert block != 0, "the null block in a table"
+                table[first + offset] = block
+            cursor += count
+        assert cursor == len(plan.write_block_ids)
+        assert not set(plan.copy_sources) & set(plan.copy_targets), "a block is source and target of copies"
+        for source, host in zip(plan.offload_sources, plan.offload_targets, strict=True):
+            self.host_slots[host] = list(self.slots[source])
+        for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True):
+            self.slots[target] = list(self.slots[source])
+        for host, target in zip(plan.restore_sources, plan.restore_targets, strict=True):
+            self.slots[target] = list(self.host_slots[host])
+
+    def scribble(self, lease: WorkerLease, plan: Planned) -> None:
+        """A model that fails may have written anything where it was allowed to write."""
+        for seq_id, start, count in zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, strict=True):
+            for group, position in itertools.product(range(len(self.groups)), range(start, start + count)):
+                self.write(lease.rows[seq_id], group, position, POISON)
+
+    def compute(self, lease: WorkerLease, step: PlannedStep) -> Report:
+        plan = step.plan
+        computed, sampled = [], {}
+        given = dict(zip(plan.given_run_indexes, range(len(plan.given_run_indexes)), strict=True))
+        for i, run in enumerate(step.runs):
+            row, start, end = lease.rows[run.seq_id], run.start, len(run.tokens)
+            if i in given:
+                values = [token.value for token in run.tokens[start:end]]
+                digest = bytes(plan.given_digests[16 * given[i] : 16 * given[i] + 16])
+                assert digest == sha256(pack(values)).digest()[:16], "digest of other tokens"
+            else:
+                assert end - start == 1, "a run of several tokens without their ids"
+                assert row.last is not None
+                assert row.last[0] == start, "the token sampled last stands elsewhere"
+                values = [row.last[1]]
+            prefix = (run.tag, *(token.value for token in run.tokens[:start]))
+            for position, value in enumerate(values, start):
+                prefix = (*prefix, value)
+                for group in range(len(self.groups)):
+                    self.write(row, group, position, (group, *prefix))
+            computed.append((run.seq_id, end))
+            if plan.run_samples[i]:
+                row.last = (end, sample(prefix))
+                sampled[run.seq_id] = row.last[1]
+        for run in step.runs:
+            row, expected = lease.rows[run.seq_id], (run.tag, *(token.value for token in run.tokens))
+            for number, group in enumerate(self.groups):
+                for position in range(first_seen(group, run.start), len(run.tokens)):
+                    found, content = self.read(row, number, position), (number, *expected[: position + 2])
+                    assert found == content, f"sequence {run.seq_id} reads {found} at {position} in group {number}"
+            if run.sampled is not None and run.seq_id in sampled:
+                run.sampled.value = sampled[run.seq_id]
+        return Report(plan.step_number, StepOutcome.COMPUTED, computed, sampled)
+
+    def fence(self, lease_id: str) -> None:
+        del self.leases[lease_id]
+
+
+# -- the books kept twice -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class BookSequence:
+    seq_id: int
+    tag: int
+    tokens: list[Token]
+    tables: list[list[int]]
+    """By layer group; 0 where the block was passed."""
+    computed: int
+    scheduled: int
+    published: int
+    sampled_at: int | None = None
+    released: bool = False
+    host: list[list[int]] | None = None
+    """Its host blocks while it is in the host tier, by layer group, from the first one on that was not passed."""
+    reserved_tokens: int = 0
+    promised: int = 0
+    """Blocks that are kept for its reservation, as they were counted last."""
+    cache_use: CacheUse = CacheUse.READ_AND_WRITE
+    withheld: int = 0
+    """Leading blocks that a reset has dropped: they are not published at its restore."""
+
+    @property
+    def known(self) -> int:
+        return sum(token.known for token in self.tokens)
+
+    @property
+    def tenant(self) -> int:
+        return self.tag // len(SALTS)
+
+    def prefix(self, num_tokens: int) -> tuple:
+        return (self.tag, *(token.value for token in self.tokens[:num_tokens]))
+
+
+@dataclass(eq=False)
+class BookRun:
+    sequence: BookSequence
+    end: int
+    covers: int
+    fills: range
+    """Indexes of the blocks that it fills with tokens known when it was planned."""
+    sampled: Token | None
+    heirs: list[list] = field(default_factory=list)
+    """Sequences after this one was offloaded, each with the part of the run that it needs."""
+
+
+@dataclass(eq=False)
+class BookStep:
+    number: int
+    runs: list[BookRun]
+    touched: set[int]
+    num_released: int
+    host_touched: set[int] = field(default_factory=set)
+    is_doomed: bool = False
+    let_go: list[int] = field(default_factory=list)
+    """Blocks that left a table while it was the last step in flight."""
+
+
+@dataclass
+class BookLease:
+    tenant: int
+    names_tenants: bool
+    sequences: dict[int, BookSequence] = field(default_factory=dict)
+    steps: list[BookStep] = field(default_factory=list)
+    changes: list[tuple[BookSequence, int, int]] = field(default_factory=list)
+    """Entries that have another block since a report: sequence, layer group, index."""
+    computed: list[BookSequence] = field(default_factory=list)
+    """Sequences with tokens that were reported since the last plan."""
+    next_step: int = 1
+    settled: int = 0
+    known: int = 0
+
+
+@dataclass(eq=False)
+class BookPin:
+    prefix: tuple
+    """Tag and tokens."""
+    blocks: list[int]
+    until: float
+
+    @property
+    def tenant(self) -> int:
+        return self.prefix[0] // len(SALTS)
+
+
+class Writes:
+    """The block table writes of a plan, taken one by one as the books expect them."""
+
+    def __init__(self, plan: Planned) -> None:
+        self.entries = writes_of(plan)
+        self.ids = list(plan.write_block_ids)
+        self.copies = list(zip(plan.copy_sources, plan.copy_targets, strict=True))
+        self.offloads = list(zip(plan.offload_sources, plan.offload_targets, strict=True))
+
+    def take(self, seq_id: int, group: int, first: int, count: int) -> list[int]:
+        assert self.entries, f"no write for sequence {seq_id} from {first} on in group {group}"
+        assert self.entries.pop(0) == (seq_id, group, first, count)
+        ids, self.ids = self.ids[:count], self.ids[count:]
+        return ids
+
+
+class Books:
+    """Plain dictionaries, everything counted anew each time."""
+
+    def __init__(self, geometry: Geometry, shares: Sequence[Share], *, is_lru: bool, has_advice: bool) -> None:
+        self.geometry = geometry
+        self.shares = shares
+        """By tenant."""
+        self.owners: dict[int, int] = {}
+        """The tenant that each block was handed out for last."""
+        self.is_lru = is_lru and not has_advice
+        """True if the evicted block is known beforehand: the block parked longest ago."""
+        self.has_advice = has_advice
+        """True if any parked block may be evicted next."""
+        self.size = geometry.block_size
+        self.groups = geometry.layer_groups
+        self.has_windows = any(group.kind is not LayerGroupKind.FULL for group in self.groups)
+        self.leases: dict[str, BookLease] = {}
+        self.index: dict[tuple, int] = {}
+        """By layer group, tag and tokens."""
+        self.stranded: list[int] = []
+        """Blocks that nobody could find any more when another one was evicted, the last one last."""
+        self.pins: dict[bytes, BookPin] = {}
+        """By id."""
+        self.sealed: set[int] = set()
+        self.lru: list[int] = []
+        self.new: set[int] = set()
+        """Blocks that were published since a reset was begun."""
+        self.generations: Counter[int] = Counter()
+        self.let_go: dict[int, int] = {}
+        self.ticks = itertools.count()
+        self.evicted = 0
+        self.allocated = 0
+        self.knows_parents = self.groups == (FULL,)
+        self.refused: list[tuple[PlanItem, int, Reason]] = []
+
+    # what is held, retired, free: counted anew from the tables and the steps in flight
+
+    def holders(self) -> Counter[int]:
+        sequences = (sequence for lease in self.leases.values() for sequence in lease.sequences.values())
+        holders = Counter(block for sequence in sequences for table in sequence.tables for block in table)
+        del holders[0]
+        return holders
+
+    def touched(self) -> set[int]:
+        return set().union(*(step.touched for lease in self.leases.values() for step in lease.steps))
+
+    def states(self) -> dict[int, BlockState]:
+        holders, touched = self.holders(), self.touched() | self.touched_now
+        findable = set(self.index.values())
+        states = {}
+        for block in range(1, self.geometry.num_blocks):
+            if holders[block]:
+                states[block] = BlockState.ACTIVE
+            elif block in touched:
+                states[block] = BlockState.RETIRED
+            else:
+                states[block] = BlockState.CACHED if block in findable else BlockState.FREE
+        return states
+
+    step: BookStep | None = None
+    """The step that is being planned, or was planned last."""
+    touched_now: frozenset[int] | set[int] = frozenset()
+    """Sources of the copies of the step that is being planned."""
+    host_touched_now: frozenset[int] | set[int] = frozenset()
+
+    def host_states(self) -> dict[int, str]:
+        sequences = [s for lease in self.leases.values() for s in lease.sequences.values()]
+        held = [block for sequence in sequences for blocks in sequence.host or () for block in blocks]
+        assert len(set(held)) == len(held), "a host block is of two sequences"
+        steps = [step for lease in self.leases.values() for step in lease.steps]
+        touched = set(self.host_touched_now).union(*(step.host_touched for step in steps))
+        state = lambda block: "held" if block in held else "retired" if block in touched else "free"  # noqa: E731
+        return {block: state(block) for block in range(self.geometry.num_host_blocks)}
+
+    def rest(self) -> None:
+        """After every event: what became evictable goes to the recent end, in the order of release."""
+        states, kept = self.states(), self.kept()
+        cached = {block for block, state in states.items() if state is BlockState.CACHED and block not in kept}
+        self.lru = [block for block in self.lru if block in cached]
+        self.lru += sorted(cached - set(self.lru), key=self.order)
+
+    def order(self, block: int) -> int:
+        return self.let_go.get(block, -1)
+
+    def num_room(self) -> int:
+        states, kept = self.states(), self.kept()
+        return sum(
+            state in (BlockState.FREE, BlockState.CACHED) and block not in kept for block, state in states.items()
+        )
+
+    # pins
+
+    def kept(self) -> set[int]:
+        return {block for pin in self.pins.values() for block in pin.blocks}
+
+    def pin(self, tag: int, tokens: list[int], until: float) -> Reason | bytes:
+        """The id of the pin, if there is one then."""
+        length, tables = self.longest_hit(self.prefixes(tag, tokens, len(tokens)))
+        if not length:
+            return Reason.PREFIX_NOT_CACHED
+        tenant, blocks = tag // len(SALTS), [block for table in tables for block in held(table)]
+        prefix = (tag, *tokens[: length * self.size])
+        pin_id = hash_of(prefix, self.size)[:16]
+        if pin_id not in self.pins:
+            if self.num_pinned(tenant) + len(set(blocks) - self.kept()) > self.shares[tenant].pin_budget:
+                return Reason.PIN_BUDGET_SPENT
+            if (reason := self.refuse(tenant, 0, parked=self.num_parked(blocks))) is not None:
+                return reason
+        self.pins[pin_id] = BookPin(prefix, blocks, until)
+        self.rest()
+        return pin_id
+
+    def unpin(self, pin_id: bytes) -> None:
+        pin, states = self.pins.pop(pin_id), self.states()
+        for block in reversed(pin.blocks):
+            if states[block] is BlockState.CACHED and block not in self.kept():
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+    def advance(self, now: float) -> None:
+        for until, pin_id in sorted((pin.until, pin_id) for pin_id, pin in self.pins.items()):
+            if until <= now:
+                self.unpin(pin_id)
+
+    def num_pinned(self, tenant: int) -> int:
+        return sum(self.owners[block] == tenant for block in self.kept())
+
+    # reservations
+
+    def is_at_risk(self, block: int) -> bool:
+        """True if a holder would be handed out another block to write there: now, or while a step in flight is."""
+        steps = [step for lease in self.leases.values() for step in lease.steps]
+        is_let_go = block in self.touched_now or any(block in step.let_go for step in steps)
+        return self.holders()[block] != 1 or block in self.sealed or is_let_go
+
+    def needs(self, sequence: BookSequence, *, computed: int | None = None, shared: Collection[int] = ()) -> int:
+        """Blocks that a sequence with a reservation may still have to be handed out; `shared` are to be shared."""
+        if not sequence.reserved_tokens or sequence.host is not None:
+            return 0
+        first = (sequence.computed if computed is None else computed) // self.size
+        most = self.num_blocks_for(sequence.reserved_tokens)
+        missing = sum(max(0, most - len(table)) for table in sequence.tables)
+        blocks = [block for table in sequence.tables for block in held(table[first:])]
+        return missing + sum(block in shared or self.is_at_risk(block) for block in blocks)
+
+    def needs_more(self, sequence: BookSequence, **changes: Any) -> int:
+        return self.needs(sequence, **changes) - self.needs(sequence)
+
+    def promise(self, *sequences: BookSequence) -> None:
+        for sequence in sequences:
+            sequence.promised = self.needs(sequence)
+
+    # tenants
+
+    def num_reserved(self, tenant: int) -> int:
+        sequences = [s for lease in self.leases.values() for s in lease.sequences.values()]
+        return sum(s.promised for s in sequences if s.tenant == tenant)
+
+    def blocks_of(self, tenant: int, *wanted: BlockState) -> int:
+        return sum(state in wanted and self.owners[block] == tenant for block, state in self.states().items())
+
+    def num_held(self, tenant: int) -> int:
+        """Blocks that nobody can take from the tenant: in a table, touched by a step in flight, or pinned."""
+        return self.blocks_of(tenant, BlockState.ACTIVE, BlockState.RETIRED) + self.num_idle_pinned(tenant)
+
+    def num_idle_pinned(self, tenant: int) -> int:
+        states = self.states()
+        return sum(states[block] is BlockState.CACHED and self.owners[block] == tenant for block in self.kept())
+
+    def num_unclaimed(self, tenant: int) -> int:
+        """Blocks that the tenant's floor promises beyond the reservations of its sequences."""
+        return max(0, self.shares[tenant].floor - self.num_held(tenant) - self.num_reserved(tenant))
+
+    def num_promised(self) -> int:
+        return sum(self.num_reserved(tenant) + self.num_unclaimed(tenant) for tenant in range(len(TENANTS)))
+
+    def refuse(self, tenant: int, needed: int, *, parked: int = 0, spared: int = 0) -> Reason | None:
+        """The reason why the tenant can't take so many blocks, beside those that are promised."""
+        taken, limit = needed + parked, self.shares[tenant].limit
+        if not taken:
+            return None
+        is_limited = limit < self.geometry.num_blocks - 1
+        if is_limited and self.num_held(tenant) + self.num_reserved(tenant) + taken > limit:
+            return Reason.QUOTA_EXCEEDED
+        others = self.num_promised() - self.num_unclaimed(tenant)
+        return Reason.OUT_OF_BLOCKS if taken + spared > max(0, self.num_room() - others) else None
+
+    def num_parked(self, blocks: Collection[int]) -> int:
+        states, kept = self.states(), self.kept()
+        return sum(states[block] is BlockState.CACHED and block not in kept for block in blocks)
+
+    def num_rows(self) -> int:
+        num_held = lambda lease: sum(s.host is None for s in lease.sequences.values())  # noqa: E731
+        return sum(num_held(lease) + sum(step.num_released for step in lease.steps) for lease in self.leases.values())
+
+    def drop(self, blocks: list[int], steps: list[BookStep]) -> None:
+        """These table entries are gone already: note the order in which their blocks lost the last holder.
+
+        Those in flight of their lease are `steps`: the last of them may still touch the blocks.
+        """
+        if steps:
+            steps[-1].let_go += blocks
+        holders, is_now = self.holders(), steps == [self.step]
+        for block in reversed(blocks):
+            # A block that the step being planned touches comes back with that step, at its place there.
+            if is_now or not (holders[block] or block in self.touched_now):
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+    def hand_out(self, blocks: list[int], tenant: int) -> None:
+        """The ledger chose these for a tenant: blocks without content first, then those that may be evicted.
+
+        They have no holder.
+        """
+        for block in blocks:
+            states = self.states()
+            free = {b for b, state in states.items() if state is BlockState.FREE} - self.taken
+            if free:
+                assert block in free, f"block {block} handed out, {states[block]}, while {free} are free"
+            else:
+                self.check_eviction(block)
+                self.evict(block)
+            self.taken.add(block)
+            self.owners[block] = tenant
+            self.sealed.discard(block)
+            self.generations[block] += 1
+            self.allocated += 1
+
+    def check_eviction(self, block: int) -> None:
+        """For all policies: only parked blocks are evicted, and a child that was parked before its parent goes first.
+
+        If a block replaced another sequence's equal block, the policy does not know it as the parent of the blocks
+        after that one: two sequences computed the same tokens, or a copy came after a reset.
+        """
+        if self.has_advice:
+            assert block in self.lru, f"block {block} evicted, it is not parked"
+            return
+        stranded = self.next_stranded()
+        if stranded is not None:
+            assert block == stranded, f"block {block} evicted before {stranded}, which nobody can find"
+            return
+        if self.is_lru:
+            assert block == self.lru[0], f"block {block} evicted before {self.lru[0]}"
+        assert block in self.lru, f"block {block} evicted, it is not parked"
+        if not self.knows_parents:
+            return
+        key_of = {b: key for key, b in self.index.items()}
+        key = key_of[block]
+        for child in self.lru[: self.lru.index(block)]:
+            assert key_of[child][: len(key)] != key, f"block {block} evicted before {child}, which continues it"
+
+    def evict(self, block: int) -> None:
+        """Those that can't be found without it are stranded."""
+        self.lru.remove(block)
+        (key,) = [key for key, b in self.index.items() if b == block]
+        del self.index[key]
+        self.evicted += 1
+        lost = self.groups[key[0]]
+        for number, group in enumerate(self.groups):
+            if (lost == FULL or group == lost) and (number, *key[1:]) in self.index:
+                self.stranded.append(self.index[number, *key[1:]])
+
+    def next_stranded(self) -> int | None:
+        """Those that can be found again, or are held, are evictable in their order only."""
+        while self.stranded:
+            block = self.stranded.pop()
+            if block in self.lru and self.is_stranded(block):
+                return block
+        return None
+
+    def is_stranded(self, block: int) -> bool:
+        """True if a block of the same tokens is gone that every prefix with this one needs."""
+        (key,) = [key for key, b in self.index.items() if b == block]
+        needed = [number for number, group in enumerate(self.groups) if group in (FULL, self.groups[key[0]])]
+        return any((number, *key[1:]) not in self.index for number in needed)
+
+    taken: set[int] = set()  # noqa: RUF012 - replaced for each item
+    """Blocks handed out for the present item, in no table yet."""
+
+    # resets
+
+    def withhold(self, tags: Collection[int]) -> None:
+        """Sequences in the host tier will not publish their computed blocks."""
+        for sequence in (s for lease in self.leases.values() for s in lease.sequences.values()):
+            if sequence.host is not None and sequence.tag in tags:
+                sequence.withheld = sequence.computed // self.size
+
+    def begins_with(self, prefix: tuple, stem: tuple) -> bool:
+        """True if content continues the stem, or if a block between them is gone."""
+        ends = range(len(prefix) - self.size, len(stem), -self.size)
+        is_holed = len(prefix) > len(stem) and any((0, *prefix[:end]) not in self.index for end in ends)
+        return is_holed or prefix[: len(stem)] == stem
+
+    # prefixes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+    def prefixes(self, tag: int, tokens: list[int], num_tokens: int) -> list[tuple]:
+        """Those that end with a full block of the first tokens, the shortest first."""
+        return [(tag, *tokens[:end]) for end in range(self.size, num_tokens + 1, self.size)]
+
+    def first_needed(self, group: LayerGroup, position: int) -> int:
+        """The index of the first block that a token at a position sees."""
+        return first_seen(group, position) // self.size
+
+    def longest_hit(self, prefixes: list[tuple]) -> tuple[int, list[list[int]]]:
+        """The longest prefix with all blocks that its next token sees: their number, and the tables."""
+        for length in range(len(prefixes), -1, -1):
+            tables = [self.table_of(prefixes[:length], number) for number in range(len(self.groups))]
+            if all(None not in table for table in tables):
+                return length, tables
+        raise AssertionError("nothing is a prefix, too")
+
+    def table_of(self, prefixes: list[tuple], number: int) -> list[int]:
+        """The table of a prefix by the index: None for a block that is not in it, 0 for one that nobody will see."""
+        first = self.first_needed(self.groups[number], len(prefixes) * self.size)
+        return [0] * first + [self.index.get((number, *prefix)) for prefix in prefixes[first:]]
+
+    def ends_of_tables(self, num_tokens: int, num_scheduled: int) -> list[int]:
+        """Full tables have blocks for all tokens, windowed ones for the scheduled ones."""
+        is_full = lambda group: group.kind is LayerGroupKind.FULL  # noqa: E731
+        return [self.num_blocks_for(num_tokens if is_full(group) else num_scheduled) for group in self.groups]
+
+    def least_position(self, sequence: BookSequence) -> int:
+        """The first position at which a token sees no block that was passed."""
+        firsts = [num_passed(table) for table in sequence.tables]
+        is_there = lambda position: all(  # noqa: E731
+            first_seen(group, position) >= first * self.size for group, first in zip(self.groups, firsts, strict=True)
+        )
+        return next(position for position in itertools.count() if is_there(position))
+
+    # planning
+
+    def plan(self, lease: BookLease, request: StepRequest, plan: Planned) -> list[PlannedRun]:
+        """Predicts the plan, taking only the choice of fresh blocks from it."""
+        writes = Writes(plan)
+        self.refused = []
+        self.lease, self.writes = lease, writes
+        self.step = BookStep(lease.next_step, [], set(), 0)
+        self.runs: list[tuple[int, int, int, bool, bool]] = []
+        self.planned: list[PlannedRun] = []
+        self.expected_copies: list[tuple[int, int]] = []
+        self.expected_restores: list[tuple[int, int]] = []
+        self.expected_passes: list[tuple[int, int, int]] = []
+        self.leasts: list[int] = []
+        """The least positions that the items with a position out of range name."""
+        self.touched_now, self.host_touched_now = set(), set()
+        released, offloaded, restored, admitted = [], [], [], []
+        for seq_id in request.releases:
+            if self.release(seq_id):
+                released.append(seq_id)
+        for seq_id in request.offloads:
+            reason = self.offload(seq_id)
+            self.note(PlanItem.OFFLOAD, seq_id, reason)
+            offloaded += [] if reason else [seq_id]
+        self.pass_windows()
+        for sequence, group, index in lease.changes:
+            if not sequence.released and sequence.tables[group][index]:
+                assert writes.take(sequence.seq_id, group, index, 1) == [sequence.tables[group][index]]
+        lease.changes = []
+        for trim in request.trims:
+            self.note(PlanItem.TRIM, trim.seq_id, self.trim(trim))
+        forked = []
+        for fork in request.forks:
+            for child_id in fork.child_ids:
+                reason = self.fork(fork, child_id)
+                self.note(PlanItem.FORK, child_id, reason)
+                forked += [] if reason else [(fork.parent_id, child_id)]
+        for seq_id, count in zip(request.extend_ids, request.extend_token_counts, strict=True):
+            append = request.appends.get(seq_id, b"")
+            tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
+            self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens))
+        self.budget = request.admission_token_budget or 10**9
+        for restore in request.restores:
+            found = self.restore(restore, request.admission_reserve)
+            if isinstance(found, int):
+                restored.append((restore.seq_id, found))
+            else:
+                self.note(PlanItem.RESTORE, restore.seq_id, found)
+        for admission in request.admissions:
+            found = self.admit(admission, request.admission_reserve)
+            if isinstance(found, int):
+                admitted.append((admission.seq_id, found))
+            else:
+                self.note(PlanItem.ADMISSION, admission.seq_id, found)
+        tables = [table for sequence in lease.sequences.values() for table in sequence.tables]
+        self.step.touched = {block for table in tables for block in held(table)} | self.touched_now
+        in_host = {block for s in lease.sequences.values() for blocks in s.host or () for block in blocks}
+        self.step.host_touched = in_host | self.host_touched_now
+        self.touched_now = self.host_touched_now = frozenset()
+        lease.steps.append(self.step)
+        lease.next_step += 1
+        self.promise(*lease.sequences.values())
+        assert not writes.entries, f"unexpected table writes {writes.entries}"
+        assert writes.copies == self.expected_copies
+        assert not writes.offloads, f"unexpected copies to the host tier {writes.offloads}"
+        assert list(zip(plan.restore_sources, plan.restore_targets, strict=True)) == self.expected_restores
+        passes = zip(plan.passed_seq_ids, plan.passed_groups, plan.passed_counts, strict=True)
+        assert list(passes) == self.expected_passes
+        assert plan.step_number == self.step.number
+        assert plan.known_step == lease.known
+        assert (plan.released_ids, plan.offloaded_ids) == (released, offloaded)
+        assert list(zip(plan.restored_ids, plan.restored_counts, strict=True)) == restored
+        assert list(zip(plan.fork_parent_ids, plan.fork_child_ids, strict=True)) == forked
+        assert [(r.item, r.seq_id, r.refusal.reason) for r in plan.refusals] == self.refused
+        out_of_range = [r for r in plan.refusals if r.refusal.reason is Reason.POSITION_OUT_OF_RANGE]
+        assert [int(r.refusal.metadata["least"]) for r in out_of_range] == self.leasts
+        assert list(zip(plan.admitted_ids, plan.admitted_cached_counts, strict=True)) == admitted
+        runs = zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples, strict=True)
+        assert [(*run, i in plan.given_run_indexes) for i, run in enumerate(runs)] == self.runs
+        return self.planned
+
+    def note(self, item: PlanItem, seq_id: int, reason: Reason | None) -> None:
+        if reason is not None:
+            self.refused.append((item, seq_id, reason))
+
+    def pass_windows(self) -> None:
+        """The blocks behind the windows of the last computed token are let go: it may be computed again."""
+        computed, self.lease.computed = self.lease.computed, []
+        for sequence in computed if self.has_windows else ():
+            if self.lease.sequences.get(sequence.seq_id) is not sequence or sequence.host is not None:
+                continue
+            passed = []
+            for number, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+                end = self.first_needed(group, max(0, sequence.computed - 1))
+                blocks = held(table[:end])
+                if blocks:
+                    table[:end] = [0] * end
+                    self.expected_passes.append((sequence.seq_id, number, end))
+                    passed += blocks
+            if passed:
+                self.drop(passed[::-1], self.lease.steps)
+                self.promise(sequence)
+
+    def release(self, seq_id: int) -> bool:
+        sequence = self.lease.sequences.pop(seq_id, None)
+        if sequence is None:
+            return False
+        sequence.released = True
+        self.step.num_released += sequence.host is None
+        self.drop(blocks_in_order(sequence.tables), self.lease.steps)
+        return True
+
+    def offload(self, seq_id: int) -> Reason | None:
+        old = self.lease.sequences.get(seq_id)
+        if old is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if old.host is not None:
+            return Reason.SEQUENCE_OFFLOADED
+        end, states = max(1, self.num_blocks_for(old.scheduled)), self.host_states()
+        sources = [held(table[:end]) for table in old.tables]
+        count = sum(map(len, sources))
+        if count > sum(state == "free" for state in states.values()):
+            return Reason.OUT_OF_HOST_BLOCKS
+        copies, self.writes.offloads = self.writes.offloads[:count], self.writes.offloads[count:]
+        assert [source for source, _ in copies] == [block for blocks in sources for block in blocks]
+        targets = iter([target for _, target in copies])
+        host = [list(itertools.islice(targets, len(blocks))) for blocks in sources]
+        for _, block in copies:
+            assert states[block] == "free", f"host block {block} handed out, {states[block]}"
+            self.generations[-1 - block] += 1
+        tables = [[0] * num_passed(table) for table in old.tables]
+        heir = replace(old, tables=tables, published=0, sampled_at=None, host=host, promised=0)
+        is_dropped = lambda block: block in self.sealed and block not in self.index.values()  # noqa: E731
+        published = [enumerate(table[: old.published], 1) for table in old.tables]
+        heir.withheld = max(old.withheld, *(i for blocks in published for i, block in blocks if is_dropped(block)), 0)
+        old.released = True
+        self.step.num_released += 1
+        del self.lease.sequences[seq_id]
+        self.lease.sequences[seq_id] = heir
+        for run in (run for step in self.lease.steps for run in step.runs):
+            run.heirs += [[heir, covers] for known, covers in [(run.sequence, run.covers), *run.heirs] if known is old]
+        blocks = blocks_in_order(old.tables)
+        self.touched_now = {*self.touched_now, *blocks}
+        self.drop(blocks, [self.step])
+        return None
+
+    def restore(self, restore: Restore, reserve: int) -> Reason | int:
+        sequence = self.lease.sequences.get(restore.seq_id)
+        if sequence is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        if sequence.host is None:
+            return Reason.SEQUENCE_EXISTS
+        if sequence.known < len(sequence.tokens):
+            return Reason.SEQUENCE_BUSY
+        if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
+            return Reason.TOO_MANY_SEQUENCES
+        if sequence.known > self.max_tokens(sequence.tenant, sequence.reserved_tokens):
+            return Reason.SEQUENCE_TOO_LONG
+        if self.budget <= 0:
+            return Reason.TOKEN_BUDGET_SPENT
+        length, tables = self.find_for_restore(sequence)
+        start = max(sequence.scheduled, length * self.size)
+        count = min(sequence.known - start, restore.max_compute or 10**9, self.budget)
+        ends = self.ends_of_tables(sequence.known, start + count)
+        need = sum(end - len(table) for end, table in zip(ends, tables, strict=True))
+        most = self.num_blocks_for(sequence.reserved_tokens)
+        later = sum(max(0, most - end) for end in ends)
+        found = [block for table in tables for block in held(table)]
+        reason = self.refuse(sequence.tenant, need + later, parked=self.num_parked(found), spared=reserve)
+        if reason is not None:
+            return reason
+        hosted = [num_passed(table) for table in sequence.tables]
+        sequence.tables = self.take_blocks(sequence.seq_id, tables, ends, sequence.tenant)
+        end = self.num_blocks_for(sequence.scheduled)
+        for table, found_table, first, host in zip(sequence.tables, tables, hosted, sequence.host, strict=True):
+            copied = range(len(found_table), end)
+            self.expected_restores += [(host[index - first], table[index]) for index in copied]
+        self.host_touched_now = {*self.host_touched_now, *(block for blocks in sequence.host for block in blocks)}
+        sequence.host, sequence.published = None, max(length, sequence.withheld)
+        sequence.computed = max(sequence.computed, length * self.size)
+        sequence.scheduled = start
+        self.promise(sequence)
+        self.budget -= count
+        if count:
+            self.run(sequence, count, given=True)
+        return start
+
+    def find_for_restore(self, sequence: BookSequence) -> tuple[int, list[list[int]]]:
+        """A prefix from the index. One that ends before what the host tier has is taken in the full groups only."""
+        if sequence.cache_use is not CacheUse.READ_AND_WRITE:
+            prefixes = []
+        else:
+            tokens = [token.value for token in sequence.tokens[: sequence.known]]
+            prefixes = self.prefixes(sequence.tag, tokens, sequence.known - 1)
+        length, tables = self.longest_hit(prefixes)
+        if not self.has_windows or length * self.size >= sequence.scheduled:
+            return length, tables
+        full = [number for number, group in enumerate(self.groups) if group == FULL]
+        is_known = lambda prefix: all((number, *prefix) in self.index for number in full)  # noqa: E731
+        known = list(itertools.takewhile(is_known, prefixes))[: sequence.scheduled // self.size]
+        tables = [list(table) for table in sequence.tables]
+        for number in full:
+            tables[number] = [self.index[number, *prefix] for prefix in known]
+        return len(known), tables
+
+    def in_pool(self, seq_id: int) -> BookSequence | Reason:
+        sequence = self.lease.sequences.get(seq_id)
+        if sequence is None:
+            return Reason.SEQUENCE_NOT_FOUND
+        return sequence if sequence.host is None else Reason.SEQUENCE_OFFLOADED
+
+    def trim(self, trim: Trim) -> Reason | None:
+        sequence, count = self.in_pool(trim.seq_id), trim.num_tokens
+        if isinstance(sequence, Reason):
+            return sequence
+        least = max(1, self.least_position(sequence))
+        if not least <= count <= len(sequence.tokens):
+            self.leasts.append(least)
+            return Reason.POSITION_OUT_OF_RANGE
+        needed = self.needs_more(sequence, computed=min(sequence.computed, count))
+        if (reason := self.refuse(sequence.tenant, needed)) is not None:
+            return reason
+        full, kept = count // self.size, -(-count // self.size)
+        kept = max(map(len, sequence.tables)) if sequence.reserved_tokens else kept
+        sequence.tokens = sequence.tokens[:count]
+        sequence.computed = min(sequence.computed, count)
+        sequence.scheduled = min(sequence.scheduled, count)
+        sequence.published, sequence.withheld = min(sequence.published, full), min(sequence.withheld, full)
+        if sequence.sampled_at is not None and sequence.sampled_at >= count:
+            sequence.sampled_at = None
+        for step in self.lease.steps:
+            for run in step.runs:
+                if run.sequence is sequence:
+                    run.covers = min(run.covers, count)
+                for entry in run.heirs:
+                    if entry[0] is sequence:
+                        entry[1] = min(entry[1], count)
+        tail, sequence.tables = blocks_in_order(sequence.tables, kept), [table[:kept] for table in sequence.tables]
+        self.promise(sequence)
+        self.drop(tail, self.lease.steps)
+        return None
+
+    def fork(self, fork: Fork, child_id: int) -> Reason | None:
+        parent, count = self.in_pool(fork.parent_id), fork.num_tokens
+        if isinstance(parent, Reason):
+            return parent
+        least = self.least_position(parent) + 1
+        if not least <= count <= len(parent.tokens):
+            self.leasts.append(least)
+            return Reason.POSITION_OUT_OF_RANGE
+        tables = [table[: self.num_blocks_for(count)] for table in parent.tables]
+        needed = self.needs_more(parent, shared=blocks_in_order(tables))
+        if (reason := self.refuse(parent.tenant, needed)) is not None:
+            return reason
+        if (reason := self.refuse_new(child_id)) is not None:
+            return reason
+        scheduled = min(parent.scheduled, count - 1)
+        at = parent.sampled_at
+        child = BookSequence(
+            child_id,
+            parent.tag,
+            parent.tokens[:count],
+            tables,
+            computed=min(parent.computed, scheduled),
+            scheduled=scheduled,
+            published=min(parent.published, scheduled // self.size),
+            sampled_at=at if at is not None and at < count else None,
+            cache_use=parent.cache_use,
+        )
+        child.withheld = min(parent.withheld, child.published)
+        self.write_tables(child_id, tables)
+        self.lease.sequences[child_id] = child
+        self.promise(parent)
+        return None
+
+    def write_tables(self, seq_id: int, tables: list[list[int]]) -> None:
+        """The writes of a sequence that begins."""
+        for number, table in enumerate(tables):
+            if blocks := held(table):
+                assert self.writes.take(seq_id, number, num_passed(table), len(blocks)) == blocks
+
+    def refuse_new(self, seq_id: int) -> Reason | None:
+        if not 0 <= seq_id < 2**31:
+            return Reason.INVALID_ARGUMENT
+        if seq_id in self.lease.sequences:
+            return Reason.SEQUENCE_EXISTS
+        if self.num_rows() + self.step.num_released >= self.geometry.max_sequences:
+            return Reason.TOO_MANY_SEQUENCES
+        return None
+
+    def longest_in(self, num_blocks: int, *, is_reserved: bool) -> int:
+        """The tokens of the longest sequence in so many blocks. One with a reservation may be computed in one step; one
+        without holds in a windowed group what two neighbouring tokens see."""
+        least = lambda group: (group.window - 1) // self.size + 2  # noqa: E731
+        is_passed = lambda group: not is_reserved and group.kind is not LayerGroupKind.FULL  # noqa: E731
+        needed = lambda length: sum(min(length, least(g)) if is_passed(g) else length for g in self.groups)  # noqa: E731
+        most = self.num_blocks_for(self.geometry.max_sequence_tokens)
+        length = max(length for length in range(most + 1) if needed(length) <= num_blocks)
+        return min(self.geometry.max_sequence_tokens, length * self.size)
+
+    def max_tokens(self, tenant: int, reserved: int = 0) -> int:
+        """The tokens of any sequence of a tenant, or of one with a reservation of so many."""
+        others = sum(share.floor for share in self.shares) - self.shares[tenant].floor
+        most = min(self.shares[tenant].limit, self.geometry.num_blocks - 1 - others)
+        return min(self.longest_in(most, is_reserved=reserved > 0), reserved or 10**9)
+
+    def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
+        sequence = self.in_pool(seq_id)
+        if isinstance(sequence, Reason):
+            return sequence
+        if count < 1:
+            return Reason.INVALID_ARGUMENT
+        start, end, known = sequence.scheduled, sequence.scheduled + count, sequence.known
+        if append and known < len(sequence.tokens):
+            return Reason.INVALID_ARGUMENT
+        if any(not 0 <= token < VOCAB for token in append):
+            return Reason.TOKEN_OUT_OF_RANGE
+        if max(end, known + len(append)) > self.max_tokens(sequence.tenant, sequence.reserved_tokens):
+            return Reason.SEQUENCE_TOO_LONG
+        is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
+        if end > known + len(append) and not is_last_sampled:
+            return Reason.NOTHING_TO_COMPUTE
+        holders, ends = self.holders(), self.ends_of_tables(len(sequence.tokens) + len(append), end)
+        is_foreign = lambda block: holders[block] > 1 or block in self.sealed  # noqa: E731
+        written = [range(start // self.size, min(self.num_blocks_for(end), len(table))) for table in sequence.tables]
+        foreign = [
+            [index for index in indexes if is_foreign(table[index])]
+            for indexes, table in zip(written, sequence.tables, strict=True)
+        ]
+        grown = [max(0, end - len(table)) for end, table in zip(ends, sequence.tables, strict=True)]
+        needed = max(0, sum(map(len, foreign)) + sum(grown) - sequence.promised)
+        if (reason := self.refuse(sequence.tenant, needed)) is not None:
+            assert not sequence.reserved_tokens, "a sequence does not get what is reserved for it"
+            return reason
+        for number in range(len(self.groups)):
+            self.replace(sequence, number, foreign[number], grown[number], start)
+        if any(foreign) or any(grown):
+            self.promise(sequence)
+        sequence.tokens = sequence.tokens + [Token(value) for value in append]
+        for indexes, table in zip(written, sequence.tables, strict=True):
+            for index in indexes:
+                self.forget_claims(table[index])
+        self.run(sequence, count, given=not (count == 1 and start == sequence.sampled_at))
+        return None
+
+    def replace(self, sequence: BookSequence, number: int, foreign: list[int], grown: int, start: int) -> None:
+        table, fresh = sequence.tables[number], []
+        for index in foreign:
+            fresh += self.writes.take(sequence.seq_id, number, index, 1)
+        if grown:
+            fresh += self.writes.take(sequence.seq_id, number, len(table), grown)
+        self.taken = set()
+        self.hand_out(fresh, sequence.tenant)
+        for index in foreign:
+            source, target = table[index], fresh.pop(0)
+            if index * self.size < start:
+                self.expected_copies.append((source, target))
+                self.touched_now = {*self.touched_now, source}
+            table[index] = target
+            self.drop([source], [self.step] if index * self.size < start else self.lease.steps)
+        table += fresh
+        self.taken = set()
+
+    def forget_claims(self, block: int) -> None:
+        """A block that is written in place is not published by a released sequence that filled it before."""
+        for step in self.lease.steps:
+            for run in step.runs:
+                tables = run.sequence.tables if run.sequence.released else ()
+                for table in (table for table in tables if block in table):
+                    covers = table.index(block) * self.size
+                    if covers < run.covers:
+                        run.covers = covers
+
+    def run(self, sequence: BookSequence, count: int, *, given: bool) -> None:
+        start, end = sequence.scheduled, sequence.scheduled + count
+        samples = end == len(sequence.tokens)
+        token = Token() if samples else None
+        self.runs.append((sequence.seq_id, start, count, samples, given))
+        self.planned.append(
+            PlannedRun(
+                sequence.seq_id,
+                sequence.tag,
+                start,
+                sequence.tokens[:end],
+                [table[:] for table in sequence.tables],
+                token,
+            )
+        )
+        fills = range(start // self.size, min(end, sequence.known) // self.size)
+        self.step.runs.append(BookRun(sequence, end, end, fills, token))
+        sequence.scheduled = end
+        if token is not None:
+            sequence.tokens = [*sequence.tokens, token]
+            sequence.sampled_at = end
+
+    def admit(self, admission: Admission, reserve: int) -> Reason | int:
+        data = admission.tokens
+        tokens = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
+        tenant = self.lease.tenant if admission.tenant is None else TENANTS.index(admission.tenant)
+        if tenant != self.lease.tenant and not self.lease.names_tenants:
+            return Reason.ROLE_MISSING
+        if (reason := self.refuse_new(admission.seq_id)) is not None:
+            return reason
+        longest = self.longest_in(self.geometry.num_blocks - 1, is_reserved=False)
+        if 0 < admission.reserved_tokens < len(tokens) <= longest:
+            return Reason.INVALID_ARGUMENT
+        if not tokens:
+            return Reason.EMPTY_PROMPT
+        if max(len(tokens), admission.reserved_tokens) > self.max_tokens(tenant, admission.reserved_tokens):
+            return Reason.SEQUENCE_TOO_LONG
+        if any(not 0 <= token < VOCAB for token in tokens):
+            return Reason.TOKEN_OUT_OF_RANGE
+        if self.budget <= 0:
+            return Reason.TOKEN_BUDGET_SPENT
+        tag = tenant * len(SALTS) + SALTS.index(admission.salt)
+        length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
+        cached = length * self.size
+        count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
+        ends = self.ends_of_tables(len(tokens), cached + count)
+        found = [block for table in tables for block in held(table)]
+        unpublished = [block for table in tables for block in held(table[published:])]
+        most = self.num_blocks_for(admission.reserved_tokens)
+        later = sum(max(0, most - end) for end in ends) + (len(unpublished) if admission.reserved_tokens else 0)
+        later += sum(self.needs_more(other, shared=unpublished) for other in self.lease.sequences.values())
+        needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
+        if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
+            return reason
+        tables = self.take_blocks(admission.seq_id, tables, ends, tenant)
+        sequence = BookSequence(
+            admission.seq_id,
+            tag,
+            [Token(value) for value in tokens],
+            tables,
+            computed=published * self.size,
+            scheduled=cached,
+            published=published,
+            reserved_tokens=admission.reserved_tokens,
+            cache_use=admission.cache_use,
+        )
+        self.lease.sequences[admission.seq_id] = sequence
+        if later or admission.reserved_tokens:
+            self.promise(*self.lease.sequences.values())
+        self.budget -= count
+        self.run(sequence, count, given=True)
+        return cached
+
+    def take_blocks(self, seq_id: int, tables: list[list[int]], ends: list[int], tenant: int) -> list[list[int]]:
+        """Tables with those that were found, and up to these indexes fresh ones of the ledger's choice."""
+        found = {block for table in tables for block in held(table)}
+        self.taken = set(found)
+        self.lru = [block for block in self.lru if block not in found]
+        taken = []
+        for number, (table, end) in enumerate(zip(tables, ends, strict=True)):
+            first = num_passed(table)
+            ids = self.writes.take(seq_id, number, first, end - first) if end > first else []
+            assert ids[: len(table) - first] == table[first:], "other blocks than the ones that hold the prefix"
+            self.hand_out(ids[len(table) - first :], tenant)
+            taken.append([0] * first + ids)
+        self.taken = set()
+        return taken
+
+    def find(self, tag: int, tokens: list[int], *, is_read: bool) -> tuple[int, int, list[list[int]]]:
+        """The number of blocks found, of those that are published, and the tables."""
+        prefixes = self.prefixes(tag, tokens, (len(tokens) - 1) * is_read)
+        published, tables = self.longest_hit(prefixes)
+        pending = self.pending() if published < len(prefixes) else {}
+        length, holders = published, self.holders()
+        for prefix in prefixes[published:]:
+            keys = [(number, *prefix) for number in range(len(self.groups))]
+            blocks = [self.index.get(key) or pending.get(key, 0) for key in keys]
+            if not all(key in self.index or holders[block] for key, block in zip(keys, blocks, strict=True)):
+                break
+            for table, block in zip(tables, blocks, strict=True):
+                table.append(block)
+            length += 1
+        return length, published, tables
+
+    def pending(self) -> dict[tuple, int]:
+        """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first. It is 0
+        if the block was passed."""
+        pending: dict[tuple, int] = {}
+        for step in [*self.lease.steps, self.step]:
+            for run in step.runs if not step.is_doomed else ():
+                if run.sequence.cache_use is CacheUse.NONE:
+                    continue
+                for index in run.fills:
+                    if (index + 1) * self.size <= run.covers:
+                        prefix = run.sequence.prefix((index + 1) * self.size)
+                        for number, table in enumerate(run.sequence.tables):
+                            pending.setdefault((number, *prefix), table[index])
+        return pending
+
+    # reports
+
+    def settle(self, lease: BookLease, report: Report) -> None:
+        step = lease.steps.pop(0)
+        assert step.number == report.step_number
+        lease.settled = step.number
+        lease.known = max(lease.known, step.number)
+        step_touched = step.touched
+        if report.outcome is StepOutcome.COMPUTED:
+            assert not (step.runs and step.is_doomed)
+            for run in step.runs:
+                for sequence, covers in [(run.sequence, run.covers), *run.heirs]:
+                    sequence.computed = max(sequence.computed, covers)
+                if run.sampled is not None:
+                    run.sampled.known = True
+            lease.computed += [run.sequence for run in step.runs]
+            lease.computed += [heir for run in step.runs for heir, _ in run.heirs]
+            # What was touched by this step stays out of reach until all of it is published.
+            lease.steps.insert(0, BookStep(step.number, [], step_touched, 0))
+            for run in step.runs:
+                self.publish(lease, run.sequence)
+            lease.steps.pop(0)
+        elif step.runs and not step.is_doomed:
+            for doomed in lease.steps:
+                doomed.is_doomed, lease.known = True, doomed.number
+            for sequence in lease.sequences.values():
+                sequence.tokens = [token for token in sequence.tokens if token.known]
+                sequence.scheduled = sequence.computed
+                if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
+                    sequence.sampled_at = None
+        self.promise(*lease.sequences.values())
+        self.rest()
+
+    def publish(self, lease: BookLease, sequence: BookSequence) -> None:
+        if sequence.cache_use is CacheUse.NONE:
+            return
+        while (sequence.published + 1) * self.size <= min(sequence.computed, sequence.known):
+            for number, table in enumerate(sequence.tables):
+                if block := table[sequence.published]:
+                    self.publish_one(lease, sequence, number, block)
+            sequence.published += 1
+
+    def publish_one(self, lease: BookLease, sequence: BookSequence, number: int, block: int) -> None:
+        index = sequence.published
+        key = (number, *sequence.prefix((index + 1) * self.size))
+        standing = self.index.setdefault(key, block)
+        self.knows_parents &= standing == block
+        if standing == block:
+            self.sealed.add(block)
+            self.new.add(block)
+        elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
+            sequence.tables[number][index] = standing
+            lease.changes.append((sequence, number, index))
+            lease.steps[-1].touched.add(standing)  # more than it does: no step in flight knows of this yet
+            if len(lease.steps) == 1:
+                lease.steps[0].touched.discard(block)  # nothing in flight: it is free at once
+            self.drop([block], lease.steps[1:])
+
+    def fence(self, lease_id: str) -> None:
+        """Retired blocks, then all tables of the lease, one sequence after the other."""
+        lease = self.leases.pop(lease_id)
+        for sequence in lease.sequences.values():
+            sequence.released = True
+        holders = self.holders()
+        tables = [block for s in lease.sequences.values() for block in reversed(blocks_in_order(s.tables))]
+        for block in reversed(dict.fromkeys(reversed(tables))):
+            if not holders[block]:
+                self.let_go[block] = next(self.ticks)
+        self.rest()
+
+
+def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool = False) -> object:
+    """Everything in a ledger that a refusal must leave as it was; what a refused plan may change is left out."""
+    if not but_last_step:
+        lease_id = None
+    elif lease_id is not None:
+        last = ledger.steps_in_flight(lease_id)[-1]
+        assert not last.run_seq_ids
+        assert not any((last.num_pinned, last.num_fills, last.num_released))
+    return ledger.state(lease_id), [(lease.lease_id, lease.is_ending) for lease in ledger.leases()]
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+SEED = st.integers(0, 2**32 - 1)
+"""Choices inside of a plan are made by a generator of this seed: evener than Hypothesis would, and known from it."""
+
+PLANS = ["items"] * 5 + ["decode"] * 3 + ["again", "rewrite"]
+WORK = ["run"] * 5 + ["report"] * 4 + ["catch up"] * 3 + ["fail", "skip", "report wrongly"]
+EVENTS = (
+    ["open lease"] * 3
+    + ["look up"] * 3
+    + ["end lease", "fence", "fence", "expire", "reset prefix cache", "reset some", "reset some"]
+    + ["pin"] * 3
+    + ["unpin"]
+)
+
+
+class Client:
+    """One lease as its client sees it: steps planned and not run, steps run and not reported."""
+
+    def __init__(self, lease_id: str) -> None:
+        self.lease_id = lease_id
+        self.to_run: list[PlannedStep] = []
+        self.to_report: list[Report] = []
+        self.reported: list[Report] = []
+        self.last_call: tuple[str, StepRequest, Planned] | None = None
+        self.is_open = True
+        self.names_tenants = False
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    policy = "lru"
+
+    @initialize(
+        groups=st.sampled_from(LAYER_GROUPS),
+        num_usable=st.sampled_from([6, 8, 12, 7, 5, 4, 3, 2, 1]),
+        block_size=st.sampled_from([2, 2, 1, 4]),
+        max_sequences=st.sampled_from([8, 8, 8, 5, 3, 1]),
+        max_tokens=st.sampled_from([24, 24, 24, 5]),
+        num_host=st.sampled_from([6, 6, 12, 3, 0]),
+        tenants=st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
+        delay=st.sampled_from([2, 1, 3, 0, 6]),
+        reserving=st.sampled_from([0.3, 0.0, 0.7]),
+        naming=st.sampled_from([0.3, 0.0, 0.6]),
+        shares=st.sampled_from([(0, None), (0, None), (2, None), (0, 3), (1, 4)]),
+        pinning=st.sampled_from([0.1, 0.0, 0.3]),
+        budgets=st.sampled_from([(None, None), (None, 2), (2, 4), (0, 1)]),
+        expecting=st.sampled_from([0.0, 0.0, 0.5]),
+    )
+    def start(
+        self,
+        groups,
+        num_usable,
+        block_size,
+        max_sequences,
+        max_tokens,
+        num_host,
+        tenants,
+        delay,
+        reserving,
+        naming,
+        shares,
+        pinning,
+        budgets,
+        expecting,
+    ):
+        num_usable += 3 * (len(groups) - 1)
+        num_host += 3 * (len(groups) - 1) * (num_host > 0)
+        self.geometry = Geometry(
+            block_size=block_size,
+            num_blocks=num_usable + 1,
+            block_bytes=1,
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_tokens,
+            vocab_size=VOCAB,
+            model="m",
+            model_fingerprint=FINGERPRINT,
+            num_host_blocks=num_host,
+            layer_groups=groups,
+        )
+        self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
+        floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
+        budget, other_budget = (num_usable if budget is None else budget for budget in budgets)
+        of_all, of_second = Share(0, num_usable, budget), Share(floor, limit, other_budget)
+        as_blocks = lambda share: (share.floor, num_usable, share.limit, share.pin_budget)  # noqa: E731
+        self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
+        # A pool with windows is always under LRU.
+        self.is_lru = self.policy == "lru" or any(group != FULL for group in groups)
+        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru, has_advice=expecting > 0.0)
+        self.worker = Worker(self.geometry)
+        self.tenants = tenants
+        self.delay = delay
+        self.reserving = reserving
+        """The part of the admissions that have a reservation."""
+        self.naming = naming
+        """The part of the admissions that name a tenant."""
+        self.pinning = pinning
+        """The part of the plans that a pin follows."""
+        self.expecting = expecting
+        """The part of the plans that name prompts that wait."""
+        self.clients: dict[int, Client] = {}
+        self.names = itertools.count()
+        self.now = 0.0
+        self.resetting = None
+        self.open(0)
+
+    def open(self, slot):
+        client = self.clients[slot] = Client(f"lease-{next(self.names)}")
+        tenant = self.tenants[slot]
+        self.ledger.open_lease(client.lease_id, ttl_s=TTL_S, now=self.now, tenant=TENANTS[tenant])
+        # The third lease's holder has no role to name tenants.
+        client.names_tenants = slot != 2
+        self.books.leases[client.lease_id] = BookLease(tenant, client.names_tenants)
+        self.worker.leases[client.lease_id] = WorkerLease()
+
+    def pick(self, rng, wanted=lambda client: client.is_open):
+        """One of the clients that are as wanted, or None."""
+        clients = [client for _, client in sorted(self.clients.items()) if wanted(client)]
+        return rng.choice(clients) if clients else None
+
+    # what a client may ask for
+
+    def request(self, client, rng, num_items):
+        book = self.books.leases[client.lease_id]
+        ids = sorted(book.sequences)
+        away = [seq_id for seq_id in ids if book.sequences[seq_id].host is not None]
+        releases, offloads, trims, forks, counts, appends, restores, admissions = [], [], [], [], {}, {}, [], []
+        for _ in range(num_items):
+            weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1, 2, 1 + 3 * len(away)]
+            kinds = ["extend", "release", "trim", "fork", "admit", "offload", "restore"]
+            kind = rng.choices(kinds, weights)[0] if ids else "admit"
+            seq_id = rng.choice(ids) if ids and rng.random() < 0.97 else rng.randrange(10)
+            sequence = book.sequences.get(seq_id)
+            length = len(sequence.tokens) if sequence else 3
+            new_id = rng.choice(
+                [i for i in range(12 + len(ids)) if i not in ids] if rng.random() < 0.95 else [-1, *range(10)]
+            )
+            position = rng.choice([length, length - 1, rng.randint(1, length), rng.randint(0, length + 1)])
+            if sequence and self.books.has_windows and rng.random() < 0.5:
+                position = min(length, self.books.least_position(sequence) + rng.randrange(3))
+            if kind == "release":
+                releases.append(seq_id)
+            elif kind == "offload":
+                offloads.append(seq_id)
+            elif kind == "restore":
+                restores.append(Restore(rng.choice(away) if away else seq_id, max_compute=rng.choice([0, 0, 1, 3])))
+            elif kind == "trim":
+                trims.append(Trim(seq_id, position))
+            elif kind == "fork":
+                forks.append(Fork(seq_id, [new_id], position))
+            elif kind == "admit":
+                salt = SALTS[rng.random() < 0.2]
+                tenant = rng.randrange(len(TENANTS)) if rng.random() < self.naming else None
+                tokens = self.prompt(book, rng)
+                admissions.append(
+                    Admission(
+                        new_id,
+                        pack(tokens),
+                        max_compute=rng.choice([0, 0, 0, 1, 3]),
+                        salt=salt,
+                        reserved_tokens=self.reservation(len(tokens), rng),
+                        cache_use=rng.choices([*CacheUse], [6, 1, 2])[0],
+                        tenant=None if tenant is None else TENANTS[tenant],
+                    )
+                )
+            elif seq_id not in counts:
+                self.add_extend(sequence, seq_id, rng, counts, appends)
+        expected_prompts = [
+            ExpectedPrompt(pack(self.prompt(book, rng)), rng.choice([0.0, 5.0]), tenant=rng.choice([None, *TENANTS]))
+            for _ in range(rng.choice([1, 1, 2]) if rng.random() < self.expecting else 0)
+        ]
+        return StepRequest(
+            releases=releases,
+            offloads=offloads,
+            expected_prompts=expected_prompts,
+            trims=trims,
+            forks=forks,
+            restores=restores,
+            extend_ids=list(counts),
+            extend_token_counts=list(counts.values()),
+            appends=appends,
+            admissions=admissions,
+            admission_token_budget=rng.choice([0, 0, 0, 1, 3]),
+            admission_reserve=rng.choice([0, 0, 0, 1]),
+        )
+
+    def add_extend(self, sequence, seq_id, rng, counts, appends):
+        waiting = sequence.known - sequence.scheduled if sequence else 1
+        can_go_on = waiting > 0 or (sequence is not None and sequence.sampled_at == sequence.scheduled)
+        if rng.random() < (0.15 if can_go_on else 0.9):
+            values = [rng.randrange(VOCAB + (rng.random() < 0.03)) for _ in range(rng.randint(1, 3))]
+            appends[seq_id] = pack(values)
+            waiting += len(values)
+        counts[seq_id] = rng.choice([1, max(1, waiting), rng.randint(0, max(1, waiting)), rng.choice([1, 2, 40])])
+
+    def prompt(self, book, rng):
+        """Some prompts begin like a sequence that is there, or as one that was here before may have begun."""
+        longest = max(1, self.books.max_tokens(rng.randrange(len(TENANTS))))
+        length = rng.choices(
+            [rng.randint(1, min(longest, 3 * self.books.size + 1)), longest, longest + 1, 0], [40, 2, 2, 1]
+        )
+        fixed = rng.choice([[0] * length[0], [i % 2 for i in range(length[0])]])
+        if book.sequences and rng.random() < 0.6:
+            sequence = book.sequences[rng.choice(sorted(book.sequences))]
+            known = [token.value for token in sequence.tokens[: sequence.known]]
+            fixed = (known + fixed)[: length[0]]
+        return [*fixed[:-1], VOCAB] if rng.random() < 0.02 else fixed
+
+    def reservation(self, num_tokens, rng):
+        """None, one that mostly ends within a block, or seldom one that can't be."""
+        if rng.random() >= self.reserving:
+            return 0
+        return max(0, num_tokens + rng.choice([*range(2 * self.books.size + 2), self.books.max_tokens(0), -1]))
+
+    @rule(kind=st.sampled_from(PLANS), num_items=st.integers(1, 5), seed=SEED)
+    def plan(self, kind, num_items, seed):
+        rng = Random(seed)
+        client = self.pick(rng)
+        if client is None:
+            return
+        if kind == "items":
+            self.do_plan(client, self.request(client, rng, num_items), named=rng.random() < 0.3)
+        elif kind == "again":
+            self.plan_again(client)
+        elif kind == "rewrite":
+            self.rewrite(client, rng)
+        for _ in range(min(num_items, 3) if kind == "decode" else 0):
+            ids = [i for i in sorted(self.books.leases[client.lease_id].sequences) if rng.random() < 0.8]
+            self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=[1] * len(ids)))
+        self.follow(client, rng)
+        if self.books.index and rng.random() < self.pinning:
+            self.pin(rng)
+
+    def rewrite(self, client, rng):
+        """Forks a sequence, one with a reservation if there is one, and goes on with other tokens than the fork has."""
+        sequences = [s for s in self.books.leases[client.lease_id].sequences.values() if s.host is None]
+        if not sequences:
+            return
+        sequence = rng.choice([s for s in sequences if s.reserved_tokens] or sequences)
+        seq_id, length = sequence.seq_id, len(sequence.tokens)
+        new_id = next(i for i in range(12) if i not in self.books.leases[client.lease_id].sequences)
+        self.do_plan(client, StepRequest(forks=[Fork(seq_id, [new_id], rng.choice([length, rng.randint(1, length)]))]))
+        if rng.random() < 0.5:
+            self.do_catch_up(client)
+        kept = rng.randint(1, len(sequence.tokens))
+        values = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))]
+        count = max(0, kept - sequence.scheduled) + len(values)
+        trims = [Trim(seq_id, kept)] if rng.random() < 0.8 else []
+        appends = {seq_id: pack(values)}
+        request = StepRequest(trims=trims, extend_ids=[seq_id], extend_token_counts=[count], appends=appends)
+        self.do_plan(client, request)
+
+    def follow(self, client, rng):
+        """The worker is a few steps behind, and its reports a few more."""
+        while len(client.to_run) > rng.randint(0, self.delay):
+            how = rng.random()
+            self.do_run(client, skip=how < 0.005, fail=0.005 <= how < 0.02)
+        while len(client.to_report) > rng.randint(0, self.delay):
+            self.do_report(client)
+
+    def within_bounds(self, request):
+        """The request without the items that are too many for one plan."""
+        most = self.ledger.geometry.max_sequences
+        lists = (
+            "releases",
+            "offloads",
+            "expected_prompts",
+            "trims",
+            "forks",
+            "extend_ids",
+            "extend_token_counts",
+            "restores",
+            "admissions",
+        )
+        return replace(request, **{name: getattr(request, name)[:most] for name in lists})
+
+    def do_plan(self, client, request, *, named=False):
+        request, lease_id = self.within_bounds(request), client.lease_id
+        request_id = f"plan-{next(self.names)}" if named else ""
+        self.pass_time(0.01)
+        before = state_of(self.ledger)
+        if len(self.books.leases[lease_id].steps) >= 64:
+            self.refused_call(Reason.TOO_MANY_STEPS, lambda: self.call(client, request))
+            return
+        plan = self.call(client, request, request_id=request_id)
+        items = (
+            *(request.offloads, request.trims, request.forks),
+            *(request.extend_ids, request.restores, request.admissions),
+        )
+        has_effect = plan.released_ids or plan.passed_seq_ids or request.expected_prompts
+        if not has_effect and len(plan.refusals) == sum(map(len, items)):
+            assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
+        lease = self.books.leases[lease_id]
+        runs = self.books.plan(lease, request, plan)
+        touched = {block for run in runs for table in run.tables for block in table} | {
+            *plan.copy_sources,
+            *plan.copy_targets,
+        }
+        touched |= {*plan.offload_sources, *plan.restore_targets}
+        touched |= {-1 - host for host in (*plan.offload_targets, *plan.restore_sources)}
+        client.to_run.append(PlannedStep(plan, runs, {block: self.books.generations[block] for block in touched}))
+        if named:
+            client.last_call = (request_id, request, plan)
+
+    def pass_time(self, seconds):
+        """End the pins that have expired."""
+        self.now += seconds
+        self.books.advance(self.now)
+        self.ledger.advance(self.now)
+
+    def call(self, client, request, *, request_id="", epoch=EPOCH):
+        return plan_step(
+            self.ledger,
+            client.lease_id,
+            request,
+            now=self.now,
+            epoch=epoch,
+            request_id=request_id,
+            names_tenants=client.names_tenants,
+        )
+
+    def refused_call(self, reason, call):
+        before = state_of(self.ledger)
+        with pytest.raises(CallRefused) as refused:
+            call()
+        assert refused.value.refusal.reason is reason
+        assert state_of(self.ledger) == before
+
+    def plan_again(self, client):
+        self.refused_call(Reason.EPOCH_CHANGED, lambda: self.call(client, StepRequest(), epoch=EPOCH + 1))
+        if client.last_call is None:
+            return
+        request_id, request, plan = client.last_call
+        before = state_of(self.ledger)
+        again = self.call(client, request, request_id=request_id)
+        assert (again.grant, again.answer) == (plan.grant, plan.answer)
+        assert state_of(self.ledger) == before
+        other = StepRequest(releases=[99])
+        self.refused_call(Reason.REQUEST_ID_REUSED, lambda: self.call(client, other, request_id=request_id))
+
+    # what a worker does
+
+    @rule(kind=st.sampled_from(WORK), count=st.integers(1, 3), seed=SEED)
+    def work(self, kind, count, seed):
+        rng = Random(seed)
+        if kind == "report":
+            client = self.pick(rng, lambda client: client.to_report)
+            for _ in range(min(count, len(client.to_report)) if client else 0):
+                self.do_report(client)
+        elif kind == "catch up":
+            client = self.pick(rng, lambda client: client.to_run or client.to_report)
+            self.do_catch_up(client)
+        elif kind == "report wrongly":
+            self.report_wrongly(rng)
+        else:
+            client = self.pick(rng, lambda client: client.to_run)
+            count = 1 if kind != "run" else count
+            for _ in range(min(count, len(client.to_run)) if client else 0):
+                self.do_run(client, skip=kind == "skip", fail=kind == "fail")
+
+    def do_run(self, client, *, skip=False, fail=False):
+        step = client.to_run.pop(0)
+        for block, generation in step.generations.items():
+            assert self.books.generations[block] == generation, f"block {block} was handed out again"
+        findable = {block for block in range(1, self.geometry.num_blocks) if self.ledger.block(block)[3]}
+        for run in step.runs:
+            written = range(run.start // self.books.size, self.books.num_blocks_for(len(run.tokens)))
+            for table in run.tables:
+                assert not findable & {table[index] for index in written}, "a findable block is written"
+        report = self.worker.run(client.lease_id, step, skip=skip, fail=fail)
+        for run in step.runs:
+            row = self.worker.leases[client.lease_id].rows[run.seq_id]
+            told = [[row.tables[g].get(i, 0) for i in range(len(table))] for g, table in enumerate(run.tables)]
+            assert told == run.tables, "the worker was told another table"
+        client.to_report.append(report)
+
+    def do_report(self, client):
+        report = client.to_report.pop(0)
+        self.settle(client, report)
+        client.reported.append(report)
+        if client.lease_id in self.books.leases:
+            self.books.settle(self.books.leases[client.lease_id], report)
+
+    def settle(self, client, report):
+        self.ledger.settle(
+            report_of(
+                client.lease_id,
+                report.step_number,
+                report.outcome,
+                seq_ids=[seq_id for seq_id, _ in report.computed],
+                token_counts=[count for _, count in report.computed],
+                sampled_ids=list(report.sampled),
+                sampled_tokens=list(report.sampled.values()),
+            )
+        )
+
+    def report_wrongly(self, rng):
+        """Reports that were sent before, and later ones out of order."""
+        client = self.pick(rng, lambda client: client.reported)
+        before = state_of(self.ledger)
+        for report in client.reported[-2:] if client else ():
+            self.settle(client, report)
+        assert state_of(self.ledger) == before
+        client = self.pick(rng, lambda client: len(client.to_report) > 1)
+        if client:
+            self.refused_call(Reason.INVALID_ARGUMENT, lambda: self.settle(client, client.to_report[1]))
+
+    def do_catch_up(self, client):
+        while client and client.to_run:
+            self.do_run(client)
+        while client and client.to_report:
+            self.do_report(client)
+
+    # what happens to leases
+
+    @rule(kind=st.sampled_from(EVENTS), seed=SEED)
+    def happen(self, kind, seed):
+        getattr(self, kind.replace(" ", "_"))(Random(seed))
+
+    def open_lease(self, rng):
+        slot = rng.randrange(3)
+        if slot not in self.clients:
+            self.open(slot)
+
+    def end_lease(self, rng):
+        client = self.pick(rng, lambda _: True)
+        if client:
+            assert self.ledger.end_lease(client.lease_id) == client.is_open
+            client.is_open = False
+            self.refused_call(Reason.LEASE_NOT_FOUND, lambda: self.call(client, StepRequest()))
+
+    def expire(self, rng):
+        self.pass_time(rng.choice([1.0, 3.0, 6.0, 11.0]))
+        expired = set(self.ledger.expire_leases(self.now))
+        for client in self.clients.values():
+            if client.lease_id in expired:
+                assert client.is_open
+                client.is_open = False
+            elif client.is_open:
+                assert self.ledger.lease(client.lease_id).expires_at > self.now
+
+    def fence(self, rng):
+        client = self.pick(rng, lambda client: not client.is_open)
+        if client:
+            self.do_fence(client)
+            self.clients = {slot: other for slot, other in self.clients.items() if other is not client}
+
+    def do_fence(self, client):
+        self.worker.fence(client.lease_id)
+        self.ledger.lease_fenced(client.lease_id)
+        self.books.fence(client.lease_id)
+        self.parked_blocks_agree()
+        before = state_of(self.ledger)
+        for report in client.to_report:
+            self.settle(client, report)
+        self.ledger.lease_fenced(client.lease_id)
+        assert state_of(self.ledger) == before
+
+    def reset_prefix_cache(self, rng):
+        """All of it, or a slice of it, as other calls may find it."""
+        num_blocks = self.geometry.num_blocks
+        first = rng.choice([0, rng.randrange(num_blocks)])
+        self.reset_slice(first, rng.choice([num_blocks, rng.randint(first, num_blocks)]))
+
+    def reset_slice(self, first, end):
+        if not first:
+            for pin_id in sorted(self.books.pins):
+                self.books.unpin(pin_id)
+        kept = self.books.kept()
+        left = {key: block for key, block in self.books.index.items() if not first <= block < end or block in kept}
+        assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
+        if not first:
+            self.books.withhold(range(len(TENANTS) * len(SALTS)))
+        self.lose_to_reset(left)
+
+    def lose_to_reset(self, left):
+        self.books.index = left
+        self.books.knows_parents = False
+        self.books.rest()
+
+    def reset_some(self, rng):
+        """Resets of a tenant, a salt, or a prefix; other calls run between its beginning and its end."""
+        if self.resetting is not None:
+            self.go_on_with_reset()
+            return
+        away = [s.tag for lease in self.books.leases.values() for s in lease.sequences.values() if s.host is not None]
+        tag = rng.choice([rng.randrange(len(TENANTS) * len(SALTS)), *away, *(key[1] for key in self.books.index)])
+        tenant, salt = divmod(tag, len(SALTS))
+        size, kind = self.geometry.block_size, rng.choice(["tenant", "salt", "prefix", "prefix"])
+        tags = [tag] if kind != "tenant" else range(tenant * len(SALTS), (tenant + 1) * len(SALTS))
+        keys = sorted(key for key in self.books.index if key[1] == tag)
+        if keys and rng.random() < 0.3:
+            hole = self.books.index[keys.pop(rng.randrange(len(keys)))]
+            self.reset_slice(hole, hole + 1)
+        stem = min(rng.choices(keys, k=2), key=len)[1:] if kind == "prefix" and keys else (tag,)
+        is_wanted = lambda prefix: prefix[0] in tags if kind == "tenant" else self.books.begins_with(prefix, stem)  # noqa: E731
+        tail = [0] * rng.randrange(size) if len(stem) > 1 else []
+        before = self.ledger.counts()
+        reset = self.ledger.begin_reset(
+            TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*stem[1:], *tail])
+        )
+        assert self.ledger.counts() == before
+        self.books.withhold(tags)
+        self.books.new = set()
+        # Pins go at once; what is pinned from then on stays.
+        is_meant = lambda prefix: prefix[0] // len(SALTS) == tenant and is_wanted(prefix)  # noqa: E731
+        ended = [pin_id for pin_id, pin in sorted(self.books.pins.items()) if is_meant(pin.prefix)]
+        assert self.ledger.go_on_with_reset(reset) == (0, len(ended))
+        for pin_id in ended:
+            self.books.unpin(pin_id)
+        self.resetting = reset, is_meant
+        if rng.random() < 0.5:
+            self.go_on_with_reset()
+
+    def go_on_with_reset(self):
+        (reset, is_meant), self.resetting = self.resetting, None
+        index, spared = self.books.index, self.books.new | self.books.kept()
+        left = {key: block for key, block in index.items() if block in spared or not is_meant(key[1:])}
+        dropped = list(iter(lambda: self.ledger.go_on_with_reset(reset), None))
+        assert (sum(blocks for blocks, _ in dropped), sum(pins for _, pins in dropped)) == (len(index) - len(left), 0)
+        self.lose_to_reset(left)
+
+    # what is pinned
+
+    def pin(self, rng):
+        """For any tenant: mostly what is cached, or a part of it and more."""
+        self.do_catch_up(self.pick(rng, lambda client: client.to_run or client.to_report))
+        tag = rng.randrange(len(TENANTS) * len(SALTS))
+        keys = sorted(self.books.index)
+        if keys and rng.random() < 0.9:
+            _, tag, *tokens = rng.choice(keys)
+        else:
+            tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        tokens = tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])] + [0] * rng.randrange(3)
+        tenant, salt, ttl_s = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)], rng.choice([0.025, 0.105, 4.005, 99])
+        pin = lambda: self.ledger.pin_prefix(pack(tokens), salt=salt, tenant=tenant, ttl_s=ttl_s, now=self.now)  # noqa: E731
+        expected = self.books.pin(tag, tokens, self.now + ttl_s)
+        if isinstance(expected, Reason):
+            self.refused_call(expected, pin)
+            return
+        pinned = pin()
+        assert (pinned.pin_id, pinned.tenant) == (expected, tenant)
+        assert pinned.num_tokens == len(self.books.pins[expected].prefix) - 1
+
+    def unpin(self, rng):
+        """By its tenant, by another one, or by a caller that may take back any."""
+        pin_id = rng.choice([*sorted(self.books.pins), bytes(16)])
+        tenant, pin = rng.choice([*TENANTS, None]), self.books.pins.get(pin_id)
+        is_there = pin is not None and tenant in (None, TENANTS[pin.tenant])
+        before = state_of(self.ledger)
+        assert self.ledger.unpin_prefix(pin_id, tenant=tenant) == is_there
+        if is_there:
+            self.books.unpin(pin_id)
+        else:
+            assert state_of(self.ledger) == before
+
+    def look_up(self, rng):
+        client = self.pick(rng)
+        if client is None:
+            return
+        book, (tenant, salt) = self.books.leases[client.lease_id], (rng.randrange(len(TENANTS)), rng.randrange(2))
+        tokens = self.prompt(book, rng)
+        prefixes = self.books.prefixes(tenant * len(SALTS) + salt, tokens, len(tokens) - 1)
+        expected = self.books.longest_hit(prefixes)[0] * self.geometry.block_size
+        before = state_of(self.ledger)
+        found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
+        assert (found, state_of(self.ledger)) == (expected, before)
+
+    # what holds after every rule
+
+    @invariant()
+    def all_is_well(self):
+        if hasattr(self, "ledger"):
+            assert self.ledger.violations() == []
+            self.findable_blocks_hold_what_their_hash_says()
+            self.computed_tokens_are_there()
+            self.books_agree()
+
+    def books_agree(self):
+        books, ledger = self.books, self.ledger
+        states, holders = books.states(), books.holders()
+        hash_by_block = {block: hash_of(key[1:], self.geometry.block_size) for key, block in books.index.items()}
+        for block in range(1, self.geometry.num_blocks):
+            state, references, _, prefix_hash = ledger.block(block)
+            assert state == states[block], f"block {block} is {state}, should be {states[block]}"
+            assert references == holders[block]
+            assert prefix_hash == hash_by_block.get(block)
+        counts = counts_of(ledger)
+        assert (counts.free, counts.cached, counts.active, counts.retired) == tuple(
+            sum(state is s for s in states.values()) for state in BlockState
+        )
+        host_states = Counter(books.host_states().values())
+        host_counts = host_counts_of(ledger) or (0, 0, 0)
+        assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
+        reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
+        assert statistics_of(ledger).reserved_block_count == reserved
+        self.tenants_agree()
+        self.parked_blocks_agree()
+        for lease_id, book in books.leases.items():
+            self.sequences_agree(lease_id, book.sequences)
+
+    def tenants_agree(self):
+        for use in self.ledger.tenants():
+            tenant = TENANTS.index(use.name)
+            held, cached = self.books.num_held(tenant), self.books.blocks_of(tenant, BlockState.CACHED)
+            cached -= self.books.num_idle_pinned(tenant)
+            assert (use.num_held, use.num_cached) == (held, cached), use.name
+            assert use.num_reserved == self.books.num_reserved(tenant), use.name
+            assert use.num_pinned == self.books.num_pinned(tenant), use.name
+            pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.pins(tenant=use.name)]
+            of_tenant = [(pin_id, pin) for pin_id, pin in sorted(self.books.pins.items()) if pin.tenant == tenant]
+            assert pins == [(pin_id, len(pin.prefix) - 1) for pin_id, pin in of_tenant], use.name
+
+    def parked_blocks_agree(self):
+        parked, expected = self.ledger.parked_blocks(), self.books.lru
+        assert parked == expected if self.books.is_lru else sorted(parked) == sorted(expected)
+
+    def sequences_agree(self, lease_id, book_sequences):
+        assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
+        for seq_id, book in book_sequences.items():
+            sequence = sequence_of(self.ledger, lease_id, seq_id)
+            flat = [block for table in book.tables for block in held(table)]
+            in_host = [block for blocks in book.host or () for block in blocks]
+            assert (sequence.block_table, sequence.host_blocks) == (flat, in_host)
+            counts = map(len, book.host if book.host is not None else map(held, book.tables))
+            assert sequence.tables == list(zip(map(num_passed, book.tables), counts, strict=True))
+            assert sequence.tenant == TENANTS[book.tenant]
+            assert sequence.is_offloaded == (book.host is not None)
+            assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
+            assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
+            known = pack(token.value for token in book.tokens if token.known)
+            assert self.ledger.tokens(lease_id, seq_id) == known
+
+    def findable_blocks_hold_what_their_hash_says(self):
+        size = self.geometry.block_size
+        for block in range(1, self.geometry.num_blocks):
+            prefix_hash = self.ledger.block(block)[3]
+            if prefix_hash is None:
+                continue
+            slots = self.worker.slots[block]
+            assert POISON not in slots, f"block {block} can be found and was not computed"
+            assert hash_of(slots[-1][1:], size) == prefix_hash, f"block {block} holds something else"
+            assert all(slot == slots[-1][: len(slot)] for slot in slots)
+            assert len(slots[0]) == len(slots[-1]) - size + 1
+
+    def computed_tokens_are_there(self):
+        """The computed tokens that the next one sees are read through the tables, except blocks still to be copied."""
+        size = self.geometry.block_size
+        for client in self.clients.values():
+            plans = [step.plan for step in client.to_run]
+            targets = {block for plan in plans for block in (*plan.copy_targets, *plan.restore_targets)}
+            host_targets = {block for plan in plans for block in plan.offload_targets}
+            for sequence in sequences_of(self.ledger, client.lease_id):
+                book = self.books.leases[client.lease_id].sequences[sequence.seq_id]
+                is_away = sequence.is_offloaded
+                slots, unknown = (self.worker.host_slots, host_targets) if is_away else (self.worker.slots, targets)
+                for number, (group, table) in enumerate(zip(self.geometry.layer_groups, book.tables, strict=True)):
+                    first = num_passed(table)
+                    assert first * size <= first_seen(group, book.computed), "blocks that the next token sees are gone"
+                    blocks = [0] * first + book.host[number] if is_away else table
+                    for position in range(first * size, book.computed):
+                        block = blocks[position // size]
+                        if block not in unknown:
+                            content = (number, *book.prefix(position + 1))
+                            assert slots[block][position % size] == content
+
+    def teardown(self):
+        if not hasattr(self, "ledger"):
+            return
+        for client in self.clients.values():
+            while client.to_run and len(client.to_run) % 2:
+                self.do_run(client)
+            self.ledger.end_lease(client.lease_id)
+            self.do_fence(client)
+        counts = counts_of(self.ledger)
+        assert counts.free + counts.cached == self.geometry.num_blocks - 1
+        assert self.ledger.num_rows() == 0
+        assert (host_counts_of(self.ledger) or (0, 0, 0))[0] == self.geometry.num_host_blocks
+        statistics = statistics_of(self.ledger)
+        assert (statistics.evicted_block_count, statistics.allocated_block_count) == (
+            self.books.evicted,
+            self.books.allocated,
+        )
+
+
+class DefaultPolicyMachine(LedgerMachine):
+    """With the policy that cachemgr runs with, which follows another candidate at any time."""
+
+    policy = DEFAULT_POLICY
+
+    def follow(self, client, rng):
+        super().follow(client, rng)
+        if not self.is_lru and rng.random() < 0.5:
+            self.ledger.follow(rng.randrange(NUM_CANDIDATES))
+
+
+def configured(num_examples: int) -> settings:
+    return settings(
+        max_examples=num_examples,
+        phases=PHASES,
+        report_multiple_bugs=False,
+        stateful_step_count=50,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = configured(NUM_EXAMPLES - NUM_EXAMPLES // 4)
+TestDefaultPolicyMachine = DefaultPolicyMachine.TestCase
+TestDefaultPolicyMachine.settings = configured(max(1, NUM_EXAMPLES // 4))
+
+
+@pytest.mark.verify
+class TestLedgerMachineForLong(LedgerMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_VERIFY * 3 // 4)
+
+
+@pytest.mark.verify
+class TestDefaultPolicyMachineForLong(DefaultPolicyMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_VERIFY // 4)

@@ -1,0 +1,84 @@
+"""The tests notice seeded bugs: see tests/robustness/mutation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import mutants
+import pytest
+from seeded_bugs import BUGS, Change, NotSeeded, read_sources
+
+
+def test_every_seeded_bug_fits_the_present_source() -> None:
+    misfits = {}
+    for bug in BUGS:
+        sources = before = read_sources(mutants.package_folder(bug.package), bug.package)
+        try:
+            for change in bug.changes:
+                sources = change.applied(sources)
+        except NotSeeded as error:
+            misfits[bug.name] = str(error)
+        else:
+            assert sources != before, bug.name
+    assert misfits == {}
+    assert [name for name, count in Counter(bug.name for bug in BUGS).items() if count > 1] == []
+
+
+RUST = """
+impl Pool {
+    pub(crate) fn take(&mut self, count: usize) -> usize {
+        self.free
+            .split_off(self.len(count))
+    }
+
+    fn give(&mut self) {
+        self.free.split_off(self.len(count));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    fn take() {
+        self.free.split_off(self.len(count))
+    }
+}
+"""
+PYTHON = """
+class Pool:
+    def take(
+        self, count: int
+    ) -> int:
+        if count > 3:
+            raise ValueError(
+                "no room",
+            )
+        return count
+"""
+
+
+def test_a_change_is_found_by_its_function_whatever_its_file_and_line_breaks_are() -> None:
+    rust, python = Path("pool/blocks.rs"), Path("pool.py")
+    taken = Change("take", "self.free.split_off(self.len(count))", "0").applied({rust: RUST})
+    assert taken[rust] == RUST.replace("self.free\n            .split_off(self.len(count))", "0", 1)
+    raised = Change("take", 'if count > 3:\n    raise ValueError("no room")', "if count:\n    pass").applied(
+        {python: PYTHON}
+    )
+    assert "        if count:\n            pass\n        return count\n" in raised[python]
+
+
+@pytest.mark.parametrize("function", ["give", "take"])
+def test_a_change_that_is_not_there_or_there_twice_is_refused(function: str) -> None:
+    sources = {Path("a.rs"): RUST.replace("fn give", "fn take")}
+    with pytest.raises(NotSeeded, match=r"give has this statement 0 times|take has this statement 2 times"):
+        Change(function, "self.free.split_off(self.len(count))", "0").applied(sources)
+
+
+@pytest.mark.usefixtures("started_by_exec")
+def test_seeded_bugs_are_noticed() -> None:
+    """In a process that has not imported the packages: copies stand in for them."""
+    command = [sys.executable, mutants.__file__, "--sample", "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

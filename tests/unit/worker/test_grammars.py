@@ -1,0 +1,488 @@
+"""Grammars: compiled under limits, kept by content, followed token by token, and masks of their next tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deadlines import DEADLINE_S
+from llguidance import LLTokenizer
+from text_model import END, make_tokenizer
+
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.sampling import grammar_masks, grammars
+from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
+from quire.worker.sampling.grammar_trial import load_tokenizer, make_matcher, translate
+from quire.worker.sampling.grammars import (
+    Compiled,
+    CompilerUnavailable,
+    Following,
+    Grammar,
+    GrammarRefused,
+    Grammars,
+    NoGrammars,
+    load_grammars,
+)
+from quire.worker.sampling.sampler import Sampler, SamplingParams
+
+TOKENIZER = make_tokenizer()
+VOCAB_SIZE = TOKENIZER.get_vocab_size() + 5
+END_ID = TOKENIZER.token_to_id(END)
+BEGINS_AT = 3
+
+# llguidance takes minutes for it: 25 patterns, all of which one string has to match.
+SLOW_TO_COMPILE = json.dumps(
+    {"allOf": [{"type": "string", "pattern": f"(.*{chr(97 + i)}.*){{{i + 1}}}"} for i in range(25)]}
+)
+# As many rules, each of which is the next one, overflow a stack of 8 MiB.
+DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    TOKENIZER.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_path: Path) -> LLTokenizer:
+    return load_tokenizer(tokenizer_path, vocab_size=VOCAB_SIZE, end_token_ids=[END_ID])
+
+
+def load(path: Path, *, timeout_s: float) -> Grammars:
+    loaded = load_grammars(path, vocab_size=VOCAB_SIZE, end_token_ids=[END_ID], timeout_s=timeout_s)
+    assert isinstance(loaded, Grammars)
+    return loaded
+
+
+@pytest.fixture
+def patient(tokenizer_path: Path) -> Iterator[Grammars]:
+    loaded = load(tokenizer_path, timeout_s=DEADLINE_S)
+    yield loaded
+    loaded.close()
+
+
+def follow(tokenizer: LLTokenizer, regex: str) -> Following:
+    compiled = Compiled(make_matcher(tokenizer, translate("regex", regex)), frozenset({END_ID}))
+    return Following(compiled, compiled.matcher.deep_copy(), BEGINS_AT)
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text).ids
+    return ids
+
+
+def allowed(bits: np.ndarray[Any, Any]) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+# -- compiling ----------------------------------------------------------------------------------------------------
+
+
+def refusal(loaded: Grammars, kind: str, text: str) -> str:
+    with pytest.raises(GrammarRefused) as caught:
+        asyncio.run(loaded.compile(Grammar(kind, text)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", "{", "line 1 column 2"),
+        ("json_schema", '{"type": "strng"}', "Invalid type: strng"),
+        ("json_schema", "false", "nothing matches"),
+        ("json_schema", "[]", "an object"),
+        ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', "minLength"),
+        ("json_schema", '{"not": {}}', '"not"'),
+        ("json_schema", "[" * 30_000, "recursion"),
+        ("regex", "([", "unclosed"),
+        ("regex", r"a[^\s\S]", "no token can continue"),
+        ("lark", "start: nothing", "nothing"),
+        ("ebnf", "root ::= other", "other"),
+        ("regex", "a" * 65_537, "65536"),
+    ],
+)
+def test_a_grammar_that_is_wrong_or_matches_nothing_is_refused(
+    patient: Grammars, kind: str, text: str, message: str
+) -> None:
+    assert message in refusal(patient, kind, text)
+
+
+def test_a_grammar_that_takes_long_is_ended_and_others_are_compiled_meanwhile(tokenizer_path: Path) -> None:
+    loaded = load(tokenizer_path, timeout_s=5.0)
+
+    async def main() -> None:
+        slow = asyncio.create_task(loaded.compile(Grammar("json_schema", SLOW_TO_COMPILE)))
+        for number in range(3):
+            await loaded.compile(Grammar("regex", f"a{{{number + 1}}}"))
+            assert not slow.done()
+        with pytest.raises(GrammarRefused, match="more than 5 s to compile"):
+            await slow
+        await loaded.compile(Grammar("regex", "b"))
+
+    asyncio.run(main())
+    loaded.close()
+
+
+def test_a_grammar_that_a_usual_stack_is_too_small_for_is_compiled(patient: Grammars) -> None:
+    asyncio.run(patient.compile(Grammar("lark", DEEP)))
+
+
+def test_a_trial_that_was_killed_is_started_again(patient: Grammars) -> None:
+    for trial in patient._trials:
+        trial._start().kill()
+    asyncio.run(patient.compile(Grammar("regex", "a")))
+
+
+def test_a_trial_that_does_not_start_is_no_mistake_of_the_grammar(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_command", lambda _: ["false"])
+    with pytest.raises(CompilerUnavailable, match="does not start"):
+        asyncio.run(patient.compile(Grammar("regex", "d")))
+    monkeypatch.setattr(grammars, "_command", lambda _: ["/no such program"])
+    with pytest.raises(CompilerUnavailable, match="No such file"):
+        asyncio.run(patient.compile(Grammar("regex", "d")))
+    monkeypatch.undo()
+    asyncio.run(patient.compile(Grammar("regex", "d")))
+
+
+def test_a_grammar_that_its_trial_dies_of_is_refused_and_the_next_one_is_compiled(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As one that overflows its stack: it reads the grammar, and does not answer.
+    dying = [sys.executable, "-c", "print('{}', flush=True); input(); import os; os.abort()"]
+    monkeypatch.setattr(grammars, "_command", lambda _: dying)
+    assert "memory or stack" in refusal(patient, "regex", "b")
+    monkeypatch.undo()
+    asyncio.run(patient.compile(Grammar("regex", "c")))
+
+
+def test_grammars_are_kept_by_content_and_dropped_when_they_are_too_many(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+
+    async def main() -> None:
+        first = await patient.compile(Grammar("regex", "a"))
+        assert await patient.compile(Grammar("regex", "a")) is first
+        assert await patient.compile(Grammar("lark", 'start: "a"')) is not first
+        await patient.compile(Grammar("regex", "b"))
+        assert await patient.compile(Grammar("regex", "a")) is not first
+        monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", 3)
+        long = await patient.compile(Grammar("regex", "abcd"))
+        assert await patient.compile(Grammar("regex", "abcd")) is not long
+
+    asyncio.run(main())
+
+
+def test_too_many_grammars_at_once_are_refused(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_WAITING", 1)
+
+    async def main() -> None:
+        outcomes = await asyncio.gather(
+            *(patient.compile(Grammar("regex", text)) for text in ("a", "a", "b")), return_exceptions=True
+        )
+        assert outcomes[0] is outcomes[1]
+        assert isinstance(outcomes[2], CompilerUnavailable)
+        assert outcomes[2].limit == 1
+
+    asyncio.run(main())
+
+
+def test_what_a_model_lacks_for_grammars_is_named(tokenizer_path: Path, tmp_path: Path) -> None:
+    def reason(path: Path | None, end_token_ids: Sequence[int]) -> str:
+        loaded = load_grammars(path, vocab_size=VOCAB_SIZE, end_token_ids=end_token_ids)
+        assert isinstance(loaded, NoGrammars)
+        return loaded.reason
+
+    assert "no tokenizer" in reason(None, [1])
+    assert "end token" in reason(tokenizer_path, [])
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+    assert "can't be used" in reason(broken, [1])
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], ["", "x"], ['q"uo\n\\te\x01é日/', "%", "/a/"]])
+def test_a_choice_allows_its_texts_and_no_other(tokenizer: LLTokenizer, texts: list[str]) -> None:
+    grammar = translate("choice", json.dumps(texts))
+    for text in texts:
+        matcher = make_matcher(tokenizer, grammar)
+        assert matcher.consume_tokens(ids_of(text)), matcher.get_error()
+        assert matcher.is_accepting()
+    assert make_matcher(tokenizer, grammar).try_consume_tokens(ids_of("other")) == 0
+
+
+# -- following ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "space", "is_allowed"),
+    [
+        ({}, " " * 32, True),
+        ({}, " " * 33, False),
+        ({"x-guidance": {"whitespace_flexible": True}}, " \n", True),
+        ({"x-guidance": {"whitespace_flexible": False}}, "", True),
+        ({"x-guidance": {"whitespace_flexible": False}}, " ", False),
+        ({"x-guidance": {"whitespace_pattern": "[x]"}}, "x", True),
+    ],
+)
+def test_a_schema_says_which_white_space_is_allowed(
+    tokenizer: LLTokenizer, options: dict[str, Any], space: str, is_allowed: bool
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]} | options
+    matcher = make_matcher(tokenizer, translate("json_schema", json.dumps(schema)))
+    token_ids = ids_of(f'{{"a":{space}1')
+    assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) is is_allowed
+
+
+def test_tokens_before_the_output_say_nothing_and_those_behind_are_taken(tokenizer: LLTokenizer) -> None:
+    following = follow(tokenizer, "xyz")
+    x, y, z = ids_of("xyz")
+    following.run(0, [7, 7])
+    assert not following.advance(2)
+    following.run(2, [7, x, y])
+    assert following.advance(BEGINS_AT + 2)
+    assert (following.error, following.tokens, following.consumed) == ("", [x, y], 2)
+    assert following.matcher.validate_tokens([z]) == 1
+
+
+def test_a_fork_goes_on_from_an_earlier_token_with_others(tokenizer: LLTokenizer) -> None:
+    following = follow(tokenizer, "x(yz|zy)")
+    x, y, z = ids_of("xyz")
+    following.run(BEGINS_AT, [x, y])
+    assert following.advance(BEGINS_AT + 2)
+    child = following.fork()
+    child.run(BEGINS_AT + 1, [z])
+    assert child.advance(BEGINS_AT + 2)
+    assert (child.error, child.matcher.validate_tokens([y]), following.matcher.validate_tokens([z])) == ("", 1, 1)
+    youngest = following.fork()
+    assert youngest.advance(BEGINS_AT)
+    assert youngest.matcher.validate_tokens([x]) == 1
+
+
+def test_a_chunk_of_known_tokens_that_runs_again_leaves_those_behind_it(tokenizer: LLTokenizer) -> None:
+    following = follow(tokenizer, "x{9}")
+    (x,) = ids_of("x")
+    following.tokens = [x] * 4
+    following.run(1, [7, 7, x])
+    following.run(4, [x, x, x])
+    assert following.advance(7)
+    assert (following.error, following.consumed) == ("", 4)
+
+
+def test_what_does_not_match_or_is_not_known_is_an_error_that_stays(tokenizer: LLTokenizer) -> None:
+    following = follow(tokenizer, "xy")
+    following.run(BEGINS_AT, ids_of("q"))
+    assert following.advance(BEGINS_AT + 1)
+    assert following.error
+    assert following.fork().error
+    unknown = follow(tokenizer, "xy")
+    assert unknown.advance(BEGINS_AT + 1)
+    assert "not all generated tokens" in unknown.error
+
+
+def test_tokens_given_at_the_beginning_have_to_match(patient: Grammars) -> None:
+    grammar = Grammar("regex", "xy")
+    following = asyncio.run(patient.follow(grammar, begins_at=4, tokens=ids_of("x")))
+    assert following.consumed == 1
+    with pytest.raises(GrammarRefused, match="do not match"):
+        asyncio.run(patient.follow(grammar, begins_at=4, tokens=ids_of("q")))
+
+
+# -- masks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows() -> GrammarRows:
+    table = SequenceTable(max_num_seqs=4, max_blocks_per_seq=4, device="cpu")
+    for _ in range(4):
+        table.add()
+    return GrammarRows(table, vocab_size=VOCAB_SIZE, end_token_ids=[END_ID], timeout_s=DEADLINE_S)
+
+
+def test_a_mask_allows_what_continues_the_text_and_the_end_token_behind_it(
+    rows: GrammarRows, tokenizer: LLTokenizer
+) -> None:
+    (x,) = ids_of("x")
+    rows.set(1, follow(tokenizer, "x"))
+    assert rows.follows([0, 1])
+    assert not rows.follows([0, 2])
+    masks = rows.finish(rows.begin([Run(0, 0, 3, [1, 2, 3], True), Run(1, 0, BEGINS_AT, [7, 7, 7], True)]))
+    assert masks.rows == (1,)
+    assert allowed(masks.bits[0]) == {x}
+    rows._table.store_sampled([1], torch.tensor([x]), [BEGINS_AT])
+    masks = rows.finish(rows.begin([Run(1, BEGINS_AT, 1, None, True)]))
+    assert allowed(masks.bits[0]) == {END_ID}
+    rows._table.store_sampled([1], torch.tensor([END_ID]), [BEGINS_AT + 1])
+    masks = rows.finish(rows.begin([Run(1, BEGINS_AT + 1, 1, None, True)]))
+    assert (allowed(masks.bits[0]), masks.failures) == ({END_ID}, {})
+
+
+def test_a_row_that_can_not_follow_gets_an_end_token_and_says_why(rows: GrammarRows, tokenizer: LLTokenizer) -> None:
+    rows.set(1, follow(tokenizer, "xx"))
+    masks = rows.finish(rows.begin([Run(1, 0, BEGINS_AT + 1, [7, 7, 7, *ids_of("q")], True)]))
+    assert allowed(masks.bits[0]) == {END_ID}
+    assert masks.failures[1]
+
+
+def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_made(
+    rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, goes_on = follow(tokenizer, "x{1,5}"), threading.Event()
+    rows._timeout_s = 1.0
+    in_time = grammar_masks._follow
+
+    def late(following: Following, *others: Any) -> None:
+        if following is stuck:
+            assert goes_on.wait(DEADLINE_S)
+        in_time(following, *others)
+
+    monkeypatch.setattr(grammar_masks, "_follow", late)
+    rows.set(1, stuck)
+    rows.set(2, follow(tokenizer, "y"))
+    prompt = [7] * BEGINS_AT
+    masks = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
+    assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y"))]
+    assert "more than 1 s" in masks.failures[1]
+    assert stuck.compiled.is_slow
+    rows._timeout_s = DEADLINE_S
+    again = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
+    assert [allowed(bits) for bits in again.bits] == [{END_ID}, set(ids_of("y"))]
+    goes_on.set()
+
+
+def test_rows_that_wait_behind_masks_that_are_given_up_are_not_given_up(
+    rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, goes_on = follow(tokenizer, "x{1,5}"), threading.Event()
+    rows._timeout_s = 1.0
+    rows._threads = grammars.Threads(1, "masks")
+    in_time = grammar_masks._follow
+
+    def late(following: Following, *others: Any) -> None:
+        if following.compiled is stuck.compiled:
+            assert goes_on.wait(DEADLINE_S)
+        in_time(following, *others)
+
+    monkeypatch.setattr(grammar_masks, "_follow", late)
+    rows.set(0, stuck)
+    rows.set(1, follow(tokenizer, "y"))
+    rows.set(2, stuck.fork())
+    rows.set(3, follow(tokenizer, "z"))
+    masks = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, [7] * BEGINS_AT, True) for row in range(4)]))
+    assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y")), {END_ID}, set(ids_of("z"))]
+    assert masks.failures.keys() == {0, 2}
+    assert grammars.num_stuck() == 1, "the sample of the same grammar was not begun"
+    goes_on.set()
+
+
+def test_tokens_that_wait_behind_slow_ones_are_taken(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    advance = Following.advance
+
+    def slow_for_x(following: Following, position: int) -> bool:
+        if following.tokens == ids_of("x"):
+            assert goes_on.wait(DEADLINE_S)
+        return advance(following, position)
+
+    async def main() -> None:
+        grammar = Grammar("regex", "[xyz]")
+        await patient.compile(grammar)
+        await patient.compile(Grammar("regex", "x"))
+        patient._timeout_s = 1.0
+        stuck = [patient.follow(Grammar("regex", "x"), begins_at=4, tokens=ids_of("x")) for _ in range(2)]
+        tasks = [asyncio.create_task(each) for each in stuck]
+        await asyncio.sleep(0)
+        following = await patient.follow(grammar, begins_at=4, tokens=ids_of("y"))
+        assert following.consumed == 1
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, GrammarRefused) for outcome in outcomes)
+
+    monkeypatch.setattr(Following, "advance", slow_for_x)
+    patient._replays = grammars.Threads(2, "replays")
+    asyncio.run(main())
+    goes_on.set()
+
+
+def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(patient: Grammars) -> None:
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
+    asyncio.run(patient.compile(Grammar("regex", "kept")))
+
+    def stick() -> None:
+        begun.release()
+        assert goes_on.wait(DEADLINE_S)
+
+    threads = [grammars.Threads(1, "stuck") for _ in range(grammars.MAX_STUCK)]
+    works = [each.submit(stick) for each in threads]
+    assert all(begun.acquire(timeout=DEADLINE_S) for _ in works)
+    for each in threads:
+        each.give_up()
+    with pytest.raises(CompilerUnavailable, match="given up"):
+        asyncio.run(patient.compile(Grammar("regex", "another")))
+    asyncio.run(patient.compile(Grammar("regex", "kept")))
+    goes_on.set()
+    for work in works:
+        work.result(DEADLINE_S)
+    asyncio.run(patient.compile(Grammar("regex", "another")))
+
+
+def test_a_grammar_found_slow_is_refused_from_then_on(patient: Grammars) -> None:
+    grammar = Grammar("regex", "x")
+    asyncio.run(patient.compile(grammar)).is_slow = True
+    assert "take too long" in refusal(patient, "regex", "x")
+
+
+def test_masks_come_before_every_other_filter_and_leave_other_rows_and_log_probabilities() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, VOCAB_SIZE, generator=generator)
+    sampler = Sampler(max_num_seqs=3, vocab_size=VOCAB_SIZE, device="cpu")
+
+    def set_params(row: int) -> None:
+        params = SamplingParams(temperature=0.9, top_k=3, top_p=0.9, seed=row, num_logprobs=2, repetition_penalty=1.2)
+        sampler.set_params(row, params, prompt_token_ids=[5])
+
+    for row in range(3):
+        set_params(row)
+    least = logits[1].argsort()[:2].tolist()
+    bits = np.zeros((1, -(-VOCAB_SIZE // 32) * 4), dtype=np.uint8)
+    for token in least:
+        bits[0, token // 8] |= 1 << token % 8
+    before = logits.clone()
+    free = sampler.sample(logits, [0, 1, 2], [9, 9, 9])
+    for row in range(3):  # which forgets what was sampled
+        set_params(row)
+    bound = sampler.sample(logits, [0, 1, 2], [9, 9, 9], Masks((1,), bits))
+    assert torch.equal(logits, before)
+    assert bound.tokens[1].item() in least
+    assert bound.tokens[[0, 2]].tolist() == free.tokens[[0, 2]].tolist()
+    assert torch.equal(bound.top_logprobs, free.top_logprobs)  # type: ignore[arg-type]
+    assert bound.chosen_logprobs is not None
+    assert bound.chosen_logprobs[1] == pytest.approx(logits[1].log_softmax(-1)[bound.tokens[1]].item(), abs=1e-5)
+    NO_MASKS.apply(logits, [0, 1, 2])
+    assert torch.equal(logits, before)
+
+
+def test_a_mask_is_written_into_the_rows_that_have_one() -> None:
+    """Not a copy of the batch: only log-probabilities need the logits as they were."""
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
+    logits[2, 0], logits[2, 9] = torch.inf, -torch.inf
+    allowed = [torch.randperm(VOCAB_SIZE)[: VOCAB_SIZE // 2].tolist() for _ in range(2)]
+    bits = np.zeros((2, -(-VOCAB_SIZE // 32) * 4), dtype=np.uint8)
+    expected = logits.clone()
+    for place, row in enumerate((2, 0)):
+        np.bitwise_or.at(
+            bits[place], [token // 8 for token in allowed[place]], [1 << token % 8 for token in allowed[place]]
+        )
+        expected[row, [token for token in range(VOCAB_SIZE) if token not in allowed[place]]] = -torch.inf
+    Masks((7, 5), bits).apply(logits, [5, 6, 7, 8])
+    assert torch.equal(logits, expected)

@@ -1,0 +1,253 @@
+"""Replacements of the forward of transformers modules while a step runs: fewer launches, the same numbers.
+
+A replacement is set as `module.forward` on the instance. The module, its name and its parameters stay: a merged
+projection replaces them by views of itself. Outside of a step the replacement calls the module's own forward, so the
+self-check compares with transformers' own model.
+
+Launches of a Llama layer, one a line, attention apart:
+
+    add_rmsnorm     the last layer's MLP result to the residual, and the norm of the sum
+    linear          merged QKV
+    qkv_prologue    qk-norm, rope, keys and values to the pool
+    linear          output projection
+    add_rmsnorm     attention's result to the residual, and the norm of the sum
+    linear          merged gate and up
+    silu_mul
+    linear          down projection; added by the next norm
+
+So between layers there are two tensors where transformers has one: see ResidualStream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.worker.attention.torch_attention import AttentionStep, running_step
+from quire.worker.device.profiling import phase
+from quire.worker.fusion.steps import FusedSteps, Norm, Rope
+
+
+class Projection:
+    """Several nn.Linear over one input as one matrix product: rows of the weights one after the other.
+
+    The modules' parameters become views of the merged ones, so that nothing is held twice; a module without a bias
+    beside one that has it gets zeros here and none of its own. Cost: for its duration, a copy of these weights.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.weight: Tensor = linears[0].weight
+        self.bias: Tensor | None = linears[0].bias
+        if len(linears) > 1:
+            self._merge(linears)
+
+    def _merge(self, linears: Sequence[nn.Linear]) -> None:
+        sizes = [linear.out_features for linear in linears]
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        for linear, rows in zip(linears, torch.split(self.weight, sizes), strict=True):
+            linear.weight.data = rows
+        if all(linear.bias is None for linear in linears):
+            return
+        self.bias = torch.cat(
+            [self.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        ).detach()
+        for linear, part in zip(linears, torch.split(self.bias, sizes), strict=True):
+            if linear.bias is not None:
+                linear.bias.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ResidualStream:
+    """A layer's output for the next norm: its last result, and the residual that it was not added to yet.
+
+    The model passes on the first as the hidden states. A module that gets exactly this tensor takes the residual with
+    it; any other tensor is a residual by itself.
+    """
+
+    def __init__(self) -> None:
+        self._left: tuple[Tensor, Tensor] | None = None
+
+    def leave(self, result: Tensor, residual: Tensor) -> Tensor:
+        self._left = result, residual
+        return result
+
+    def take(self, hidden_states: Tensor) -> Tensor | None:
+        """The residual to add these hidden states to, or None if they are one."""
+        if self._left is None or self._left[0] is not hidden_states:
+            return None
+        residual = self._left[1]
+        self._left = None
+        return residual
+
+
+class FusedNorm:
+    """An RMSNorm of any rows; the one after the last layer adds that layer's result."""
+
+    def __init__(self, module: nn.Module, norm: Norm, *, stream: ResidualStream, steps: FusedSteps) -> None:
+        self.norm = norm
+        self._own = module.forward
+        self._stream = stream
+        self._steps = steps
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if running_step() is None:
+            return self._own(hidden_states)  # type: ignore[no-any-return]
+        residual = self._stream.take(hidden_states)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if residual is not None:
+            residual = residual.view(rows.shape)
+        return self._steps.add_rmsnorm(rows, self.norm, residual).view(hidden_states.shape)
+
+
+class FusedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, module: nn.Module, gate_up: Projection, down: nn.Module, *, steps: FusedSteps) -> None:
+        self._own = module.forward
+        self._gate_up = gate_up
+        self._down = down
+        self._steps = steps
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        if running_step() is None:
+            return self._own(hidden_states)  # type: ignore[no-any-return]
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        result: Tensor = self._down(self._steps.silu_mul(self._gate_up(rows)))
+        return result.view(*hidden_states.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """The parts of an attention module. norms are those of queries and of keys, per head."""
+
+    layer_idx: int
+    qkv: Projection
+    output: nn.Module
+    norms: tuple[Norm, Norm] | None
+    rope: Rope | None
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class FusedAttention:
+    """From hidden states to hidden states: merged projection, prologue, attention over the pool, output projection."""
+
+    def __init__(self, module: nn.Module, parts: AttentionParts, *, steps: FusedSteps) -> None:
+        self._own = module.forward
+        self._parts = parts
+        self._steps = steps
+
+    def __call__(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return self._own(hidden_states, *arguments, **keywords)
+        with phase(f"attention {self._parts.layer_idx}"):
+            return self._run(step, hidden_states), None
+
+    def _run(self, step: AttentionStep, hidden_states: Tensor) -> Tensor:
+        parts, pool = self._parts, step.pool
+        q = self._steps.qkv_prologue(
+            parts.qkv(hidden_states.view(-1, hidden_states.shape[-1])),
+            pool.k(parts.layer_idx),
+            pool.v(parts.layer_idx),
+            slot_mapping=step.slot_mapping(parts.layer_idx),
+            positions=step.batch.positions,
+            rope=parts.rope,
+            norms=parts.norms,
+        )
+        result = step.attend(parts.layer_idx, q, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks)
+        output: Tensor = parts.output(result.flatten(1))
+        return output.view(*hidden_states.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Attention or MLP of a layer, with the norms before and after it, if there are any."""
+
+    block: nn.Module
+    before: Norm | None
+    after: Norm | None
+
+
+class FusedLayer:
+    """A decoder layer of two halves, each x + after(block(before(x))).
+
+    `leaves` says that the next norm adds this layer's last result: FusedLayer or FusedNorm, and nothing in between.
+    The hidden states of the first layer are changed in place.
+    """
+
+    def __init__(
+        self, module: nn.Module, attention: Half, mlp: Half, *, stream: ResidualStream, steps: FusedSteps
+    ) -> None:
+        self.leaves = False
+        self._own = module.forward
+        self._attention = attention
+        self._mlp = mlp
+        self._stream = stream
+        self._steps = steps
+
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
+        if running_step() is None:
+            return self._own(hidden_states, **keywords)
+        left = self._stream.take(hidden_states)
+        residual = hidden_states if left is None else left
+        result = self._enter(self._attention, None if left is None else hidden_states, residual)
+        result = self._attention.block(hidden_states=result, **keywords)[0]
+        result = self._enter(self._mlp, self._leave(self._attention, result), residual)
+        result = self._mlp.block(result)
+        if isinstance(result, tuple):  # experts, and how tokens were sent to them
+            result = result[0]
+        result = self._leave(self._mlp, result.view(residual.shape))
+        return self._stream.leave(result, residual) if self.leaves else residual.add_(result)
+
+    def _enter(self, half: Half, result: Tensor | None, residual: Tensor) -> Tensor:
+        """Add the result before this half, if there is one, to the residual; return the half's input."""
+        if half.before is not None:
+            return self._norm(half.before, residual) if result is None else self._norm(half.before, result, residual)
+        return residual if result is None else residual.add_(result)
+
+    def _leave(self, half: Half, result: Tensor) -> Tensor:
+        return result if half.after is None else self._norm(half.after, result)
+
+    def _norm(self, norm: Norm, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        width = x.shape[-1]
+        rows = None if residual is None else residual.view(-1, width)
+        return self._steps.add_rmsnorm(x.view(-1, width), norm, rows).view(x.shape)
+
+
+class SkippedRotary:
+    """No cosines and sines: every attention reads its own table."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = module.forward
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._own(*arguments, **keywords) if running_step() is None else (None, None)
+
+
+STAND_INS = (FusedNorm, FusedMLP, FusedAttention, FusedLayer, SkippedRotary)
+
+
+def swap(module: nn.Module, stand_in: FusedNorm | FusedMLP | FusedAttention | FusedLayer | SkippedRotary) -> None:
+    """Replace the module's forward by the stand-in."""
+    module.forward = stand_in
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """True if the module's forward is that of its class, and no hook changes its inputs or outputs."""
+    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def swap_back(model: nn.Module) -> None:
+    """Take every stand-in away again. Merged projections stay: their parts are the modules' parameters."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), STAND_INS):
+            del module.forward

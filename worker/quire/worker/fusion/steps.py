@@ -1,0 +1,193 @@
+"""The small steps between a fused model's matrix products, behind one interface: in Triton, or in torch.
+
+TorchSteps runs on any device and is the same formulas in a few more launches; KernelSteps needs a GPU or Triton's
+interpreter. Both compute in float32 and round once, at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.worker.attention.torch_attention import Slots, write_kv
+
+# As in quire.kernels.launching, which only a process with Triton can import.
+KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm of rows: x / sqrt(mean(x^2) + eps) * weight. The weight [C] is float32 where it is stored as 1 + w."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Which dims of a head are rotated, and how: see qkv_prologue() in quire.kernels.
+
+    table           [P, R]  float32, of make_rope_table()
+    interleaved             pairs are dims 2i and 2i + 1 instead of i and i + R / 2
+    """
+
+    table: Tensor
+    interleaved: bool
+
+
+class FusedSteps(Protocol):
+    """Sizes: T tokens, C columns, I intermediate size, Hq query and H kv heads, D head dim."""
+
+    name: str
+    min_block_size: int
+    """The least block size of a pool for it."""
+
+    def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+
+    def qkv_prologue(
+        self,
+        qkv: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        rope: Rope | None,
+        norms: tuple[Norm, Norm] | None,
+    ) -> Tensor:
+        """Norm of each head of queries and keys, rope, keys and values to their slots; returns queries [T, Hq, D].
+
+        qkv             [T, (Hq + 2 * H) * D]
+        k_pool, v_pool  [B, S, H, D]
+        slot_mapping    [T]     int64       positions   [T]     int64
+        norms           of queries and of keys, each over D, with one eps
+        """
+
+
+class TorchSteps:
+    """The fused steps in torch, for devices without Triton."""
+
+    name = "torch"
+    min_block_size = 1
+
+    def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        return _rmsnorm(x if residual is None else residual.add_(x), norm)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def qkv_prologue(
+        self,
+        qkv: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        rope: Rope | None,
+        norms: tuple[Norm, Norm] | None,
+    ) -> Tensor:
+        num_kv_heads, head_dim = k_pool.shape[2:]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_query_heads = heads.shape[1] - 2 * num_kv_heads
+        v = heads[:, num_query_heads + num_kv_heads :]
+        qk = heads[:, : num_query_heads + num_kv_heads]
+        if norms is not None:
+            parts = qk[:, :num_query_heads], qk[:, num_query_heads:]
+            qk = torch.cat([_rmsnorm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
+        if rope is not None:
+            qk = _rotate(qk, rope, positions)
+        write_kv(qk[:, num_query_heads:], v, k_pool, v_pool, slots=Slots(slot_mapping, k_pool.shape[1]))
+        return qk[:, :num_query_heads]
+
+
+class KernelSteps:
+    """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
+
+    name = "kernels"
+    min_block_size = KERNEL_BLOCK_SIZES[0]
+
+    def __init__(self) -> None:
+        # Here and not above: TRITON_INTERPRET is read when triton is imported, and a CPU needs no Triton.
+        from quire.kernels.add_rmsnorm import add_rmsnorm
+        from quire.kernels.qkv_prologue import qkv_prologue
+        from quire.kernels.silu_mul import silu_mul
+
+        self._add_rmsnorm = add_rmsnorm
+        self._qkv_prologue = qkv_prologue
+        self._silu_mul = silu_mul
+
+    def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        return self._add_rmsnorm(x, norm.weight, eps=norm.eps, residual=residual)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._silu_mul(*gate_up.chunk(2, -1))
+
+    def qkv_prologue(
+        self,
+        qkv: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        rope: Rope | None,
+        norms: tuple[Norm, Norm] | None,
+    ) -> Tensor:
+        return self._qkv_prologue(
+            qkv,
+            k_pool,
+            v_pool,
+            slot_mapping=slot_mapping,
+            positions=positions,
+            rope_table=None if rope is None else rope.table,
+            interleaved=rope is not None and rope.interleaved,
+            q_norm_weight=None if norms is None else norms[0].weight,
+            k_norm_weight=None if norms is None else norms[1].weight,
+            eps=1e-6 if norms is None else norms[0].eps,
+        )
+
+
+def choose_steps(device: torch.device, *, block_size: int, wanted: bool | None) -> FusedSteps | None:
+    """The steps to fuse a model with, on this device and a pool of this block size; None if it is not to be fused.
+
+    Kernels where Triton compiles or is interpreted, if they take the block size; elsewhere torch. wanted None:
+    kernels or nothing.
+    """
+    has_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    kernels = has_triton and block_size in KERNEL_BLOCK_SIZES
+    if not (kernels if wanted is None else wanted):
+        return None
+    return KernelSteps() if kernels else TorchSteps()
+
+
+def _rmsnorm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.weight.dtype == x.dtype:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps).to(x.dtype)
+
+
+def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """x [T, H, D] with its first R dims rotated."""
+    rotary_dim = rope.table.shape[1]
+    cos, sin = rope.table.index_select(0, positions)[:, None].chunk(2, -1)
+    rotated = x[..., :rotary_dim].float()
+    if rope.interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, -1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
+    if rotary_dim < x.shape[2]:
+        turned = torch.cat([turned, x[..., rotary_dim:]], -1)  # promotes to float32
+    return turned.to(x.dtype)

@@ -1,0 +1,375 @@
+"""The tensors that hold every layer's keys and values, in blocks.
+
+The pool has bytes, not owners: cachemgr decides the holders of blocks, and a step is checked before it comes here.
+Block 0 is the null block: its slots are zero, padding reads them, no sequence owns it and nothing writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.worker.device.transfer import indices
+from quire.worker.memory.layer_groups import LayerGroups, one_group, specs_of_places
+
+if TYPE_CHECKING:
+    from quire.kernels.block_copy import BlockRuns
+
+NULL_BLOCK = 0
+
+_MIB = 2**20
+_GIB = 2**30
+
+
+class KeptPerToken(Protocol):
+    """One layer's tensors for a token: a key and a value per head, or a key that begins with the value."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def k_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def values_in_keys(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolStatistics:
+    """num_blocks counts the null block; num_bytes is the size of the tensors. num_layers are those of the model."""
+
+    num_blocks: int
+    block_size: int
+    num_layers: int
+    bytes_per_block: int
+    num_bytes: int
+    num_blocks_copied: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The number of blocks to allocate, and the arithmetic in a line or two."""
+
+    num_blocks: int
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes for a pool, and where they come from in a few words."""
+
+    num_bytes: int
+    origin: str
+
+
+class KVPool:
+    """Keys and values of all layers, allocated once.
+
+    Sizes: B blocks, S block size (tokens), L places for layers in a block, per layer H kv heads and head dims Dk, Dv.
+        k(layer_idx)    [B, S, H, Dk]   D contiguous, dtype and device of the pool
+        v(layer_idx)    [B, S, H, Dv]   a view of k(layer_idx) where values are in keys
+    In one tensor these are views of [B, L, 2, H, S, D]: a block is one run of bytes, which is moved at once, and so are
+    a head's keys of a block. Otherwise each is a contiguous tensor of its own. A block belongs to one of `groups` at a
+    time: layers of several groups that have the same place have the same tensors, and other blocks.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[int, KeptPerToken],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        groups: LayerGroups | None = None,
+        in_one_tensor: bool | None = None,
+    ) -> None:
+        """groups are those of group_layers() for the specs; None: one for all layers.
+
+        in_one_tensor None: on a GPU, if all layers have one geometry.
+
+        Raises ValueError for a block count below 2 (one besides the null block), a block size below 1, or layers that
+        differ if they are to lie in one tensor.
+        """
+        _check_at_least("num_blocks", num_blocks, 2)
+        _check_at_least("block_size", block_size, 1)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.groups = one_group(specs) if groups is None else groups
+        self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        self._place_of = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+        places = specs_of_places(specs, self.groups)
+        self.bytes_per_block = bytes_per_block(places, block_size, dtype)
+        self._num_blocks_copied = 0
+        if in_one_tensor is None:
+            in_one_tensor = self.device.type == "cuda" and _have_one_geometry(places)
+        self.block_tensors = self._allocate_one(places) if in_one_tensor else self._allocate_each(places)
+        """[B, ...] each: what has to be moved to move a block."""
+        self._runs = _block_runs(self.block_tensors) if kernels_run_on(self.device) and places else None
+
+    def _allocate_one(self, places: Mapping[int, KeptPerToken]) -> list[Tensor]:
+        if not _have_one_geometry(places):
+            raise ValueError("the layers differ in kv heads or head dims: they do not fit one tensor")
+        spec = next(iter(places.values()))
+        shape = (self.num_blocks, len(places), 2, spec.num_kv_heads, self.block_size, spec.k_head_dim)
+        whole = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._k = {place: whole[:, place, 0].transpose(1, 2) for place in places}
+        self._v = {place: whole[:, place, 1].transpose(1, 2) for place in places}
+        self._has_values = dict.fromkeys(places, True)
+        return [whole]
+
+    def _allocate_each(self, places: Mapping[int, KeptPerToken]) -> list[Tensor]:
+        self._k = {i: self._allocate(spec.num_kv_heads, spec.k_head_dim) for i, spec in places.items()}
+        self._v = {
+            i: self._k[i][..., : spec.v_head_dim]
+            if spec.values_in_keys
+            else self._allocate(spec.num_kv_heads, spec.v_head_dim)
+            for i, spec in places.items()
+        }
+        self._has_values = {i: not spec.values_in_keys for i, spec in places.items()}
+        return self.tensors()
+
+    def _allocate(self, num_kv_heads: int, head_dim: int) -> Tensor:
+        shape = (self.num_blocks, self.block_size, num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def k(self, layer_idx: int) -> Tensor:
+        return self._k[self._place_of[layer_idx]]
+
+    def v(self, layer_idx: int) -> Tensor:
+        return self._v[self._place_of[layer_idx]]
+
+    def group_of(self, layer_idx: int) -> int:
+        """The group of a layer: the number of the block table that its attention reads."""
+        return self._group_of[layer_idx]
+
+    @property
+    def windowed(self) -> list[bool]:
+        """For each group: True if blocks behind a window are given up, so that their entries in tables are null."""
+        return [group.is_windowed for group in self.groups]
+
+    def tensors(self) -> list[Tensor]:
+        """All memory, by rising place in a block, K before V."""
+        by_layer = ((self._k[i], self._v[i]) if self._has_values[i] else (self._k[i],) for i in sorted(self._k))
+        return [tensor for tensors in by_layer for tensor in tensors]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks in every layer.
+
+        Sources and targets must be disjoint, so that the order of the pairs cannot matter. Raises ValueError, with
+        nothing copied, if they are not, if a target comes twice, or if a block is the null block or out of range.
+        Cost: one launch where kernels run, else two indexed operations per tensor, whatever the number of pairs.
+        """
+        if not pairs:
+            return
+        sources = [source for source, _ in pairs]
+        targets = [target for _, target in pairs]
+        self._check_copy(sources, targets)
+        index = indices([sources, targets], self.device)
+        if self._runs is not None:
+            from quire.kernels.block_copy import copy_blocks
+
+            copy_blocks(self._runs, sources=index[0], targets=index[1])
+        else:
+            for tensor in map(indexable, self.block_tensors):
+                tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
+        self._num_blocks_copied += len(pairs)
+
+    def _check_copy(self, sources: list[int], targets: list[int]) -> None:
+        self._check_owned_ids(sources + targets)
+        repeated = len(targets) - len(set(targets))
+        if repeated:
+            raise ValueError(f"{repeated} of {len(targets)} block copies have a target that another copy has")
+        both = sorted(set(sources) & set(targets))
+        if both:
+            raise ValueError(f"block {both[0]} is both source and target of a block copy")
+
+    def _check_owned_ids(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if not NULL_BLOCK < block_id < self.num_blocks:
+                raise ValueError(f"block_id {block_id} is not in 1 .. {self.num_blocks - 1}")
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        """Return one checksum per block, 0 .. 2**63 - 1, of its bytes in all layers: equal bytes, equal checksum.
+
+        Reads the blocks and waits for the device: for audits and tests, not for the step. Raises ValueError for a
+        block out of range; the null block is allowed.
+        """
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise ValueError(f"block_id {block_id} is not in 0 .. {self.num_blocks - 1}")
+        if not block_ids:
+            return []
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        total = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
+        for number, tensor in enumerate(self.tensors()):
+            total = _mix(total + _byte_sum(indexable(tensor).index_select(0, index)) + number + 1)
+        return [int(value) & (2**63 - 1) for value in total.tolist()]
+
+    def statistics(self) -> KVPoolStatistics:
+        return KVPoolStatistics(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_layers=len(self._group_of),
+            bytes_per_block=self.bytes_per_block,
+            num_bytes=self.num_blocks * self.bytes_per_block,
+            num_blocks_copied=self._num_blocks_copied,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the null block holds anything but zeros. Waits for the device."""
+        for tensor in self.tensors():
+            assert not bool(indexable(tensor[NULL_BLOCK]).any()), "the null block was written"
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """True if quire.kernels run there: on a GPU, or anywhere in Triton's interpreter if the environment says so."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or a view of float8 as uint8: torch does not index it on every device."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _have_one_geometry(specs: Mapping[int, KeptPerToken]) -> bool:
+    geometries = {(spec.num_kv_heads, spec.k_head_dim, spec.v_head_dim) for spec in specs.values()}
+    return len(geometries) == 1 and all(k_head_dim == v_head_dim for _, k_head_dim, v_head_dim in geometries)
+
+
+def _block_runs(tensors: Sequence[Tensor]) -> BlockRuns | None:
+    """For the kernel that copies blocks, or None if theirs are of sizes that it does not take."""
+    from quire.kernels.block_copy import block_runs
+
+    try:
+        return block_runs(tensors)
+    except ValueError:
+        return None
+
+
+def bytes_per_block(specs: Mapping[int, KeptPerToken], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one block takes over all its layers, keys and values together."""
+    elements_per_token = sum(
+        spec.num_kv_heads * (spec.k_head_dim + (0 if spec.values_in_keys else spec.v_head_dim))
+        for spec in specs.values()
+    )
+    return elements_per_token * block_size * dtype.itemsize
+
+
+def size_pool(
+    *,
+    bytes_per_block: int,
+    free_memory_bytes: int,
+    num_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    memory_share: float = 0.9,
+    default: Budget | None = None,
+) -> PoolSize:
+    """Choose the number of blocks to allocate: num_blocks, or those that fit the bytes given, or `default`.
+
+    default None is the share memory_share (0 < share <= 1) of free_memory_bytes. num_blocks goes before
+    kv_cache_memory_bytes. Raises ValueError, naming flag, value and limit, if the request exceeds the free memory, or
+    if fewer than 2 blocks (one besides the null block) fit.
+    """
+    if default is None:
+        default = share_of_free(memory_share, free_memory_bytes)
+    if num_blocks is not None:
+        return _size_by_count(num_blocks, bytes_per_block, free_memory_bytes)
+    if kv_cache_memory_bytes is not None:
+        budget = Budget(kv_cache_memory_bytes, "--kv-cache-memory")
+        _check_fits("--kv-cache-memory", kv_cache_memory_bytes, free_memory_bytes)
+    else:
+        budget = default
+    fitting = max(0, budget.num_bytes) // bytes_per_block
+    if fitting < 2:
+        raise ValueError(
+            f"{budget.origin}: {budget.num_bytes} bytes hold {fitting} blocks of {bytes_per_block} bytes; "
+            "at least 2 are needed"
+        )
+    return PoolSize(
+        fitting,
+        f"{budget.origin}: {_readable(budget.num_bytes)} // {bytes_per_block} bytes per block = {fitting} blocks",
+    )
+
+
+def share_of_free(memory_share: float, free_memory_bytes: int) -> Budget:
+    """A share of the free memory: for a CPU, as other processes use its memory, too.
+
+    Raises ValueError unless 0 < memory_share <= 1.
+    """
+    _check_share(memory_share)
+    origin = f"--memory-share {memory_share:g} of {_readable(free_memory_bytes)} free"
+    return Budget(int(free_memory_bytes * memory_share), origin)
+
+
+def share_of_device(
+    memory_share: float, *, total_bytes: int, used_bytes: int, step_bytes: int, graph_bytes: int = 0
+) -> Budget:
+    """The remainder of a share of a GPU's memory: for the worker, which has the GPU to itself.
+
+    used_bytes is the memory in use by all processes once the model is loaded; step_bytes the memory of the largest
+    step, and graph_bytes that of the CUDA graphs of decode steps, both measured. The result may be negative.
+    Raises ValueError unless 0 < memory_share <= 1.
+    """
+    _check_share(memory_share)
+    return Budget(
+        int(total_bytes * memory_share) - used_bytes - step_bytes - graph_bytes,
+        f"--memory-share {memory_share:g} of {_readable(total_bytes)}, less {_readable(used_bytes)} in use, "
+        f"{_readable(graph_bytes)} for CUDA graphs and {_readable(step_bytes)} for the largest step",
+    )
+
+
+def _check_share(memory_share: float) -> None:
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"--memory-share {memory_share} is not in 0 < share <= 1")
+
+
+def _size_by_count(num_blocks: int, bytes_per_block: int, free_memory_bytes: int) -> PoolSize:
+    _check_at_least("--num-blocks", num_blocks, 2)
+    needed_bytes = num_blocks * bytes_per_block
+    _check_fits(f"--num-blocks {num_blocks} * {bytes_per_block} bytes per block", needed_bytes, free_memory_bytes)
+    return PoolSize(
+        num_blocks,
+        f"--num-blocks {num_blocks} * {bytes_per_block} bytes per block = {_readable(needed_bytes)} "
+        f"of {_readable(free_memory_bytes)} free",
+    )
+
+
+def _check_at_least(field: str, value: int, limit: int) -> None:
+    if value < limit:
+        raise ValueError(f"{field}={value} is below {limit}")
+
+
+def _check_fits(what: str, needed_bytes: int, free_memory_bytes: int) -> None:
+    if needed_bytes > free_memory_bytes:
+        raise ValueError(f"{what}: {needed_bytes} bytes asked for, {free_memory_bytes} bytes free")
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
+
+
+def _byte_sum(blocks: Tensor) -> Tensor:
+    """Sum over each block's bytes, each weighted by a mix of its place: [n] int64, wrapping. `blocks` is [n, ...]."""
+    data = blocks.contiguous().view(torch.uint8).flatten(1).to(torch.int64)
+    weights = _mix(torch.arange(1, data.shape[1] + 1, dtype=torch.int64, device=data.device)) | 1
+    return (data * weights).sum(1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 that spreads every bit: the finalizer of splitmix64."""
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copying the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

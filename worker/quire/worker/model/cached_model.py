@@ -1,0 +1,460 @@
+"""Running a model that keeps its own attention: the block pool as a transformers cache.
+
+For models in which some layers do not call the registered attention function. They get a Cache, as from generate(),
+and its layers write keys and values to the pool by slot and return those of the sequences. The model makes its masks
+itself, so its batches are rectangular and padded on the left:
+
+    part                                    batch
+    several tokens of one sequence          [1, count], no padding
+    one token of each of some sequences     [n, 1], keys padded on the left with the null block to the longest
+
+A layer's state per sequence is in StateSlots. A step works on a copy, which replaces the kept state only when the
+whole forward has succeeded. The last token of a run of several is a part of its own, so that the state before it is
+known, too. Some models reset their state whenever they get several tokens: for these each token after the first chunk
+of a prompt is a part of its own.
+
+A part may read a block that another part of its step fills. Only whole blocks are shared, so the reader starts at a
+multiple of the block size, and after the other one. Such runs wait for all that start before them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from quire.worker.attention.torch_attention import Slots, Workspace, write_kv
+from quire.worker.device.transfer import indices
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.probe import UnsupportedModel
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+STATE_KINDS = ("conv", "recurrent")
+
+# Layers of transformers' own cache with one pair of key and value per token and nothing else. The mask applies a
+# sliding window: the pool keeps the tokens before it.
+_KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+# Sequences that decode together are padded to at most so many keys, unless one alone has more.
+GROUP_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """The tensors that one layer keeps per token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    values_in_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The cache contents of a model, by layer: keys and values, states, or both; and the form of its forward's
+    argument."""
+
+    num_layers: int
+    layers: Mapping[int, CachedLayer]
+    states: Mapping[StateKey, StateSpec]
+    argument: str
+    takes_positions: bool
+    takes_logits_to_keep: bool
+    continues_by_one: bool = False
+    """Several tokens at once are always the first ones of a sequence to it."""
+
+
+def probe_cache(model: Any) -> CacheLayout:
+    """Learn from a forward of two tokens what the model puts into transformers' own cache, and how it continues from
+    it.
+
+    Raises UnsupportedModel if its forward takes no cache, fails, leaves it empty, or keeps anything of another kind.
+    """
+    model_class = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    if argument is None:
+        raise UnsupportedModel(model_class, "its forward takes no cache")
+    cache = DynamicCache(config=model.config)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=tokens, use_cache=True, **{argument: cache})
+    except Exception as error:
+        reason = f"a forward of two tokens with a cache failed with {type(error).__name__}: {error}"
+        raise UnsupportedModel(model_class, reason) from error
+    layers: dict[int, CachedLayer] = {}
+    states: dict[StateKey, StateSpec] = {}
+    for layer_idx, layer in enumerate(cache.layers):
+        _note_keys_and_values(layers, layer_idx, layer, model_class)
+        _note_states(states, layer_idx, layer)
+    if not layers and not states:
+        raise UnsupportedModel(model_class, "it keeps nothing in a cache")
+    return CacheLayout(
+        num_layers=len(cache.layers),
+        layers=layers,
+        states=states,
+        argument=argument,
+        takes_positions="position_ids" in parameters,
+        takes_logits_to_keep="logits_to_keep" in parameters,
+        continues_by_one=bool(states) and _forgets_states(model, argument, cache),
+    )
+
+
+def _forgets_states(model: Any, argument: str, cache: DynamicCache) -> bool:
+    """True if two more tokens have the same result for any value of one kind of its states."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def logits(changed: str | None) -> Tensor:
+        copied = deepcopy(cache)
+        for layer_idx in layers if changed else ():
+            for state in _states_of(copied.layers[layer_idx], str(changed)).values():
+                state.add_(1)
+        result: Tensor = model(input_ids=tokens, use_cache=True, **{argument: copied}).logits
+        return result
+
+    with torch.inference_mode():
+        expected = logits(None)
+        kinds = {kind for kind in STATE_KINDS if any(_states_of(cache.layers[i], kind) for i in layers)}
+        return any(torch.equal(logits(kind), expected) for kind in kinds)
+
+
+def keeps_states(model: Any) -> bool:
+    """True if the model puts anything per sequence into a cache: a layer may, beside attention."""
+    try:
+        return bool(probe_cache(model).states)
+    except UnsupportedModel:
+        return False
+
+
+def _note_keys_and_values(layers: dict[int, CachedLayer], layer_idx: int, layer: Any, model_class: str) -> None:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return
+    is_known = type(layer) in _KEY_VALUE_LAYERS or isinstance(layer, LinearAttentionCacheLayerMixin)
+    if not is_known or keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+        what = f"layer {layer_idx} keeps a {type(layer).__name__} of {tuple(keys.shape)} and {tuple(values.shape)}"
+        raise UnsupportedModel(model_class, f"{what}, not a key and a value per head and token")
+    layers[layer_idx] = CachedLayer(keys.shape[1], keys.shape[3], values.shape[3])
+
+
+def _note_states(states: dict[StateKey, StateSpec], layer_idx: int, layer: Any) -> None:
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return
+    for kind in STATE_KINDS:
+        for index, state in _states_of(layer, kind).items():
+            states[StateKey(layer_idx, kind, index)] = StateSpec(tuple(state.shape[1:]), state.dtype)
+
+
+def _states_of(layer: Any, kind: str) -> dict[int, Tensor]:
+    return {index: state for index, state in getattr(layer, f"{kind}_states").items() if state is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rectangular forward: `count` tokens of each sequence, from positions starts[i], in the batch from firsts[i].
+
+    seqs are places in the batch. is_last: these are the last ones of their runs, with the step's logits.
+    """
+
+    seqs: tuple[int, ...]
+    firsts: tuple[int, ...]
+    starts: tuple[int, ...]
+    count: int
+    is_last: bool
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The position behind the last one of each sequence."""
+        return tuple(start + self.count for start in self.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    seq: int
+    first: int
+    start: int
+    count: int
+
+    def part(self, *, is_last: bool = True) -> Part:
+        return Part((self.seq,), (self.first,), (self.start,), self.count, is_last)
+
+    def cut(self, begin: int, end: int) -> _Run:
+        return _Run(self.seq, self.first + begin, self.start + begin, end - begin)
+
+    def continued_by_one(self) -> list[_Run]:
+        return [self] if self.start == 0 else [self.cut(i, i + 1) for i in range(self.count)]
+
+    def may_read_others(self, block_size: int) -> bool:
+        return self.start > 0 and self.start % block_size == 0
+
+
+def cut_step(batch: StepBatch, layout: CacheLayout, *, block_size: int) -> list[Part]:
+    """Divide a step into forwards, in an order in which nothing is read before it is written.
+
+    With states, each sequence's last token comes behind everything else, and blocks are not shared.
+    """
+    firsts = accumulate(batch.counts_host, initial=0)
+    sizes = zip(firsts, batch.seq_lens_host, batch.counts_host, strict=False)
+    runs = [_Run(seq, first, end - count, count) for seq, (first, end, count) in enumerate(sizes)]
+    if layout.states:
+        heads = [run.cut(0, run.count - 1) for run in runs if run.count > 1]
+        tails = [run.cut(run.count - 1, run.count) for run in runs]
+        if layout.continues_by_one:
+            heads = [piece for head in heads for piece in head.continued_by_one()]
+        return [head.part(is_last=False) for head in heads] + _in_order(tails)
+    free = [run for run in runs if run.count > 1 and not run.may_read_others(block_size)]
+    return [run.part() for run in free] + _in_order([run for run in runs if run not in free])
+
+
+def packed_order(parts: Sequence[Part]) -> list[int]:
+    """Indexes in the step of the tokens of all parts, in the order in which their forwards have them."""
+    return [first + offset for part in parts for first in part.firsts for offset in range(part.count)]
+
+
+def _in_order(runs: list[_Run]) -> list[Part]:
+    """Parts by rising start; runs of one token that follow one another make one part, as far as padding allows.
+
+    Within a part the sequences are in the order of the batch.
+    """
+    groups: list[list[_Run]] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        joins = groups and run.count == groups[-1][-1].count == 1
+        if joins and (len(groups[-1]) + 1) * (run.start + 1) <= GROUP_TOKENS:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    for group in groups:
+        group.sort(key=lambda run: run.seq)
+    return [
+        Part(
+            tuple(run.seq for run in group),
+            tuple(run.first for run in group),
+            tuple(run.start for run in group),
+            group[0].count,
+            is_last=True,
+        )
+        for group in groups
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """The reads and writes of the layers in one part's forward. n sequences, Q tokens of each, L keys with padding.
+
+    written     [n * Q]     slots of the tokens
+    read        [n * L]     slots of the keys, those of the null block for padding; None if the tokens themselves are
+                            all there is
+    mask        [n, L]      int64, 0 for padding, or None without padding
+    """
+
+    pool: KVPool
+    workspace: Workspace
+    num_seqs: int
+    num_keys: int
+    num_past: int
+    written: Slots
+    read: Slots | None
+    mask: Tensor | None
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write key, value [n, H, Q, D] and return all keys and values, [n, H, L, D]."""
+        k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        write_kv(k, v, k_pool, v_pool, slots=self.written)
+        if self.read is None:
+            return key, value
+        keys = self.workspace.gather("k", k_pool, self.read)
+        values = self.workspace.gather("v", v_pool, self.read)
+        k, v = (x.view(self.num_seqs, self.num_keys, *x.shape[1:]).transpose(1, 2) for x in (keys, values))
+        return k, v
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A part's numbers on the device, [n] int64 each."""
+
+    seqs: Tensor
+    firsts: Tensor
+    ends: Tensor
+
+
+def _send(parts: Sequence[Part], device: torch.device) -> list[_Numbers]:
+    """The numbers of all parts of a step, in one transfer."""
+    rows = [row for part in parts for row in (part.seqs, part.firsts, part.ends)]
+    sent = torch.split(indices([number for row in rows for number in row], device), [len(row) for row in rows])
+    return [_Numbers(*sent[3 * i : 3 * i + 3]) for i in range(len(parts))]
+
+
+def _access(
+    part: Part, numbers: _Numbers, tokens: Tensor, batch: StepBatch, pool: KVPool, workspace: Workspace
+) -> _Access:
+    num_keys = max(part.ends)
+    is_padded = min(part.ends) < num_keys
+    read, hidden = None, None
+    if part.starts != (0,):
+        positions = torch.arange(-num_keys, 0, device=tokens.device) + numbers.ends[:, None]
+        hidden = positions < 0
+        positions = positions.clamp_(min=0)
+        tables = batch.block_tables[0].index_select(0, numbers.seqs)
+        blocks = tables.gather(1, positions.div(pool.block_size, rounding_mode="floor")).to(torch.int64)
+        read = (blocks * pool.block_size + positions.remainder(pool.block_size)).masked_fill_(hidden, 0).flatten()
+    return _Access(
+        pool=pool,
+        workspace=workspace,
+        num_seqs=len(part.seqs),
+        num_keys=num_keys,
+        num_past=num_keys - part.count,
+        written=Slots(batch.slot_mapping[0].index_select(0, tokens), pool.block_size),
+        read=None if read is None else Slots(read, pool.block_size),
+        mask=(~hidden).to(torch.int64) if hidden is not None and is_padded else None,
+    )
+
+
+class _PagedKeys:
+    """The part of a cache layer from which transformers reads keys, values and lengths."""
+
+    is_sliding = False
+    access: _Access
+    layer_idx: int
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.access.update(self.layer_idx, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.access.num_past + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.access.num_past
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to allocate."""
+
+
+class _KeyLayer(_PagedKeys, CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values in the pool."""
+
+
+class _KeyAndStateLayer(_PagedKeys, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, no-untyped-call, override]
+    """Keys and values in the pool, and states."""
+
+
+class PagedCache(Cache):
+    """The model's cache for one part of one step."""
+
+    def __init__(self, layout: CacheLayout, access: _Access, states: Mapping[StateKey, Tensor]) -> None:
+        """states are [n, *shape] each; the model changes them in place."""
+        layers = [self._make_layer(layout, layer_idx) for layer_idx in range(layout.num_layers)]
+        super().__init__(layers=layers)
+        for layer in layers:
+            layer.access = access
+        for key, state in states.items():
+            _lend(layers[key.layer_idx], key, state)
+
+    @staticmethod
+    def _make_layer(layout: CacheLayout, layer_idx: int) -> Any:
+        num_states = 1 + max((key.state_idx for key in layout.states if key.layer_idx == layer_idx), default=-1)
+        layer: Any
+        if not num_states:
+            layer = _KeyLayer()  # type: ignore[no-untyped-call]
+        elif layer_idx in layout.layers:
+            layer = _KeyAndStateLayer(number_of_states=num_states)
+        else:
+            layer = LinearAttentionLayer(number_of_states=num_states)
+        layer.layer_idx = layer_idx
+        return layer
+
+
+def _lend(layer: Any, key: StateKey, state: Tensor) -> None:
+    """Make a state the layer's, as if it had computed it; a sequence begins with a state of zeros."""
+    if key.kind == "conv":
+        layer.conv_states[key.state_idx] = state
+        layer.is_conv_states_initialized[key.state_idx] = True
+        layer.conv_kernel_size[key.state_idx] = state.shape[-1]
+    else:
+        layer.recurrent_states[key.state_idx] = state
+        layer.is_recurrent_states_initialized[key.state_idx] = True
+    layer.has_previous_state[key.state_idx] = True
+    layer.dtype, layer.device = state.dtype, state.device
+
+
+def run_cached(
+    model: Any, batch: StepBatch, pool: KVPool, *, layout: CacheLayout, states: StateSlots, workspace: Workspace
+) -> Tensor:
+    """One step of a model with its own attention; logits [B, vocab_size] float32 of each sequence's last token.
+
+    Raises StateNotKept; then, and if the model fails, `states` are as before. Cost: a forward for every run of several
+    tokens and at least one for all others; in each the layers copy the keys and values of its sequences.
+    """
+    starts = [end - count for end, count in zip(batch.seq_lens_host, batch.counts_host, strict=True)]
+    after = states.load(batch.rows_host, starts)
+    before: dict[StateKey, Tensor] = {}
+    logits: Tensor | None = None
+    parts = cut_step(batch, layout, block_size=pool.block_size)
+    for part, numbers in zip(parts, _send(parts, batch.input_ids.device), strict=True):
+        if part.is_last and not before:
+            before = {key: state.clone() for key, state in after.items()}
+        is_all = part.seqs == tuple(range(batch.num_seqs))
+        own = after if is_all else {key: state.index_select(0, numbers.seqs) for key, state in after.items()}
+        result = _run_part(model, part, numbers, batch, pool, layout=layout, states=own, workspace=workspace)
+        if is_all:
+            logits = result if part.is_last else logits
+            continue
+        for key, state in own.items():
+            after[key].index_copy_(0, numbers.seqs, state)
+        if part.is_last:
+            logits = result.new_empty(batch.num_seqs, result.shape[-1]) if logits is None else logits
+            logits.index_copy_(0, numbers.seqs, result)
+    states.store(batch.rows_host, batch.seq_lens_host, before=before, after=after)
+    assert logits is not None
+    return logits
+
+
+def _run_part(
+    model: Any,
+    part: Part,
+    numbers: _Numbers,
+    batch: StepBatch,
+    pool: KVPool,
+    *,
+    layout: CacheLayout,
+    states: Mapping[StateKey, Tensor],
+    workspace: Workspace,
+) -> Tensor:
+    """Logits [n, vocab_size] float32 of each sequence's last token in the part."""
+    offsets = torch.arange(part.count, device=batch.input_ids.device)
+    tokens = (numbers.firsts[:, None] + offsets).flatten()
+    access = _access(part, numbers, tokens, batch, pool, workspace)
+    shape = (len(part.seqs), part.count)
+    arguments: dict[str, Any] = {layout.argument: PagedCache(layout, access, states)}
+    if layout.takes_positions:
+        arguments["position_ids"] = batch.positions.index_select(0, tokens).view(shape)
+    if layout.takes_logits_to_keep:
+        arguments["logits_to_keep"] = 1
+    if layout.layers and access.mask is not None:
+        arguments["attention_mask"] = access.mask
+    output = model(input_ids=batch.input_ids.index_select(0, tokens).view(shape), use_cache=True, **arguments)
+    logits: Tensor = output.logits[:, -1].float()
+    return logits

@@ -1,0 +1,522 @@
+"""Runs steps on the device, one after the other: table changes, copies, one forward, one sample.
+
+A step is launched, which gives a GPU all of its work, and later collected, which waits for it. The next step needs no
+more than the launch, because its input tokens stay on the device. Runs on the model thread. Decides nothing about
+ownership: block ids come from grants that have passed the gate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.cache.v1 import grant_pb2
+from quire.serving.logs import describe_exception
+from quire.worker.device.profiling import StepProfiler, phase
+from quire.worker.device.transfer import Moment, Readback, indices
+from quire.worker.grant.decoding import Step
+from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.model import PagedModel
+from quire.worker.run.graphs import StaticDecode
+from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
+from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
+from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
+from quire.worker.sampling.sampler import Draws, Sampled, Sampler, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(Enum):
+    COMPUTED = "computed"
+    FAILED = "failed"
+    PRIOR_FAILED = "prior failed"
+    SKIPPED = "skipped"
+
+
+class PoolDamagedError(Exception):
+    """A grant could not be applied: the content of the blocks is unknown, and a new epoch has to begin."""
+
+
+class DeviceLostError(Exception):
+    """A GPU failed in the middle of its work. No later work of this process on it can succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms, of the model's own distribution."""
+
+    seq_id: int
+    sampled: float
+    top_token_ids: list[int]
+    top: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFailure:
+    """Why a sequence's grammar could not be followed; its token means nothing."""
+
+    seq_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of a step. Times in seconds, on a GPU its own; lists named alike belong together by index."""
+
+    step_number: int
+    outcome: Outcome
+    failed_step: int = 0
+    """The failed step that made this one fail, if PRIOR_FAILED."""
+    sampled_ids: list[int] = field(default_factory=list)
+    """Sequences for which a token was sampled."""
+    sampled_tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    grammar_failures: list[GrammarFailure] = field(default_factory=list)
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    host: HostCopies = field(default_factory=HostCopies)
+    num_copied: int = 0
+    """Blocks copied within the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampled values of a step on the device: tokens and log-probabilities of seq_ids, num_asked as in
+    read_logprobs."""
+
+    seq_ids: list[int]
+    num_asked: list[int | None]
+    sampled: Sampled
+    moments: tuple[Moment, Moment, Moment, Moment]
+    """Before the step, with its batch built, after the forward, after sampling."""
+    grammar_failures: list[GrammarFailure] = field(default_factory=list)
+    scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
+    """Sequences with log-probabilities for their prompts, and the tokens."""
+    scores: Scores | None = None
+    """These, of all of them together."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
+
+
+class LaunchedStep:
+    """A step with its work queued on the device. `result` has its number and its outcome so far."""
+
+    def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
+        """Make it when the device has all work of the step."""
+        self.result = result
+        self.await_ranks: Callable[[], None] = lambda: None
+        """Waits for the worker's other ranks to be past the step."""
+        self._sampling = sampling
+        self._readback = Readback(device, *(() if sampling is None else sampling.tensors()))
+
+    def collect(self) -> StepResult:
+        """Waits for the step to end; from any thread.
+
+        Raises DeviceLostError if the device fails before that, RankLostError if another rank does.
+        """
+        try:
+            with phase("read tokens"):
+                arrived = self._readback.wait()
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
+        with phase("await ranks"):
+            self.await_ranks()
+        if self._sampling is None:
+            return self.result
+        tokens, chosen, top_ids, top, *scores = arrived
+        assert tokens is not None
+        sampled = Sampled(tokens, chosen, top_ids, top)
+        started, prepared, forwarded, ended = self._sampling.moments
+        return replace(
+            self.result,
+            sampled_ids=self._sampling.seq_ids,
+            sampled_tokens=sampled.tokens.tolist(),
+            logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
+            prompt_logprobs=self._read_scores(*scores),
+            grammar_failures=self._sampling.grammar_failures,
+            prepare_s=started.seconds_until(prepared),
+            forward_s=prepared.seconds_until(forwarded),
+            sample_s=forwarded.seconds_until(ended),
+        )
+
+    def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
+        if self._sampling is None or not scores:
+            return []
+        return read_scores(Scores(*(tensor for tensor in scores if tensor is not None)), self._sampling.scored)
+
+
+@dataclass(slots=True)
+class LeaseRows:
+    """The rows of one lease's sequences, and its last step that should have computed but did not."""
+
+    rows: dict[int, int] = field(default_factory=dict)
+    offloaded: set[int] = field(default_factory=set)
+    """Sequences in the host tier: they have no row."""
+    last_failed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatistics:
+    num_sequences: int
+    ranks: RankStatistics
+
+
+class Executor:
+    """Owner of the pool, the host tier, the block tables, the sampling state and the model."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        decode: StaticDecode | None = None,
+        host_pool: HostPool | None = None,
+        ranks: OneRank = ONE_RANK,
+    ) -> None:
+        """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
+
+        `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
+        belongs to one executor: its table holds the executor's sequences.
+        """
+        self._model = model
+        self._ranks = ranks
+        if model.states.max_num_seqs < max_num_seqs:
+            model.allocate_states(max_num_seqs)
+        self._pool = pool
+        self._decode = decode
+        self.runs_ahead = model.device.type == "cuda"
+        """True if it pays to launch a step before earlier ones are collected."""
+        self._host_pool = host_pool or make_host_pool(pool, num_blocks=0)
+        self._table = (
+            decode.table
+            if decode is not None
+            else SequenceTable(
+                max_num_seqs=max_num_seqs,
+                max_blocks_per_seq=-(-model.max_model_len // pool.block_size),
+                device=model.device,
+                windowed=pool.windowed,
+            )
+        )
+        self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
+        self._grammars = GrammarRows(self._table, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
+        self._leases: dict[str, LeaseRows] = {}
+        self._is_damaged = False
+        self.profiler: StepProfiler | None = None
+
+    def execute(self, step: Step) -> StepResult:
+        """Launches and collects. Raises what these raise."""
+        with self._recorded(step):
+            return self._launch_or_stop(step).collect()
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """Applies the grant, then gives the device what there is to compute.
+
+        Raises PoolDamagedError if this or an earlier grant can't be applied, DeviceLostError if the device has failed,
+        RankLostError if another rank has.
+        Anything else that fails after the grant was applied fails the step alone.
+        """
+        with self._recorded(step):
+            return self._launch_or_stop(step)
+
+    def _recorded(self, step: Step) -> AbstractContextManager[None]:
+        """Around what belongs to the step in a trace, if there is one."""
+        return nullcontext() if self.profiler is None else self.profiler.step(step.grant.step_number)
+
+    def _launch_or_stop(self, step: Step) -> LaunchedStep:
+        try:
+            return self._launch(step)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"step {step.grant.step_number}: {error!r}") from error
+
+    def _launch(self, step: Step) -> LaunchedStep:
+        device = self._model.device
+        started = Moment(device)
+        grant = step.grant
+        if self._is_damaged:
+            raise PoolDamagedError(f"step {grant.step_number}: an earlier step could not be applied")
+        self._ranks.raise_if_lost()
+        lease = self._leases.setdefault(grant.lease_id, LeaseRows())
+        try:
+            with phase("apply grant"):
+                self._apply(lease, grant)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._is_damaged = True
+            raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
+        launched = self._try_to_compute(lease, step, started)
+        if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
+            lease.last_failed_step = grant.step_number
+        # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
+        num_copied = len(grant.copy_source_block_ids)
+        launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
+        launched.await_ranks = self._ranks.launched(step, self._table_digest)
+        return launched
+
+    def _table_digest(self) -> int:
+        """A number that is equal on all ranks; this one says nothing."""
+        return 0
+
+    def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
+        number, device = step.grant.step_number, self._model.device
+        try:
+            self._set_sampling(lease, step)
+            outcome = self._refused_outcome(lease, step)
+            if outcome is not None:
+                return LaunchedStep(StepResult(number, outcome, failed_step=lease.last_failed_step), None, device)
+            sampling = self._compute(lease, step, started) if step.grant.run_sequence_ids else None
+            return LaunchedStep(StepResult(number, Outcome.COMPUTED), sampling, device)
+        except (torch.AcceleratorError, RankLostError):
+            raise
+        except Exception as error:
+            log.error("step failed step=%d error=%s", number, describe_exception(error))
+            return LaunchedStep(StepResult(number, Outcome.FAILED), None, device)
+
+    def fence_lease(self, lease_id: str) -> None:
+        """Forgets a lease and its sequences."""
+        self._ranks.fence_lease(lease_id)
+        self._forget_lease(lease_id)
+
+    def _forget_lease(self, lease_id: str) -> None:
+        lease = self._leases.pop(lease_id, None)
+        for row in lease.rows.values() if lease is not None else ():
+            self._remove(row)
+
+    def begin_epoch(self) -> None:
+        """Forgets everything."""
+        self._ranks.begin_epoch()
+        for lease_id in list(self._leases):
+            self._forget_lease(lease_id)
+        self._host_pool.finish()  # of a step that could not be applied
+        self._is_damaged = False
+
+    def checksum_blocks(self, block_ids: list[int]) -> list[int]:
+        """See KVPool.checksum_blocks; of all ranks' parts of the blocks."""
+        return self._ranks.add_checksums(block_ids, self._pool.checksum_blocks(block_ids))
+
+    def statistics(self) -> ExecutorStatistics:
+        return ExecutorStatistics(self._table.statistics().num_seqs, self._ranks.statistics())
+
+    def _refused_outcome(self, lease: LeaseRows, step: Step) -> Outcome | None:
+        """Why nothing is to be computed, if so."""
+        if step.skip:
+            return Outcome.SKIPPED
+        if lease.last_failed_step > step.grant.known_step_number and step.grant.run_sequence_ids:
+            return Outcome.PRIOR_FAILED
+        return None
+
+    def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        """Applies the ownership changes: they do not depend on the computation afterwards."""
+        self._host_pool.join()
+        for seq_id in grant.released_sequence_ids:
+            if seq_id in lease.offloaded:
+                lease.offloaded.remove(seq_id)
+            else:
+                self._remove(lease.rows.pop(seq_id))
+        for seq_id in grant.offloaded_sequence_ids:
+            self._remove(lease.rows.pop(seq_id))
+            lease.offloaded.add(seq_id)
+        for parent_id, child_id in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
+            child = self._table.fork(lease.rows[parent_id])
+            self._sampler.fork(lease.rows[parent_id], child)
+            self._grammars.fork(lease.rows[parent_id], child)
+            self._model.states.fork(lease.rows[parent_id], child)
+            lease.rows[child_id] = child
+        for seq_id, group, num_blocks in zip(
+            grant.passed_sequence_ids, grant.passed_layer_groups, grant.passed_block_counts, strict=True
+        ):
+            self._table.pass_blocks(lease.rows[seq_id], num_blocks, group=group)
+        block_ids = list(grant.write_block_ids)
+        groups = grant.write_layer_groups or [0] * len(grant.write_sequence_ids)
+        spans = pairwise(accumulate(grant.write_block_counts, initial=0))
+        for seq_id, group, first_index, (start, end) in zip(
+            grant.write_sequence_ids, groups, grant.write_first_indexes, spans, strict=True
+        ):
+            row = lease.rows.get(seq_id)
+            if row is None:
+                row = lease.rows[seq_id] = self._table.add()
+                lease.offloaded.discard(seq_id)
+                self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
+            self._table.stage_blocks(row, first_index, block_ids[start:end], group=group)
+        self._copy_blocks(lease, grant)
+
+    def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
+        sources = grant.offload_source_block_ids
+        self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
+        if not self._written_blocks(lease, grant).isdisjoint(sources):
+            self._host_pool.join()  # a sharer of a released block may write it from here on
+        self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
+        self._host_pool.restore(
+            list(zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True))
+        )
+
+    def _written_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> set[int]:
+        """Blocks that the runs write, if the grant offloads any."""
+        if not grant.offload_source_block_ids:
+            return set()
+        size, written = self._pool.block_size, set()
+        for seq_id, start, count in zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True):
+            row, entries = lease.rows[seq_id], slice(start // size, -(-(start + count) // size))
+            for group in range(self._table.num_groups):
+                written.update(self._table.block_ids(row, group=group)[entries])
+        return written
+
+    def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
+        """Sets sampling parameters from this step on, also if it fails: the client may not send them again.
+
+        A row with wrong parameters is left without any: the steps that sample it fail.
+        """
+        for seq_id, sampling in step.sampling.items():
+            self._grammars.set(lease.rows[seq_id], sampling.following)
+            self._sampler.set_params(
+                lease.rows[seq_id],
+                sampling.params,
+                prompt_token_ids=sampling.prompt_token_ids,
+                output_token_ids=sampling.output_token_ids,
+                last_token_ids=sampling.last_token_ids,
+            )
+
+    def _compute(self, lease: LeaseRows, step: Step, started: Moment) -> Sampling:
+        grant, device = step.grant, self._model.device
+        rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
+        with phase("prepare batch"):
+            batch, draws = self._build_batch(step, rows)
+        prepared = Moment(device)
+        making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
+        try:
+            with phase("forward"), self._ranks.computing(step):
+                logits, scores = self._forward_and_score(step, batch)
+        finally:
+            masks = NO_MASKS if making is None else self._grammars.finish(making)
+        forwarded = Moment(device)
+        chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
+        with phase("sample"):
+            sampled = (
+                self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
+            )
+        params = [self._sampler.params(rows[index]) for index in chosen]
+        return Sampling(
+            seq_ids=[grant.run_sequence_ids[index] for index in chosen],
+            num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
+            sampled=sampled,
+            moments=(started, prepared, forwarded, Moment(device)),
+            scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
+            scores=scores,
+            grammar_failures=[
+                GrammarFailure(seq_id, masks.failures[row])
+                for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True)
+                if row in masks.failures
+            ],
+        )
+
+    def _build_batch(self, step: Step, rows: list[int]) -> tuple[StepBatch, Draws | None]:
+        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
+        grant = step.grant
+        starts, counts = list(grant.run_starts), list(grant.run_token_counts)
+        token_ids = [step.given_tokens.get(index) for index in range(len(rows))]
+        if step.scored or self._decode is None or not self._decode.takes_counts(counts):
+            batch = build_step_batch(
+                self._table,
+                block_size=self._pool.block_size,
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                token_ids=token_ids,
+            )
+            return replace(batch, keeps_hidden_states=bool(step.scored)), None
+        is_replayed = self._decode.samples and all(grant.run_samples) and not self._grammars.follows(rows)
+        draws = self._sampler.draws(rows) if is_replayed else None
+        return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
+
+    def _forward_and_score(self, step: Step, batch: StepBatch) -> tuple[Tensor, Scores | None]:
+        """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
+        if not step.scored:
+            return self._forward(step.grant, batch), None
+        with self._model.keeping_hidden_states(batch, self._pool) as kept:
+            logits = self._forward(step.grant, batch)
+        firsts = list(accumulate(batch.counts_host, initial=0))
+        asked = step.scored.items()
+        tokens = [np.arange(firsts[run], firsts[run] + len(each.next_token_ids)) for run, each in asked]
+        following = [each.next_token_ids for _, each in asked]
+        scores = score_tokens(
+            kept.reader(),
+            indices(np.concatenate(tokens).tolist(), batch.input_ids.device),
+            indices(np.concatenate(following).tolist(), batch.input_ids.device),
+            num_top=max(each.num_top for _, each in asked),
+            vocab_size=self._model.vocab_size,
+        )
+        return logits, scores
+
+    def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
+        """Runs the grant's computation; logits [B, V] of each run's last token, valid until the next forward."""
+        if batch.keeps_hidden_states:
+            return self._model.forward(batch, self._pool)
+        if self._decode is not None and self._decode.takes(batch):
+            return self._decode.forward(batch)
+        pieces = None if self._decode is None else self._decode.pieces
+        if pieces is not None and pieces.takes(batch):
+            return pieces.forward(batch)
+        return self._model.forward(batch, self._pool)
+
+    def _replay_sampler(self, batch: StepBatch, draws: Draws) -> Sampled:
+        assert self._decode is not None
+        return Sampled(self._decode.sample(batch, draws.way))
+
+    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int], masks: Masks) -> Sampled:
+        """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
+        if not chosen:
+            return Sampled(torch.zeros(0, dtype=torch.int64))
+        if len(chosen) < batch.num_seqs:
+            logits = logits.index_select(0, indices(chosen, logits.device))
+        rows = [batch.rows_host[index] for index in chosen]
+        positions = [batch.seq_lens_host[index] for index in chosen]
+        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
+        self._table.store_sampled(rows, sampled.tokens, positions)
+        return sampled
+
+    def _remove(self, row: int) -> None:
+        self._table.remove(row)
+        self._sampler.clear(row)
+        self._grammars.set(row, None)
+        self._model.states.clear(row)
+
+
+def _runs_of(step: Step, rows: list[int]) -> list[Run]:
+    """The step's runs as grammars see them."""
+    grant = step.grant
+    runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)
+    return [
+        Run(row, start, count, step.given_tokens.get(index), samples)
+        for index, (row, start, count, samples) in enumerate(runs)
+    ]
+
+
+def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:
+    """For sequences with a number: the chosen token's log-probability, and those of so many of the likeliest."""
+    if sampled.chosen_logprobs is None:
+        return []
+    none: list[list[int]] = [[]] * len(seq_ids)
+    chosen = sampled.chosen_logprobs.tolist()
+    top_ids = none if sampled.top_ids is None else sampled.top_ids.tolist()
+    top = none if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
+    return [
+        TokenLogprobs(seq_id, logprob, ids[:num], values[:num])
+        for seq_id, num, logprob, ids, values in zip(seq_ids, num_asked, chosen, top_ids, top, strict=True)
+        if num is not None
+    ]

@@ -1,0 +1,473 @@
+"""Steps in which every sequence runs one token, on fixed memory, so that a GPU can replay them as CUDA graphs.
+
+The host sends a step's numbers in one copy to memory that the captured stages read, padded to the next bucket of
+batch sizes. No number is part of a graph: lengths, block tables, positions and slots are read on the device, and
+grids depend on the bucket. A padded row is a sequence of length 0, its token has slot -1: it reads and writes no
+block, and its attention is zero.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.worker.device.capture import (
+    CannotCapture,
+    cannot_capture,
+    capture_stream,
+    first_cause,
+    on_capture_stream,
+    waits_refused,
+)
+from quire.worker.device.transfer import send
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, check_runs
+from quire.worker.model.model import PagedModel
+from quire.worker.model.self_check import CHECKED_SEQS
+from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
+from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, SamplingParams, TokenIds, Way
+
+log = logging.getLogger(__name__)
+
+MAX_BUCKET = 256
+
+# The rows of StaticDecode's inputs; behind them come the sampler's, and slots in each layer group.
+_ROW, _TOKEN, _POSITION, _LENGTH = range(4)
+_DRAWS = slice(4, 4 + len(DRAW_COLUMNS))
+_SLOTS = slice(_DRAWS.stop, None)
+_LAST_SAMPLED = -1
+"""For a token: the one that was sampled last for its row."""
+
+# The share of tokens that may differ from the Sampler's in the check of the replayed sampler: rounding moves the
+# borders between tokens, and a uniform number may lie between the old and the new.
+MAX_OTHER_TOKENS = 1 / 16
+NUM_CHECKED_POSITIONS = 4
+
+
+class Stage(StrEnum):
+    """The stages of a decode step before a token is chosen; the one that chooses is a Way."""
+
+    PREPARE = "prepare"
+    FORWARD = "forward"
+
+
+def buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture, rising: 1, 2, 4, then multiples of 8, up to max_num_seqs or MAX_BUCKET."""
+    largest = min(max_num_seqs, MAX_BUCKET)
+    return (*(size for size in (1, 2, 4, *range(8, MAX_BUCKET, 8)) if size < largest), largest)
+
+
+class StaticDecode:
+    """Decode steps on fixed memory: buffers, and on a GPU a graph per stage and bucket.
+
+    Sizes: n sequences of a step, L the largest bucket, G layer groups, M blocks of the longest sequence there may be.
+        inputs          [9 + G, L]  int64, the host's inputs: table row, token or -1, position, length, the
+                                    DRAW_COLUMNS, and the slot in each group
+        token_ids       [L]         int64
+        block_tables    [G, L, M]   int32
+        seq_lens        [L]         int32
+        temperature     [L]         float32
+        logits          [L, vocab_size] float32, of all buckets: kept for each, they would add up
+        sampled         [L]         int64
+
+    Each stage of a step is replayed as one graph. Without graphs the same functions run on the same memory, as they
+    are: what a CPU can test.
+        prepare             inputs, the table -> token_ids, block_tables, seq_lens, temperature
+        forward             these, and positions and slots -> logits
+        greedy or drawn     logits, and the sampler's inputs -> sampled, and the table's last tokens
+    """
+
+    def __init__(self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        """Raises CannotCapture if the attention of a layer depends on numbers that the host knows."""
+        if not model.step_kind.reads_lengths_on_device(model.attention_specs):
+            raise CannotCapture("the attention of some layer cuts its work by lengths on the host")
+        from quire.kernels.sampler import SamplerWorkspace
+
+        self._model = model
+        self._pool = pool
+        self.buckets = buckets(max_num_seqs)
+        self.samples = True
+        """True if sample() may be called: not if it was found to choose other tokens than the Sampler."""
+        largest, device = self.buckets[-1], model.device
+        self.table = SequenceTable(
+            max_num_seqs=max_num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            device=device,
+            windowed=pool.windowed,
+        )
+        """The sequences of prepared steps: the graphs read and write its tensors."""
+        num_groups = len(pool.groups)
+        self._padding = np.zeros((_SLOTS.start + num_groups, largest), dtype=np.int64)
+        self._padding[_ROW] = self.table.padding_row
+        self._padding[_SLOTS] = -1
+        with torch.inference_mode(False):  # a tensor made in inference mode could never be written outside of it
+            self._inputs = torch.tensor(self._padding, device=device)
+            self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._block_tables = torch.zeros(num_groups, largest, max_blocks_per_seq, dtype=torch.int32, device=device)
+            self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
+            self._temperature = torch.zeros(largest, dtype=torch.float32, device=device)
+            self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
+            self._indices = torch.arange(largest, dtype=torch.int64, device=device)
+            self._logits = torch.zeros(largest, model.vocab_size, dtype=torch.float32, device=device)
+            self._sampled = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._workspace = SamplerWorkspace.allocate(
+                max_num_seqs=largest, vocab_size=model.vocab_size, device=device
+            )
+        self._prepared: StepBatch | None = None
+        self.pieces: StaticPieces | None = None
+        """The graphs of steps that it does not take; None if there are none."""
+        self._graphs: dict[tuple[Stage | Way, int], torch.cuda.CUDAGraph] = {}
+        self.memory: Any = None
+        """The torch.cuda.graph_pool_handle() of the graphs, once there is one."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[L, vocab_size], of the last forward."""
+        return self._logits
+
+    def takes(self, batch: StepBatch) -> bool:
+        """True if every sequence runs one token, and there are no more of them than the largest bucket."""
+        return self.takes_counts(batch.counts_host)
+
+    def takes_counts(self, counts: Sequence[int]) -> bool:
+        """Answer takes() before the batch is made; counts are the tokens that each sequence runs."""
+        return len(counts) <= self.buckets[-1] and all(count == 1 for count in counts)
+
+    def prepare(
+        self, rows: Sequence[int], starts: Sequence[int], token_ids: Sequence[TokenIds | None], *, draws: Draws | None
+    ) -> StepBatch:
+        """Make a batch as build_step_batch does, of one token for each row of `table`. With draws it can be sampled.
+
+        The batch is valid until the next call of prepare() or forward(). Raises ValueError as build_step_batch does.
+        Cost: one transfer and one launch, whatever the number of sequences; two more if block tables have changed.
+        """
+        block_size = self._pool.block_size
+        check_runs(self.table, block_size, rows, starts, [1] * len(rows), token_ids)
+        self.table.flush()
+        num_seqs, bucket = len(rows), self._bucket(len(rows))
+        positions = np.asarray(starts, dtype=np.int64)
+        inputs = self._padding.copy()
+        inputs[_ROW, :num_seqs] = rows
+        inputs[_TOKEN, :num_seqs] = [_LAST_SAMPLED if ids is None else ids[0] for ids in token_ids]
+        inputs[_POSITION, :num_seqs] = positions
+        inputs[_SLOTS, :num_seqs] = self.table.slots(rows, positions, block_size=block_size)
+        inputs[_LENGTH, :num_seqs] = positions + 1
+        if draws is not None:
+            inputs[_DRAWS, :num_seqs] = draws.columns
+        send(torch.from_numpy(inputs), self._inputs)
+        self._replay(Stage.PREPARE, bucket)
+        lengths = tuple(start + 1 for start in starts)
+        width = -(-max(lengths) // block_size)
+        self._prepared = self._batch(num_seqs, width=width, lengths=lengths, rows=tuple(rows))
+        return self._prepared
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Run the model as PagedModel.forward does. The logits [n, vocab_size] are valid until the next call.
+
+        Cost: one launch if prepare() made the batch, else a copy of each of its tensors besides.
+        """
+        if batch is not self._prepared:
+            self._fill(batch)
+        self._replay(Stage.FORWARD, self._bucket(batch.num_seqs))
+        return self._logits[: batch.num_seqs]
+
+    def sample(self, batch: StepBatch, way: Way) -> Tensor:
+        """Tokens [n] int64 of the last forward's logits, valid until the next call; the table remembers them.
+
+        The batch is the one that prepare() made last, with draws of this way. Cost: one launch.
+        """
+        if batch is not self._prepared:
+            raise ValueError("only the batch that was prepared last can be sampled")
+        self._replay(way, self._bucket(batch.num_seqs))
+        self.table.note_sampled(batch.rows_host, batch.seq_lens_host)
+        return self._sampled[: batch.num_seqs]
+
+    def _bucket(self, num_seqs: int) -> int:
+        return next(size for size in self.buckets if size >= num_seqs)
+
+    def _replay(self, stage: Stage | Way, bucket: int) -> None:
+        graph = self._graphs.get((stage, bucket))
+        if graph is None:
+            self._run(stage, bucket)
+        else:
+            graph.replay()
+
+    def _run(self, stage: Stage | Way, bucket: int) -> None:
+        match stage:
+            case Stage.PREPARE:
+                self._run_prepare(bucket)
+            case Stage.FORWARD:
+                self._run_forward(bucket)
+            case Way.GREEDY:
+                self._run_greedy(bucket)
+            case Way.DRAWN:
+                self._run_drawn(bucket)
+
+    def _run_prepare(self, bucket: int) -> None:
+        inputs = self._inputs[:, :bucket]
+        last_sampled = self.table.last_token.index_select(0, inputs[_ROW])
+        self._token_ids[:bucket].copy_(torch.where(inputs[_TOKEN] == _LAST_SAMPLED, last_sampled, inputs[_TOKEN]))
+        self._block_tables[:, :bucket].copy_(self.table.block_tables.index_select(1, inputs[_ROW]))
+        self._seq_lens[:bucket].copy_(inputs[_LENGTH])
+        self._temperature[:bucket].copy_(self._draws("temperature", bucket))
+
+    def _run_forward(self, bucket: int) -> None:
+        self._model.forward(self._batch(bucket), self._pool, out=self._logits[:bucket])
+
+    def _run_greedy(self, bucket: int) -> None:
+        from quire.kernels.sampler import argmax
+
+        argmax(self._logits[:bucket], workspace=self._workspace, out=self._sampled[:bucket])
+        self._remember(bucket)
+
+    def _run_drawn(self, bucket: int) -> None:
+        from quire.kernels.sampler import sample
+
+        sample(
+            self._logits[:bucket],
+            temperature=self._temperature[:bucket],
+            seeds=self._draws("seed", bucket),
+            positions=self._inputs[_LENGTH, :bucket],
+            top_k=self._draws("top_k", bucket),
+            top_p=self._draws("top_p", bucket),
+            min_p=self._draws("min_p", bucket),
+            workspace=self._workspace,
+            out=self._sampled[:bucket],
+        )
+        self._remember(bucket)
+
+    def _remember(self, bucket: int) -> None:
+        self.table.last_token.index_copy_(0, self._inputs[_ROW, :bucket], self._sampled[:bucket])
+
+    def _draws(self, name: str, bucket: int) -> Tensor:
+        return self._inputs[_DRAWS][list(DRAW_COLUMNS).index(name), :bucket].view(DRAW_COLUMNS[name])
+
+    def _fill(self, batch: StepBatch) -> None:
+        """Take the numbers from a batch that was built elsewhere."""
+        _, num_seqs, width = batch.block_tables.shape
+        self._prepared = None
+        send(torch.from_numpy(self._padding), self._inputs)
+        self._replay(Stage.PREPARE, self._bucket(num_seqs))
+        self._token_ids[:num_seqs].copy_(batch.input_ids)
+        self._inputs[_POSITION, :num_seqs].copy_(batch.positions)
+        self._inputs[_SLOTS, :num_seqs].copy_(batch.slot_mapping)
+        self._block_tables[:, :num_seqs, :width].copy_(batch.block_tables)
+        self._seq_lens[:num_seqs].copy_(batch.seq_lens)
+
+    def _batch(
+        self, num_seqs: int, *, width: int | None = None, lengths: tuple[int, ...] = (), rows: tuple[int, ...] = ()
+    ) -> StepBatch:
+        """The buffers as a batch. While a stage is captured it has no lengths on the host: a module that needs them
+        can't be captured.
+        """
+        return StepBatch(
+            input_ids=self._token_ids[:num_seqs],
+            positions=self._inputs[_POSITION, :num_seqs],
+            slot_mapping=self._inputs[_SLOTS, :num_seqs],
+            block_tables=self._block_tables[:, :num_seqs, :width],
+            seq_lens=self._seq_lens[:num_seqs],
+            cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
+            last_indices=self._indices[:num_seqs],
+            seq_lens_host=lengths,
+            counts_host=(1,) * num_seqs,
+            rows_host=rows,
+        )
+
+    def sample_logits(self, logits: Tensor, positions: Sequence[int], draws: Draws) -> Tensor:
+        """Sample from given logits [n, vocab_size], for sequences that the table does not have."""
+        num_seqs = len(positions)
+        inputs = self._padding.copy()
+        inputs[_LENGTH, :num_seqs] = positions
+        inputs[_DRAWS, :num_seqs] = draws.columns
+        self._prepared = None
+        send(torch.from_numpy(inputs), self._inputs)
+        self._replay(Stage.PREPARE, self._bucket(num_seqs))
+        self._logits[:num_seqs].copy_(logits)
+        self._replay(draws.way, self._bucket(num_seqs))
+        return self._sampled[:num_seqs]
+
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture prepare and forward for every bucket, or for those of `sizes`. Needs a GPU.
+
+        Raises CannotCapture if the model's forward waits for the device, or does anything else that a graph can't
+        hold; then no bucket is captured. Cost: two forwards per bucket and one more; memory of the largest.
+        """
+        self._capture_stages(tuple(Stage), sizes or self.buckets)
+
+    def capture_sampling(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture the sampler in the same way. Raises CannotCapture; then none of it is captured."""
+        self._capture_stages(tuple(Way), sizes or self.buckets)
+
+    def _capture_stages(self, stages: Sequence[Stage | Way], sizes: Sequence[int]) -> None:
+        """The largest bucket first, so that the others find its memory."""
+        if self.memory is None:
+            self.memory = torch.cuda.graph_pool_handle()
+        try:
+            self._refuse_waits(stages)
+            for bucket in sorted(sizes, reverse=True):
+                self._warm_up(bucket, stages)
+                for stage in stages:
+                    self._graphs[stage, bucket] = self._capture(stage, bucket)
+        except Exception as error:
+            for key in [key for key in self._graphs if key[0] in stages]:
+                del self._graphs[key]
+            raise cannot_capture(error) from error
+
+    def _refuse_waits(self, stages: Sequence[Stage | Way]) -> None:
+        """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
+        bucket = self.buckets[-1]
+        self._warm_up(bucket, stages)  # work that is done only once may wait
+        with waits_refused():
+            for stage in stages:
+                self._run(stage, bucket)
+
+    def _warm_up(self, bucket: int, stages: Sequence[Stage | Way]) -> None:
+        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate their memory."""
+        send(torch.from_numpy(self._padding), self._inputs)
+        with on_capture_stream():
+            for stage in stages:
+                self._run(stage, bucket)
+
+    def _capture(self, stage: Stage | Way, bucket: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory, stream=capture_stream()):
+            self._run(stage, bucket)
+        return graph
+
+
+def capture_decode(
+    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int = 0
+) -> StaticDecode | None:
+    """The model's decode steps as graphs on this pool, or None, with a log line, if that fails or results differ.
+
+    Of mixed steps of up to max_graph_tokens the pieces between attention become graphs, too, unless it is 0. First,
+    graphs on a small pool are checked against the model's results.
+    """
+    try:
+        _check_replays(model)
+        decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
+        decode.capture()
+    except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
+        log.warning("decode steps run without CUDA graphs: %s", first_cause(error))
+        return None
+    try:
+        decode.capture_sampling()
+        _check_sampling(decode)
+    except (CannotCapture, torch.OutOfMemoryError) as error:
+        decode.samples = False
+        log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", first_cause(error))
+    log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
+    if max_graph_tokens:
+        decode.pieces = capture_pieces(model, pool, max_tokens=max_graph_tokens, memory=decode.memory)
+    return decode
+
+
+def measure_graphs(
+    model: PagedModel, *, max_num_seqs: int, max_graph_tokens: int = 0, block_size: int, kv_dtype: torch.dtype
+) -> int:
+    """Bytes of a GPU's memory that capture_decode() takes besides the pool; 0 if it can't capture.
+
+    The two largest buckets are captured on a pool without blocks, and given back; so are the two largest buckets of
+    pieces. Each of the others is taken to need as much as the second: it finds the memory of the largest, and adds its
+    graphs.
+    """
+    free = partial(_free_bytes, model.device)
+    pieces: StaticPieces | None = None
+    after_pieces: list[int] = []
+    sizes = piece_buckets(max_graph_tokens) if max_graph_tokens else ()
+    try:
+        pool = model.make_pool(num_blocks=2, block_size=block_size, dtype=kv_dtype)
+        decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
+        after = []
+        for bucket in decode.buckets[:-3:-1]:
+            decode.capture([bucket])
+            decode.capture_sampling([bucket])
+            after.append(free())
+        num_buckets = len(decode.buckets)
+    except (CannotCapture, torch.OutOfMemoryError, MemoryError):
+        return 0  # capture_decode() will say why
+    with suppress(CannotCapture, torch.OutOfMemoryError, MemoryError):
+        for bucket in sizes[:-3:-1]:
+            pieces = pieces or StaticPieces(model, pool, buckets=sizes, memory=decode.memory)
+            pieces.capture([bucket])
+            after_pieces.append(free())
+    del decode, pieces
+    return _extrapolate(free(), after, num_buckets) + _extrapolate(after[-1], after_pieces, len(sizes))
+
+
+def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
+    """Bytes of all buckets, by the free memory before the first one, after it, and after the second."""
+    if not after:
+        return 0
+    return before - after[0] + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with the allocator's reserve. Waits for the device."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _static_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode:
+    width = -(-model.max_model_len // pool.block_size)
+    return StaticDecode(model, pool, max_num_seqs=max_num_seqs, max_blocks_per_seq=width)
+
+
+def _check_replays(model: PagedModel) -> None:
+    """The self-check's sequences with their decodes replayed, padded. Raises CannotCapture if they disagree."""
+    captured: StaticDecode | None = None
+
+    def forward(batch: StepBatch, pool: KVPool) -> Tensor:
+        nonlocal captured
+        if batch.num_tokens > batch.num_seqs:
+            return model.forward(batch, pool)
+        if captured is None:
+            captured = _static_decode(model, pool, max_num_seqs=CHECKED_SEQS)
+            captured.capture()
+        return captured.forward(batch)
+
+    disagreement = model.find_disagreement(forward)
+    if disagreement is not None:
+        raise CannotCapture(f"replayed, {disagreement}")
+
+
+# The first tries all that the kernels do.
+_CHECKED_PARAMS = (
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+)
+
+
+def _check_sampling(decode: StaticDecode) -> None:
+    """Sample random logits in a replay and by the Sampler. Raises CannotCapture if the tokens differ."""
+    logits_like = decode.logits
+    num_seqs = min(len(_CHECKED_PARAMS), decode.buckets[-1])
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(max_num_seqs=num_seqs, vocab_size=logits_like.shape[1], device=logits_like.device)
+    rows = range(num_seqs)
+    num_different = num_checked = 0
+    for params in (_CHECKED_PARAMS, [SamplingParams()] * num_seqs):
+        for row in rows:
+            sampler.set_params(row, params[row])
+        for position in range(NUM_CHECKED_POSITIONS):
+            logits = 3 * torch.randn(num_seqs, logits_like.shape[1], generator=generator).to(logits_like.device)
+            positions = [position] * num_seqs
+            draws = sampler.draws(rows)
+            assert draws is not None
+            tokens = decode.sample_logits(logits, positions, draws)
+            num_different += int((tokens != sampler.sample(logits, rows, positions).tokens).sum())
+            num_checked += num_seqs
+    if num_different > num_checked * MAX_OTHER_TOKENS:
+        raise CannotCapture(f"replayed, the sampler chose {num_different} other tokens of {num_checked}")

@@ -1,0 +1,499 @@
+"""QUIRE_VERIFY=1: a second record of ownership, from the grants alone; every access of a step is checked against it.
+
+A slot's content is recorded as a digest of the tokens from position 0 up to it, built from the slots that the step
+read through its block tables. So a block that was given to another owner, or is shared by a sequence with other
+tokens, is found by its content, whenever that happened. A sequence has a table per layer group, and a block is of one
+group at a time.
+
+    before a step's copies    a target is a block that the lease was given, and no published one; a host block
+                              that is copied back was written for the lease, and not for another since; both
+                              are of one layer group                                                          I3 I5
+    before its forward        the device's tables and slots are those of the grants; tokens that are not
+                              given are those sampled last                                                    I5
+                              a block that was handed to another lease since is not written                   I5
+                              a published block, and a slot that another run writes, is not written           I3
+                              every position that a group's window shows was not passed, is in a block of the
+                              group, was computed, follows from the one before it, and is what the sequence
+                              computed or found there before, in any group                               I4 I5 I6
+
+A grant does not report that a sequence was trimmed, so a table here may end in blocks that another sequence has by
+now. Hence a lost block is found when its holder reads it next, and not when it is overwritten. The worker has no
+tenants and salts.
+
+A block counts as published, until it is reused, if another lease computed the content that a sequence finds in it, or
+if a sequence continues after it under a grant that was signed when the step that filled it was known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quire.cache.v1 import grant_pb2
+from quire.worker.grant.decoding import Step
+from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
+from quire.worker.memory.host_pool import HostPool
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.model import PagedModel
+from quire.worker.model.probe import Causal, Mask
+from quire.worker.run.executor import Executor, LeaseRows, Outcome, PoolDamagedError, StepResult
+from quire.worker.run.graphs import StaticDecode
+from quire.worker.run.ranks import ONE_RANK, OneRank
+
+Holder = tuple[str, int]
+"""A lease and a sequence of it."""
+NOBODY: Holder = ("", -1)
+
+
+class OwnershipViolation(Exception):
+    """A step would access a block of another sequence. Names the invariant, the block, the lease, sequence and step."""
+
+
+class Content(NamedTuple):
+    """The content of a slot's KV: digests of all tokens before its own, and of all with it."""
+
+    before: bytes
+    upto: bytes
+
+
+BEGINNING = Content(b"", b"")
+
+
+@dataclass(slots=True)
+class HostBlock:
+    """A block of the host tier: the content copied to it last, its layer group, and its lease."""
+
+    slots: list[Content | None] = field(default_factory=list)
+    group: int = 0
+    lease_id: str = ""
+
+
+@dataclass(slots=True)
+class Block:
+    """A block as the grants and steps so far have left it."""
+
+    slots: list[Content | None]
+    given_to: Holder = NOBODY
+    """The last holder of the block."""
+    group: int = 0
+    """The layer group of the table that it was written to last."""
+    computed_by: tuple[str, int] | None = None
+    """Lease and number of the last step that computed something in it."""
+    is_published: bool = False
+
+    def hand_out_anew(self) -> None:
+        self.slots = [None] * len(self.slots)
+        self.computed_by = None
+        self.is_published = False
+
+
+@dataclass(slots=True)
+class HeldSequence:
+    """A sequence's blocks by layer group, and the content that it computed or found in them, by position.
+
+    The content is None where no group showed it: before the windows at which a sequence began, found in the cache.
+    """
+
+    tables: list[list[int]]
+    content: list[Content | None] = field(default_factory=list)
+    sampled: tuple[int, int] | None = None
+    """Position and id of the token sampled last."""
+    untouched: set[int] = field(default_factory=set)
+    """Blocks given to it that no step of it has used: it is not known yet if their content is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a grant. It computes positions start .. end - 1. Its tokens begin at `offset` of the step's."""
+
+    holder: Holder
+    sequence: HeldSequence
+    index: int
+    start: int
+    end: int
+    offset: int
+
+
+class OwnershipVerifier:
+    """Follows grants and steps in their order. Methods raise OwnershipViolation; from then on nothing may run.
+
+    Knows no tensors. Cost per step: O(tokens of its sequences).
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0, masks: Sequence[Mask] = (Causal(),)
+    ) -> None:
+        """masks are those of the layer groups."""
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._num_host_blocks = num_host_blocks
+        self._masks = tuple(masks)
+        self.violation: OwnershipViolation | None = None
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Drops all records: no block has a holder."""
+        self._blocks = [Block([None] * self._block_size) for _ in range(self._num_blocks)]
+        self._host_blocks = [HostBlock() for _ in range(self._num_host_blocks)]
+        self._sequences: dict[Holder, HeldSequence] = {}
+        self._offloaded: dict[Holder, HeldSequence] = {}
+        self._running: list[Run] = []
+
+    def fence_lease(self, lease_id: str) -> None:
+        """Forgets a lease's sequences."""
+        for sequences in (self._sequences, self._offloaded):
+            for holder in [holder for holder in sequences if holder[0] == lease_id]:
+                del sequences[holder]
+
+    def apply(self, grant: grant_pb2.StepGrant) -> None:
+        """Applies a grant's ownership changes. Raises KeyError for an unknown sequence."""
+        if self.violation is not None:
+            raise self.violation
+        lease_id = grant.lease_id
+        for seq_id in grant.released_sequence_ids:
+            holder = (lease_id, seq_id)
+            del (self._offloaded if holder in self._offloaded else self._sequences)[holder]
+        for seq_id in grant.offloaded_sequence_ids:
+            content = self._sequences.pop((lease_id, seq_id)).content
+            self._offloaded[lease_id, seq_id] = HeldSequence(self._no_tables(), content)
+        for parent_id, child_id in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
+            parent = self._sequences[lease_id, parent_id]
+            self._sequences[lease_id, child_id] = HeldSequence(self._no_tables(), parent.content, parent.sampled)
+        for seq_id, group, count in zip(
+            grant.passed_sequence_ids, grant.passed_layer_groups, grant.passed_block_counts, strict=True
+        ):
+            table = self._sequences[lease_id, seq_id].tables[group]
+            table[:count] = [NULL_BLOCK] * min(count, len(table))
+        ids = iter(grant.write_block_ids)
+        for index, (seq_id, first, count) in enumerate(
+            zip(grant.write_sequence_ids, grant.write_first_indexes, grant.write_block_counts, strict=True)
+        ):
+            group = grant.write_layer_groups[index] if grant.write_layer_groups else 0
+            self._give(grant, (lease_id, seq_id), group, first, [next(ids) for _ in range(count)])
+        self._copy_blocks(grant)
+
+    def begin_step(
+        self,
+        grant: grant_pb2.StepGrant,
+        *,
+        tokens: Sequence[int],
+        slots: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[list[int]]],
+    ) -> None:
+        """Checks a step before it runs: `tokens` of all runs, and for each layer group their slots, and a block table
+        per run.
+        """
+        runs = self._runs(grant)
+        groups = range(len(self._masks))
+        for run in runs:
+            for group in groups:
+                self._check_batch(grant, run, group, slots[group], tables[group][run.index])
+            self._check_token(grant, run, tokens)
+            for group in groups:
+                self._note_published(grant, run, group)
+                self._check_writable(grant, run, group)
+        self._running = runs
+        written: set[int] = set()
+        for run in sorted(runs, key=lambda run: run.start):  # a run that reads another's content begins after it
+            self._write(grant, run, tokens[run.offset : run.offset + run.end - run.start], written)
+        for run in runs:
+            run.sequence.content = self._read(grant, run)
+
+    def end_step(self, grant: grant_pb2.StepGrant, result: StepResult) -> None:
+        """Takes over how the step ended. One that did not compute leaves nothing that counts where it wrote."""
+        runs, self._running = self._running, []
+        for run in runs:
+            if result.outcome is Outcome.COMPUTED:
+                self._note_computed(grant, run)
+            else:
+                for position in range(run.start, run.end):
+                    self._put(run.sequence, position, None)
+        for seq_id, token in zip(result.sampled_ids, result.sampled_tokens, strict=True):
+            sequence = self._sequences[grant.lease_id, seq_id]
+            sequence.sampled = (len(sequence.content), token)
+
+    # -- holders
+
+    def _no_tables(self) -> list[list[int]]:
+        return [[] for _ in self._masks]
+
+    def _give(self, grant: grant_pb2.StepGrant, holder: Holder, group: int, first: int, block_ids: list[int]) -> None:
+        if holder in self._offloaded:
+            self._sequences[holder] = self._offloaded.pop(holder)
+        sequence = self._sequences.setdefault(holder, HeldSequence(self._no_tables()))
+        table = sequence.tables[group]
+        table += [NULL_BLOCK] * (first - len(table))  # a windowed group may begin late
+        table[first : first + len(block_ids)] = block_ids
+        sequence.untouched.update(block_ids)
+        for block_id in block_ids:
+            if not NULL_BLOCK < block_id < self._num_blocks:
+                raise self._violated("I5", grant, holder, block_id, "is not one that can be owned")
+            block = self._blocks[block_id]
+            block.given_to = holder
+            if block.group != group:
+                block.hand_out_anew()
+                block.group = group
+
+    def _copy_blocks(self, grant: grant_pb2.StepGrant) -> None:
+        for source, host_id in zip(grant.offload_source_block_ids, grant.offload_target_host_block_ids, strict=True):
+            host_block = self._host_block(grant, host_id)
+            block = self._blocks[source]
+            host_block.slots, host_block.group, host_block.lease_id = list(block.slots), block.group, grant.lease_id
+        for source, target in zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True):
+            self._copy(grant, self._blocks[source], target)
+        for host_id, target in zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True):
+            host_block = self._host_block(grant, host_id)
+            if host_block.lease_id != grant.lease_id:
+                what = f"would be copied from host block {host_id}, which is not this lease's"
+                raise self._violated("I5", grant, self._blocks[target].given_to, target, what)
+            self._copy(grant, host_block, target)
+
+    def _host_block(self, grant: grant_pb2.StepGrant, host_id: int) -> HostBlock:
+        if not 0 <= host_id < self._num_host_blocks:
+            raise self._violated("I5", grant, (grant.lease_id, -1), host_id, "is not one of the host tier")
+        return self._host_blocks[host_id]
+
+    def _copy(self, grant: grant_pb2.StepGrant, source: Block | HostBlock, target: int) -> None:
+        block = self._blocks[target]
+        holder = self._sequences.get(block.given_to)
+        if holder is None or block.given_to[0] != grant.lease_id:
+            raise self._violated("I5", grant, block.given_to, target, "is the target of a copy, and not this lease's")
+        if block.is_published and target not in holder.untouched:
+            raise self._violated("I3", grant, block.given_to, target, "is the target of a copy, and published")
+        if source.group != block.group:
+            what = f"is the target of a copy from layer group {source.group}, and one of group {block.group}"
+            raise self._violated("I5", grant, block.given_to, target, what)
+        holder.untouched.discard(target)
+        block.hand_out_anew()
+        block.slots = list(source.slots)
+
+    # -- one step
+
+    def _runs(self, grant: grant_pb2.StepGrant) -> list[Run]:
+        runs, offset = [], 0
+        for index, (seq_id, start, count) in enumerate(
+            zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True)
+        ):
+            holder = (grant.lease_id, seq_id)
+            runs.append(Run(holder, self._sequences[holder], index, start, start + count, offset))
+            offset += count
+        return runs
+
+    def _check_token(self, grant: grant_pb2.StepGrant, run: Run, tokens: Sequence[int]) -> None:
+        """Checks that a token which is not given is the one sampled last."""
+        if run.index not in grant.given_run_indexes and run.sequence.sampled != (run.start, tokens[run.offset]):
+            block_id = run.sequence.tables[0][run.start // self._block_size]
+            raise self._violated("I5", grant, run.holder, block_id, "would get a token that was not sampled last")
+
+    def _check_batch(
+        self, grant: grant_pb2.StepGrant, run: Run, group: int, slots: Sequence[int], table: list[int]
+    ) -> None:
+        """Checks that the device's inputs for a layer group are those of the grants, and reach over what is read."""
+        size, own = self._block_size, run.sequence.tables[group]
+        num_blocks = -(-run.end // size)
+        for index, (granted, found) in enumerate(zip(own[:num_blocks], table, strict=False)):
+            if granted != found:
+                raise self._violated("I5", grant, run.holder, found, f"is read as block {index}, which is {granted}")
+        if len(own) < num_blocks or len(table) < num_blocks:
+            raise self._violated("I5", grant, run.holder, NULL_BLOCK, f"is read beyond the {len(own)} blocks granted")
+        for index in range(self._first_read(run, group) // size, num_blocks):
+            if own[index] == NULL_BLOCK:
+                what = f"is read as block {index} of layer group {group}, which was passed"
+                raise self._violated("I5", grant, run.holder, NULL_BLOCK, what)
+        for position, slot in zip(range(run.start, run.end), slots[run.offset :], strict=False):
+            if slot != own[position // size] * size + position % size:
+                raise self._violated("I5", grant, run.holder, slot // size, f"is written for position {position}")
+
+    def _first_read(self, run: Run, group: int) -> int:
+        """The first position that the run's first token sees in a layer group."""
+        return self._masks[group].first_visible(run.start)
+
+    def _note_published(self, grant: grant_pb2.StepGrant, run: Run, group: int) -> None:
+        """Records blocks that the run reads and cachemgr has certainly published."""
+        size = self._block_size
+        for index in range(self._first_read(run, group) // size, -(-run.start // size)):
+            block_id = run.sequence.tables[group][index]
+            block = self._blocks[block_id]
+            run.sequence.untouched.discard(block_id)
+            if block.computed_by is None:
+                continue
+            lease_id, step_number = block.computed_by
+            is_behind = run.start >= (index + 1) * size
+            is_known = is_behind and step_number <= grant.known_step_number
+            block.is_published |= is_known or lease_id != grant.lease_id
+
+    def _check_writable(self, grant: grant_pb2.StepGrant, run: Run, group: int) -> None:
+        for block_id in self._written(run, group):
+            block = self._blocks[block_id]
+            if block.given_to[0] != grant.lease_id:
+                shown = f"{block.given_to[0][:SHOWN_LEASE_ID_LENGTH]} sequence {block.given_to[1]}"
+                what = f"was handed to lease {shown} since, and would be written"
+                raise self._violated("I5", grant, run.holder, block_id, what)
+            if block.group != group:
+                what = f"was given to layer group {block.group} since, and would be written in group {group}"
+                raise self._violated("I5", grant, run.holder, block_id, what)
+            if block_id in run.sequence.untouched:
+                run.sequence.untouched.discard(block_id)
+                block.hand_out_anew()
+            elif block.is_published:
+                raise self._violated("I3", grant, run.holder, block_id, "is published, and would be written")
+
+    def _written(self, run: Run, group: int) -> list[int]:
+        """The blocks of a layer group that the run writes."""
+        return run.sequence.tables[group][run.start // self._block_size : -(-run.end // self._block_size)]
+
+    def _write(self, grant: grant_pb2.StepGrant, run: Run, tokens: Sequence[int], written: set[int]) -> None:
+        size = self._block_size
+        before = self._before(grant, run)
+        for position, token in zip(range(run.start, run.end), tokens, strict=True):
+            digest = blake2b(before.upto + token.to_bytes(4, "little"), digest_size=16)
+            before = Content(before.upto, digest.digest())
+            for table in run.sequence.tables:
+                slot = table[position // size] * size + position % size
+                if slot in written:
+                    raise self._violated("I3", grant, run.holder, slot // size, "would be written by two runs")
+                written.add(slot)
+            self._put(run.sequence, position, before)
+
+    def _before(self, grant: grant_pb2.StepGrant, run: Run) -> Content:
+        """The content of the position before the run, in a group that still has it."""
+        if not run.start:
+            return BEGINNING
+        index, offset = divmod(run.start - 1, self._block_size)
+        block_ids = [table[index] for table in run.sequence.tables if table[index] != NULL_BLOCK]
+        for block_id in block_ids:
+            if (slot := self._blocks[block_id].slots[offset]) is not None:
+                return slot
+        if block_ids:
+            raise self._violated("I6", grant, run.holder, block_ids[0], "is read, and was not computed")
+        known = run.sequence.content[run.start - 1 : run.start]
+        return known[0] or BEGINNING if known else BEGINNING  # no layer sees it
+
+    def _read(self, grant: grant_pb2.StepGrant, run: Run) -> list[Content | None]:
+        """The content that the run attends to in all groups, its own positions included."""
+        content = run.sequence.content[: run.start]
+        content += [None] * (run.end - len(content))
+        for group in range(len(self._masks)):
+            first = self._first_read(run, group)
+            found = self._slots(grant, run, group, first)
+            for position, slot in enumerate(found, first):
+                if slot != content[position] and content[position] is not None:
+                    raise self._misread("I5", grant, run, group, position, "does not have the content of the sequence")
+            for position, slot in enumerate(found, first):
+                if slot is None:
+                    raise self._misread("I6", grant, run, group, position, "is read, and was not computed")
+                before = content[position - 1] if position else BEGINNING
+                if before is not None and slot.before != before.upto:
+                    raise self._misread("I4", grant, run, group, position, "was computed behind other tokens")
+                content[position] = slot
+        return content
+
+    def _note_computed(self, grant: grant_pb2.StepGrant, run: Run) -> None:
+        for group in range(len(self._masks)):
+            for block_id in self._written(run, group):
+                self._blocks[block_id].computed_by = (grant.lease_id, grant.step_number)
+
+    # -- slots
+
+    def _slots(self, grant: grant_pb2.StepGrant, run: Run, group: int, first: int) -> list[Content | None]:
+        """The content of positions first .. run.end - 1 in a layer group."""
+        size, found = self._block_size, []
+        for position in range(first, run.end):
+            block = self._blocks[run.sequence.tables[group][position // size]]
+            if block.group != group:
+                what = f"was given to layer group {block.group} since, and is read in group {group}"
+                raise self._misread("I5", grant, run, group, position, what)
+            found.append(block.slots[position % size])
+        return found
+
+    def _put(self, sequence: HeldSequence, position: int, content: Content | None) -> None:
+        for table in sequence.tables:
+            self._blocks[table[position // self._block_size]].slots[position % self._block_size] = content
+
+    # -- violations
+
+    def _misread(
+        self, invariant: str, grant: grant_pb2.StepGrant, run: Run, group: int, position: int, what: str
+    ) -> OwnershipViolation:
+        block_id = run.sequence.tables[group][position // self._block_size]
+        return self._violated(invariant, grant, run.holder, block_id, f"{what} (position {position})")
+
+    def _violated(
+        self, invariant: str, grant: grant_pb2.StepGrant, holder: Holder, block_id: int, what: str
+    ) -> OwnershipViolation:
+        lease_id = grant.lease_id[:SHOWN_LEASE_ID_LENGTH]
+        message = (
+            f"{invariant} violated: block {block_id} {what}; "
+            f"lease {lease_id} sequence {holder[1]} step {grant.step_number}"
+        )
+        self.violation = OwnershipViolation(message)
+        return self.violation
+
+
+class VerifyingExecutor(Executor):
+    """An Executor that refuses a step with OwnershipViolation before it accesses blocks of other sequences, and each
+    step after it. Waits for the device in every step: the sampled tokens are compared with the next step's."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        decode: StaticDecode | None = None,
+        host_pool: HostPool | None = None,
+        ranks: OneRank = ONE_RANK,
+    ) -> None:
+        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks)
+        self.runs_ahead = False
+        self._verifier = OwnershipVerifier(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            num_host_blocks=self._host_pool.num_blocks,
+            masks=[group.mask for group in pool.groups],
+        )
+
+    def execute(self, step: Step) -> StepResult:
+        """See Executor.execute. Raises OwnershipViolation."""
+        try:
+            result = super().execute(step)
+        except PoolDamagedError:
+            self._raise_violation()
+            raise
+        self._raise_violation()
+        self._verifier.end_step(step.grant, result)
+        return result
+
+    def fence_lease(self, lease_id: str) -> None:
+        super().fence_lease(lease_id)
+        self._verifier.fence_lease(lease_id)
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self._verifier.begin_epoch()
+
+    def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        self._verifier.apply(grant)
+        super()._apply(lease, grant)
+
+    def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
+        self._verifier.begin_step(
+            grant,
+            tokens=batch.input_ids.tolist(),
+            slots=batch.slot_mapping.tolist(),
+            tables=batch.block_tables.tolist(),
+        )
+        return super()._forward(grant, batch)
+
+    def _table_digest(self) -> int:
+        """Return that of the block tables."""
+        return self._table.digest()
+
+    def _raise_violation(self) -> None:
+        if self._verifier.violation is not None:
+            raise self._verifier.violation

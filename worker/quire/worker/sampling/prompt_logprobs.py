@@ -1,0 +1,148 @@
+"""Log-probabilities of given tokens of a prompt, from the hidden states of one forward, some rows at a time.
+
+Logits of every token of a step would take step tokens * vocabulary * 4 bytes. So the hidden states that the base model
+gives are kept, and the rest of the model's own forward, from the output layer on, runs on some of them at a time.
+Nothing is kept beyond the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.worker.device.transfer import indices
+from quire.worker.model.base_model import answering, base_of
+
+MAX_PIECE_LOGITS = 2**25
+"""Logits that exist at a time, 4 bytes each: as many as those of 256 sequences with a vocabulary of 131,072."""
+
+_Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """For one run: the token that follows each of its tokens, and the number of the likeliest to report."""
+
+    next_token_ids: _Ints
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Natural logarithms of one run's next tokens: logprobs n, the likeliest tokens and theirs n * num_top."""
+
+    seq_id: int
+    num_top: int
+    logprobs: list[float]
+    top_token_ids: list[int]
+    top: list[float]
+
+
+class HiddenStates:
+    """The output of a causal language model's base model in one step."""
+
+    def __init__(self, model: Any, base: Any, order: Sequence[int] | None) -> None:
+        """See kept_hidden_states()."""
+        self._model = model
+        self._base = base
+        self._order = order
+        self._parts: list[Tensor] = []
+        self._output_kind: type[Any] = tuple
+
+    def note(self, module: Any, arguments: Any, output: Any) -> None:
+        """A forward hook of the base model."""
+        self._parts.append(output[0].flatten(0, 1))
+        self._output_kind = type(output)
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """Return what makes logits [n, vocab_size] float32 of n tokens of the step, given by index [n] int64.
+
+        Raises ValueError if the model has not run its base model.
+        """
+        if not self._parts:
+            raise ValueError(f"{type(self._model).__name__} does not run its {type(self._base).__name__}")
+        hidden = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        if self._order is not None:
+            hidden = hidden.index_select(0, indices(np.argsort(self._order).tolist(), hidden.device))
+
+        def logits_of(tokens: Tensor) -> Tensor:
+            output = self._output_kind(last_hidden_state=hidden.index_select(0, tokens)[None])
+            with answering(self._base, output):
+                logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
+            return logits
+
+        return logits_of
+
+
+@contextmanager
+def kept_hidden_states(model: Any, order: Sequence[int] | None = None) -> Iterator[HiddenStates]:
+    """Keep the base model's output of the forwards in this context.
+
+    `order` are indexes in the step, of the tokens in the order in which forwards have them; None: that of the step.
+    """
+    base = base_of(model)
+    kept = HiddenStates(model, base, order)
+    handle = base.register_forward_hook(kept.note)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of n tokens, on the device: logprobs [n] float32, top_ids [n, K] int64, top_logprobs [n, K] float32."""
+
+    logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.logprobs, self.top_ids, self.top_logprobs
+
+
+@torch.inference_mode()
+def score_tokens(
+    logits_of: Callable[[Tensor], Tensor], tokens: Tensor, next_token_ids: Tensor, *, num_top: int, vocab_size: int
+) -> Scores:
+    """Log-probabilities of what follows n tokens of a step, and the num_top likeliest. No sync.
+
+        tokens          [n]     int64, indexes in the step
+        next_token_ids  [n]     int64
+
+    Cost: the output layer on n rows, at most MAX_PIECE_LOGITS logits at a time.
+    """
+    num_rows = max(1, MAX_PIECE_LOGITS // vocab_size)
+    pieces: list[tuple[Tensor, ...]] = []
+    for part, following in zip(torch.split(tokens, num_rows), torch.split(next_token_ids, num_rows), strict=True):
+        logits = logits_of(part)
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        top = logits.topk(min(num_top, logits.shape[1]), -1)
+        chosen = logits.gather(1, following[:, None]) - normalizer
+        pieces.append((chosen[:, 0], top.indices, top.values - normalizer))
+        del logits
+    return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+
+
+def read_scores(scores: Scores, asked: Sequence[tuple[int, ScoredTokens]]) -> list[PromptLogprobs]:
+    """The scores for each sequence, in this order, from the scores of all of them on the host."""
+    found, start = [], 0
+    for seq_id, tokens in asked:
+        rows, start = slice(start, start + len(tokens.next_token_ids)), start + len(tokens.next_token_ids)
+        num_top = min(tokens.num_top, scores.top_ids.shape[1])
+        found.append(
+            PromptLogprobs(
+                seq_id,
+                num_top,
+                logprobs=scores.logprobs[rows].tolist(),
+                top_token_ids=scores.top_ids[rows, :num_top].flatten().tolist(),
+                top=scores.top_logprobs[rows, :num_top].flatten().tolist(),
+            )
+        )
+    return found

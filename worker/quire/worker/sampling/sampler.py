@@ -1,0 +1,610 @@
+"""From logits to tokens, for a batch in which every row has parameters of its own.
+
+First tokens that a grammar does not allow are masked. Order and meaning of the rest are those of transformers' logits
+processors: constraints (constraints.py), repetition penalty over prompt and output, presence and frequency penalty over
+output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens with a logit of at least some
+threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
+
+A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
+(seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
+themselves depend on the shape of the batch by rounding: on other rows, chunks of prompts, preemptions. So the
+same seed can give another token (docs/architecture.md, Seeds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.compute.v1.sampling_ranges import RANGES
+from quire.worker.device.transfer import send, to_device
+from quire.worker.sampling.constraints import ConstraintPlan, Constraints, ConstraintTable
+from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
+
+MAX_LOGPROBS = 20
+
+# On a CPU a sort costs far more than a selection: top-p looks at so many of the likeliest tokens first, and sorts all
+# only if their probabilities do not add up to top_p.
+TOP_P_CANDIDATES = (256, 4096)
+
+_IN_PROMPT, _IN_OUTPUT = 1, 2
+# A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
+_MAX_COUNT = 2**15 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+TokenArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+TokenIds = Sequence[int] | TokenArray
+
+
+class SamplingOutOfRange(ValueError):
+    """A parameter is out of its range."""
+
+    def __init__(self, field: str, value: float, limit: str) -> None:
+        super().__init__(f"{field}={value} is not {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The choice of one sequence's tokens. The defaults are greedy, and change nothing else.
+
+    temperature             0 is greedy: the greatest logit, and no filter matters
+    top_k                   0 keeps all; ties with the k-th are kept
+    top_p                   keep the likeliest tokens until their probabilities reach p
+    min_p                   keep tokens at least p times as likely as the likeliest
+    repetition_penalty      divides positive logits of tokens in prompt or output, multiplies others
+    presence_penalty        subtracted from logits of tokens seen in the output
+    frequency_penalty       subtracted once for each time that the token was seen
+    seed                    0 .. 2**63 - 1
+    num_logprobs            0 .. 20 or None: how many of the likeliest tokens to report besides the chosen one; None: no
+                            log-probabilities at all
+    constraints             forbidden tokens, and biases of logits; None: none
+    The ranges of the others are in sampling_ranges.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    num_logprobs: int | None = None
+    constraints: Constraints | None = None
+
+    def validate(self) -> None:
+        """Raises ValueError naming the first field that is out of its range, its value and the range."""
+        for name in _LIMITED:
+            allowed, limit = _LIMITS[name]
+            value = getattr(self, name)
+            if value is not None and not allowed(value):
+                raise SamplingOutOfRange(name, value, limit)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_drawn_by_kernels(self) -> bool:
+        """True if the kernels can choose the row's tokens: nothing is to be known but its logits, a draw is all."""
+        return self.constraints is None and self.num_logprobs is None and not self.has_penalties
+
+
+_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    **{name: (allowed.allows, f"in {allowed.text}") for name, allowed in RANGES.items()},
+    "seed": (lambda x: 0 <= x < 2**63, "in 0 .. 2**63 - 1"),
+    "num_logprobs": (lambda x: 0 <= x <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}"),
+}
+_LIMITED = tuple(field.name for field in fields(SamplingParams) if field.name != "constraints")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row of a batch of B, on the device.
+
+    tokens          [B]     int64
+    chosen_logprobs [B]     float32, natural log under the model's raw logits; None if no row asked for any
+    top_ids         [B, K]  int64, K the most that a row asked for; None if K is 0
+    top_logprobs    [B, K]  float32, falling
+
+    A row that asked for none has NaN and -1 there; one that asked for fewer than K takes its first few.
+    """
+
+    tokens: Tensor
+    chosen_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.tokens, self.chosen_logprobs, self.top_ids, self.top_logprobs
+
+
+class Way(StrEnum):
+    """The kernels' way to choose the tokens of a batch."""
+
+    GREEDY = "greedy"
+    DRAWN = "drawn"
+
+
+# The kernels' inputs to draw a row's token: 8 bytes each.
+DRAW_COLUMNS = {
+    "seed": torch.int64,
+    "top_k": torch.int64,
+    "top_p": torch.float64,
+    "min_p": torch.float64,
+    "temperature": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """A batch for the kernels' choice of tokens: the way, and the DRAW_COLUMNS of its rows as they lie in memory."""
+
+    way: Way
+    columns: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    """[5, n]"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStatistics:
+    """num_penalty_bytes is the size of the records of seen, counted and forbidden tokens."""
+
+    num_rows: int
+    num_penalty_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Subset:
+    """Some rows of a batch: their places, and the same as an index [n] int64, or None if they are all, in order."""
+
+    places: tuple[int, ...]
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def put(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return x with values in these rows; x may be written to."""
+        return values if self.index is None else x.index_copy_(0, self.index, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalties:
+    """rows [n] int64 of the sequence table; repetition, presence and frequency [n, 1], None if no row has one."""
+
+    subset: _Subset
+    rows: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _TopK:
+    """Keep the k greatest; k [n, 1] int64, at most max_k."""
+
+    subset: _Subset
+    k: Tensor
+    max_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TopP:
+    """Keep a share p of all probability; p [n, 1] float64."""
+
+    subset: _Subset
+    p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _TopKThenP:
+    """Keep a share p of the probability of the k greatest."""
+
+    subset: _Subset
+    k: Tensor
+    max_k: int
+    p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Rows that are not greedy. Columns are [n, 1]; the filters' subsets are of these rows, and disjoint."""
+
+    subset: _Subset
+    seeds: _Uint64s
+    temperature: Tensor
+    log_min_p: Tensor | None
+    filters: tuple[_TopK | _TopP | _TopKThenP, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """num_top is the largest number of any row."""
+
+    subset: _Subset
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One batch's tensors on the device; valid until the rows or their parameters change."""
+
+    constraints: ConstraintPlan | None
+    penalties: _Penalties | None
+    draw: _Draw | None
+    logprobs: _Logprobs | None
+
+
+class Sampler:
+    """Sampling parameters and penalty state per row of the sequence table."""
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._params: dict[int, SamplingParams] = {}
+        # A tensor made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
+            """[max_num_seqs, vocab_size]: _IN_PROMPT and _IN_OUTPUT, added. Made at start, when there is memory."""
+            self._counts = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int16, device=self.device)
+            """[max_num_seqs, vocab_size]: times in the output, of rows with a frequency penalty."""
+        self._constraints = ConstraintTable(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=self.device)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._planned: tuple[tuple[int, ...], _Plan] | None = None
+        self._planned_draws: tuple[tuple[int, ...], Draws | None] | None = None
+
+    def set_params(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: TokenIds = (),
+        output_token_ids: TokenIds = (),
+        last_token_ids: TokenIds = (),
+    ) -> None:
+        """Set the sampling of a row from now on, and clear its state.
+
+        The token ids are what its sequence holds already; the last ones matter only to bad words, the others only to
+        penalties. Raises ValueError for parameters out of range, constraints that leave no token, a row beyond
+        max_num_seqs or a token id beyond the vocabulary.
+        Cost: with penalties one transfer of vocab_size bytes, and as much for each of a frequency penalty, twice, and
+        for tokens that are forbidden.
+        """
+        params.validate()
+        self._check_row(row)
+        flags = self._flags(prompt_token_ids, output_token_ids) if params.has_penalties else None
+        self.clear(row)  # so that the old ones don't stay if the transfer fails
+        if params.constraints is not None:
+            self._constraints.set(row, params.constraints, last_token_ids)
+        if flags is not None:
+            send(flags, self._seen[row])
+        if params.frequency_penalty:
+            send(self._counted(output_token_ids), self._counts[row])
+        self._params[row] = params
+
+    def clear(self, row: int) -> None:
+        """Forget the row's parameters. A row without any is left as it is."""
+        self._params.pop(row, None)
+        self._constraints.clear(row)
+        self._forget_plans()
+
+    def fork(self, row: int, child_row: int, *, seed: int | None = None) -> None:
+        """Copy a row's parameters and penalty state to child_row, with another seed if one is given."""
+        self._check_row(child_row)
+        params = self._params.get(row)
+        if params is None:
+            self.clear(child_row)
+            return
+        if seed is not None:
+            params = replace(params, seed=seed)
+            params.validate()
+        if params.has_penalties:
+            self._seen[child_row] = self._seen[row]
+        if params.frequency_penalty:
+            self._counts[child_row] = self._counts[row]
+        self._constraints.fork(row, child_row)
+        self._params[child_row] = params
+        self._forget_plans()
+
+    def params(self, row: int) -> SamplingParams | None:
+        return self._params.get(row)
+
+    def draws(self, rows: Sequence[int]) -> Draws | None:
+        """The kernels' choice of a token of each row, or None if one has penalties, constraints or log-probabilities.
+
+        Raises KeyError for a row without parameters.
+        """
+        key = tuple(rows)
+        if self._planned_draws is None or self._planned_draws[0] != key:
+            self._planned_draws = (key, _make_draws([self._params[row] for row in rows]))
+        return self._planned_draws[1]
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Masks = NO_MASKS) -> Sampled:
+        """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
+
+            logits      [B, vocab_size]     float32, on the sampler's device; changed only in rows with a mask
+            rows        B rows of the sequence table, distinct
+            positions   B positions that the new tokens will take in their sequences
+
+        Raises KeyError for a row without parameters, ValueError if sizes differ or a row comes twice. No sync on a GPU.
+        Cost: O(B * vocab_size), and a sort of the rows with top_p and no top_k; on a CPU only where TOP_P_CANDIDATES
+        do not reach top_p.
+        """
+        if logits.shape != (len(rows), self.vocab_size) or len(positions) != len(rows) or len(set(rows)) != len(rows):
+            raise ValueError(
+                f"logits {list(logits.shape)}, {len(rows)} rows of which {len(set(rows))} distinct, "
+                f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
+            )
+        plan = self._plan(tuple(rows))
+        # Log-probabilities are of the logits without masks. Else a copy of the whole batch would only cost time.
+        scores = logits if plan.logprobs is None or not masks.rows else logits.clone()
+        masks.apply(scores, rows)
+        if plan.constraints is not None:
+            scores = self._constraints.apply(plan.constraints, scores, positions)
+        if plan.penalties is not None:
+            scores = self._penalize(scores, plan.penalties)
+        if plan.draw is None:
+            tokens = scores.argmax(-1)
+        else:
+            drawn = _draw(plan.draw, scores, positions)
+            tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
+        sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+        if plan.penalties is not None:  # last: a step that fails adds no token
+            self._remember(tokens, plan.penalties)
+        if plan.constraints is not None:
+            self._constraints.remember(plan.constraints, tokens)
+        return sampled
+
+    def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
+        seen = self._seen.index_select(0, penalties.rows)
+        scores = penalties.subset.take(logits)
+        repeated = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
+        scores = torch.where(seen > 0, repeated, scores) - (seen >= _IN_OUTPUT) * penalties.presence
+        if penalties.frequency is not None:
+            scores -= self._counts.index_select(0, penalties.rows) * penalties.frequency
+        return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
+
+    def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
+        seen = self._seen.view(-1)
+        index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
+        seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
+        if penalties.frequency is not None:
+            counts = self._counts.view(-1)
+            counted = counts.index_select(0, index)
+            counts.index_copy_(0, index, counted + (counted < _MAX_COUNT))
+
+    def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
+        flags = np.zeros(self.vocab_size, dtype=np.uint8)
+        for token_ids, flag in ((prompt_token_ids, _IN_PROMPT), (output_token_ids, _IN_OUTPUT)):
+            ids = np.asarray(token_ids, dtype=np.int64)
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                raise ValueError(f"a token id is not in 0 .. {self.vocab_size - 1}")
+            flags[ids] |= flag
+        return torch.from_numpy(flags)
+
+    def _counted(self, output_token_ids: TokenIds) -> Tensor:
+        counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self.vocab_size)
+        return torch.from_numpy(counts.clip(max=_MAX_COUNT).astype(np.int16))
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.max_num_seqs:
+            raise ValueError(f"row={row} is not in 0 .. {self.max_num_seqs - 1}")
+
+    def _plan(self, rows: tuple[int, ...]) -> _Plan:
+        if self._planned is None or self._planned[0] != rows:
+            params = [self._params[row] for row in rows]
+            self._planned = (rows, _make_plan(rows, params, self._constraints.plan(rows), self.device))
+        return self._planned[1]
+
+    def statistics(self) -> SamplerStatistics:
+        num_bytes = self._seen.nbytes + self._counts.nbytes + self._constraints.num_bytes
+        return SamplerStatistics(len(self._params), num_bytes)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a row is out of range."""
+        assert all(0 <= row < self.max_num_seqs for row in self._params)
+
+
+def uniform(seeds: _Uint64s, positions: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """One number in 0 <= u < 1 per (seed, position): output `position` of the splitmix64 stream that `seed` selects.
+
+    A promise to users of seeds: the same in every release, on every machine.
+    """
+    counters = np.asarray(positions, dtype=np.uint64) + np.uint64(1)
+    return (_mix(_mix(seeds) + counters * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: _Uint64s) -> _Uint64s:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _make_plan(
+    rows: Sequence[int], params: Sequence[SamplingParams], constraints: ConstraintPlan | None, device: torch.device
+) -> _Plan:
+    return _Plan(
+        constraints=constraints,
+        penalties=_plan_penalties(rows, params, device),
+        draw=_plan_draw(params, device),
+        logprobs=_plan_logprobs(params, device),
+    )
+
+
+def _make_draws(params: Sequence[SamplingParams]) -> Draws | None:
+    if not all(p.is_drawn_by_kernels for p in params):
+        return None
+    numbers = ([p.seed for p in params], [p.top_k for p in params])
+    shares = ([p.top_p for p in params], [p.min_p for p in params], [p.temperature for p in params])
+    columns = [*np.array(numbers, dtype=np.int64), *np.array(shares, dtype=np.float64).view(np.int64)]
+    return Draws(Way.GREEDY if all(p.is_greedy for p in params) else Way.DRAWN, np.stack(columns))
+
+
+def _plan_penalties(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Penalties | None:
+    subset = _subset(params, lambda p: p.has_penalties, device)
+    if subset is None:
+        return None
+    frequencies = [params[i].frequency_penalty for i in subset.places]
+    return _Penalties(
+        subset=subset,
+        rows=_column([rows[i] for i in subset.places], torch.int64, device)[:, 0],
+        repetition=_column([params[i].repetition_penalty for i in subset.places], torch.float32, device),
+        presence=_column([params[i].presence_penalty for i in subset.places], torch.float32, device),
+        frequency=_column(frequencies, torch.float32, device) if any(frequencies) else None,
+    )
+
+
+def _plan_draw(params: Sequence[SamplingParams], device: torch.device) -> _Draw | None:
+    subset = _subset(params, lambda p: not p.is_greedy, device)
+    if subset is None:
+        return None
+    drawn = [params[i] for i in subset.places]
+    log_min_p = [math.log(p.min_p) if p.min_p else -math.inf for p in drawn]
+    return _Draw(
+        subset=subset,
+        seeds=np.array([p.seed for p in drawn], dtype=np.uint64),
+        temperature=_column([p.temperature for p in drawn], torch.float32, device),
+        log_min_p=_column(log_min_p, torch.float32, device) if any(p.min_p for p in drawn) else None,
+        filters=tuple(_plan_filters(drawn, device)),
+    )
+
+
+def _plan_filters(params: Sequence[SamplingParams], device: torch.device) -> Iterator[_TopK | _TopP | _TopKThenP]:
+    def k_of(subset: _Subset) -> tuple[Tensor, int]:
+        k = [params[i].top_k for i in subset.places]
+        return _column(k, torch.int64, device), max(k)
+
+    def p_of(subset: _Subset) -> Tensor:
+        return _column([params[i].top_p for i in subset.places], torch.float64, device)
+
+    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p == 1, device):
+        yield _TopK(subset, *k_of(subset))
+    if subset := _subset(params, lambda p: p.top_k == 0 and p.top_p < 1, device):
+        yield _TopP(subset, p_of(subset))
+    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p < 1, device):
+        yield _TopKThenP(subset, *k_of(subset), p_of(subset))
+
+
+def _plan_logprobs(params: Sequence[SamplingParams], device: torch.device) -> _Logprobs | None:
+    subset = _subset(params, lambda p: p.num_logprobs is not None, device)
+    if subset is None:
+        return None
+    return _Logprobs(subset, max(params[i].num_logprobs or 0 for i in subset.places))
+
+
+def _subset(
+    params: Sequence[SamplingParams], belongs: Callable[[SamplingParams], bool], device: torch.device
+) -> _Subset | None:
+    places = tuple(i for i, p in enumerate(params) if belongs(p))
+    if not places:
+        return None
+    return _Subset(places, None if len(places) == len(params) else _column(places, torch.int64, device)[:, 0])
+
+
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values, dtype=dtype)[:, None], device)
+
+
+def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
+    """Sample the rows of `draw` from logits [B, V]: [n] int64."""
+    uniforms = uniform(draw.seeds, [positions[i] for i in draw.subset.places])
+    logits = draw.subset.take(logits)
+    greatest, likeliest = logits.max(-1, keepdim=True)
+    scores = (logits - greatest).div_(draw.temperature)
+    weights = scores.exp()
+    threshold = _threshold(draw, scores)
+    if threshold is not None:
+        weights.masked_fill_(scores < threshold, 0)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = to_device(torch.from_numpy(uniforms), logits.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    # A parallel sum need not rise everywhere, so a search in it may end on a token that has no weight.
+    return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest)[:, 0]
+
+
+def _threshold(draw: _Draw, scores: Tensor) -> Tensor | None:
+    """The least score that a row's filters keep, [n, 1], or None without filters. A row's greatest score is 0."""
+    threshold = draw.log_min_p
+    if threshold is None and not draw.filters:
+        return None
+    if threshold is None:
+        threshold = scores.new_full((scores.shape[0], 1), -math.inf)
+    for part in draw.filters:
+        least = torch.maximum(part.subset.take(threshold), _least_kept(part, part.subset.take(scores)))
+        threshold = part.subset.put(threshold.clone(), least)
+    return threshold
+
+
+def _least_kept(part: _TopK | _TopP | _TopKThenP, scores: Tensor) -> Tensor:
+    match part:
+        case _TopK(_, k, max_k):
+            return _falling(scores, max_k).gather(1, k.clamp(max=scores.shape[1]) - 1)
+        case _TopP(_, p):
+            return _least_of_share(scores, p)
+        case _TopKThenP(_, k, max_k, p):
+            falling = _falling(scores, max_k)
+            weights = falling.exp().double()
+            weights.masked_fill_(torch.arange(falling.shape[1], device=scores.device) >= k, 0)
+            return _gathered(falling, weights, p * weights.sum(-1, keepdim=True))
+
+
+def _falling(scores: Tensor, width: int) -> Tensor:
+    """The greatest `width` scores of each row, in falling order."""
+    if width >= scores.shape[1]:
+        return scores.sort(-1, descending=True).values
+    return scores.topk(width, -1).values
+
+
+def _least_of_share(scores: Tensor, p: Tensor) -> Tensor:
+    share = p * scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    for width in TOP_P_CANDIDATES if scores.device.type == "cpu" else ():
+        falling = _falling(scores, width)
+        weights = falling.exp().double()
+        if bool((weights.sum(-1, keepdim=True) >= share).all()):
+            return _gathered(falling, weights, share)
+    falling = _falling(scores, scores.shape[1])
+    return _gathered(falling, falling.exp().double(), share)
+
+
+def _gathered(falling: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+    """The score in each row at which the weights of the scores up to it reach `share`, [n, 1]; at least the first."""
+    before = weights.cumsum(-1) - weights
+    num_kept = (before < share).sum(-1, keepdim=True).clamp_(min=1)
+    return falling.gather(1, num_kept - 1)
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, plan: _Logprobs) -> Sampled:
+    taken = plan.subset.take(logits)
+    normalizer = taken.logsumexp(-1, keepdim=True)
+    chosen = taken.gather(1, plan.subset.take(tokens)[:, None]) - normalizer
+    batch = logits.shape[0]
+    chosen_logprobs = plan.subset.put(logits.new_full((batch,), math.nan), chosen[:, 0])
+    if plan.num_top == 0:
+        return Sampled(tokens, chosen_logprobs)
+    top = taken.topk(min(plan.num_top, logits.shape[1]), -1)
+    ids = tokens.new_full((batch, top.indices.shape[1]), -1)
+    values = logits.new_full((batch, top.indices.shape[1]), math.nan)
+    return Sampled(
+        tokens,
+        chosen_logprobs,
+        top_ids=plan.subset.put(ids, top.indices),
+        top_logprobs=plan.subset.put(values, top.values - normalizer),
+    )

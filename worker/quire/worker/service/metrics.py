@@ -1,0 +1,55 @@
+"""Prometheus metrics, read from statistics at the moment they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from quire.worker.service.attachment import Attachment
+from quire.worker.service.steps import Steps
+
+
+def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: str) -> Iterator[Metric]:
+    """All metrics of a worker. Counters are since the process started."""
+    # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
+    yield InfoMetricFamily("quire_worker", "The worker's pool and model.", value={"pool": pool, "model": model})
+    counters = steps.counters
+    outcomes = CounterMetricFamily("quire_worker_steps", "Steps that ended, by outcome.", labels=["outcome"])
+    outcomes.add_metric(["computed"], counters.computed)
+    outcomes.add_metric(["failed"], counters.failed)
+    outcomes.add_metric(["skipped"], counters.skipped)
+    yield outcomes
+    refused = CounterMetricFamily("quire_worker_refusals", "Steps refused before running.", labels=["reason"])
+    for reason, count in counters.refusals.items():
+        refused.add_metric([reason.value], count)
+    yield refused
+    ranks = steps.rank_statistics()
+    totals = {
+        "quire_worker_computed_tokens": ("Tokens with KV computed.", counters.computed_tokens),
+        "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
+        "quire_worker_copied_blocks": ("Blocks copied.", counters.copied_blocks),
+        "quire_worker_offloaded_blocks": ("Blocks copied to the host tier.", counters.offloaded_blocks),
+        "quire_worker_restored_blocks": ("Blocks copied back from the host tier.", counters.restored_blocks),
+        "quire_worker_host_copy_seconds": ("Time in copies to the host tier and back.", counters.host_copy_s),
+        "quire_worker_forward_seconds": ("Time in the model.", counters.forward_s),
+        "quire_worker_rank_orders": ("Orders that rank 0 sent to the other ranks.", ranks.num_orders),
+        "quire_worker_rank_order_bytes": ("Bytes of these orders, headers included.", ranks.order_bytes),
+        "quire_worker_rank_exchange_seconds": (
+            "Time in which rank 0 sent orders and tokens or waited for answers; not the model's own collectives.",
+            ranks.exchange_s,
+        ),
+    }
+    for name, (text, value) in totals.items():
+        yield CounterMetricFamily(name, text, value=value)
+    present = {
+        "quire_worker_ranks": ("Ranks of the worker.", ranks.num_ranks),
+        "quire_worker_attached": ("Whether cachemgr's stream is open.", int(attachment.is_attached)),
+        "quire_worker_open_leases": ("Leases with accepted steps.", steps.gate.statistics().num_open_leases),
+        "quire_worker_sequences": ("Sequences with a block table.", steps.num_sequences()),
+        "quire_worker_steps_in_flight": ("Steps accepted and not ended.", steps.num_in_flight),
+        "quire_worker_unacknowledged_reports": ("Reports not acknowledged.", len(steps.reports)),
+    }
+    for name, (text, value) in present.items():
+        yield GaugeMetricFamily(name, text, value=value)
