@@ -1,5 +1,5 @@
 """The blocks of the pages do what the pages say, on both real services with the model that ships here: those of
-docs/how-to/inspection.md, docs/reference/security.md and of the pages in COMMAND_PAGES."""
+README.md (plan, grant, step), docs/how-to/inspection.md, docs/reference/security.md and of the pages in COMMAND_PAGES."""
 
 from __future__ import annotations
 
@@ -99,6 +99,15 @@ def test_commands(block: Block, services: LocalServices, tmp_path: Path) -> None
     assert said
     if "AuditPool" in text:
         assert '"violations"' not in said
+
+
+def test_a_plan_is_granted_and_its_step_runs(services: LocalServices, capsys: pytest.CaptureFixture[str]) -> None:
+    """README.md: the default address is in place of the services' own."""
+    text = pages.block("README.md", test=THIS).text
+    connected = text.replace("CacheClient()", f"CacheClient({services.cachemgr_address!r})")
+    assert connected != text
+    exec(compile(connected, "README.md", "exec"), {})
+    assert re.fullmatch(r"the next token: \d+\n", capsys.readouterr().out)
 
 
 def test_a_copy_of_the_blocks_is_kept(services: LocalServices) -> None:
