@@ -1,5 +1,5 @@
 """The blocks of the pages do what the pages say, on both real services with the model that ships here: those of
-README.md (plan, grant, step), docs/how-to/inspection.md, docs/reference/security.md and of the pages in COMMAND_PAGES."""
+README.md (plan, grant, step), docs/how-to/inspection.md, docs/reference/security.md and the pages in COMMAND_PAGES."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import statistics
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,6 +243,22 @@ def test_the_status_is_at_the_top_of_the_readme() -> None:
     beginning = " ".join(pages.read("README.md").split("\n## ")[0].split())
     assert "0.1.0, not released" in beginning
     assert "passed on an NVIDIA H200" in beginning
+
+
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+NAMED = re.compile(r"`([\w./-]+\.(?:py|rs|pml|js|go))\b(?:::([\w.:]+))?")
+
+
+def test_rows_of_the_bug_table_name_what_is_there() -> None:
+    """Each file that a row names is in the checkout, and has the functions that it names."""
+    misses = []
+    for number, line in enumerate(pages.read("tests/README.md").splitlines(), 1):
+        for path, names in NAMED.findall(line):
+            found = [each for each in TRACKED if f"/{each}".endswith(f"/{path}")]
+            words = [rf"\b(?:def|class|fn|func) {name}\b" for name in re.split(r"::|\.", names) if name]
+            if not any(all(re.search(word, (ROOT / each).read_text()) for word in words) for each in found):
+                misses.append(f"{number}: {path}::{names}")
+    assert misses == []
 
 
 INDEX = "docs/README.md"
