@@ -140,12 +140,12 @@ gpu-first-hour:  ## the first checks on a machine with a GPU, in twelve steps wi
 	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
 
 gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
-	$(GPU_PYTHON) benchmarks/kernels $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
+	$(GPU_PYTHON) benchmarks/harness/run.py benchmarks/kernels/__main__.py $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
 gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
 	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \
 	  || { echo "gpu-bench-step: there is no GPU here; ARGS=--quick shows whether everything runs" >&2; exit 1; }
-	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/step $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
+	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/harness/run.py benchmarks/step/__main__.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
 cpu-bench-step: venv  ## whole steps on the CPU against its memory, then the engine against others; ARGS=--quick
 	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench step $(ARGS)

@@ -42,7 +42,6 @@ from quire.lab.tokens import Content
 from quire.lab.traces import read_trace
 
 TRACE = Path(__file__).parent / "traces" / "sharegpt128_B16.jsonl.gz"
-STEP = Path(__file__).parent / "step"
 BLOCK_SIZE = 16
 ANSWER_STREAMS = 2**33
 """No stream of a trace."""
@@ -212,7 +211,7 @@ async def in_truth(
 
 def bench_step(folder: Path) -> Path:
     """The result of a `quire bench step` that runs now."""
-    command = [sys.executable, STEP, "--float32", "--output", folder]
+    command = [sys.executable, "-m", "quire.cli", "bench", "step", "--float32", "--output", folder]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / "step_cpu.json"
 

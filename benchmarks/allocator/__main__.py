@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import scaling
 import tables
 from core import Crowd
 from recorded import RECORDED_US, SIZES
+from report import command_line
 from rich.console import Console
 from rich.progress import Progress
 from workload import calibrate, settle_garbage
@@ -114,12 +114,6 @@ def read_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def command_line(arguments: list[str]) -> str:
-    """As it is to be given again: without where the figures went."""
-    ends = arguments.index("--output") if "--output" in arguments else len(arguments)
-    return shlex.join(["quire", "bench", "allocator", *arguments[:ends], *arguments[ends + 2 :]])
-
-
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option(
     "--sizes",
@@ -148,7 +142,7 @@ def main(
     output: Path | None,
 ) -> None:
     """Measures, shows, and writes the results."""
-    command = command_line(sys.argv[1:])
+    command = command_line("allocator", sys.argv[1:])
     results = tables.Results(command=command, calibration=calibrate())
     chosen = QUICK_SIZES if quick else sizes
     repeats = 2 if quick else repeats

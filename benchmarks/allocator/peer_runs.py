@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
-
 from environments import PeerUnavailable, install, last_line, python_of
 
 FOLDER = Path(__file__).parent / "peers"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from machine import machine
 from matplotlib import pyplot
 from recorded import (
     EVICTION_GROWTH_TO_REACH,
@@ -21,15 +21,11 @@ from recorded import (
     WORST_CALL_TO_REACH_MS,
     recorded_us,
 )
+from report import save_svg, summary, write_json
 from rich.console import Console
 from rich.table import Table
 from scaling import AXES, Series, growth
 from workload import CALIBRATION_REFERENCE_US, ROWS
-
-sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
-
-from machine import machine
-from report import save_svg, summary, write_json
 
 
 @dataclass(slots=True)

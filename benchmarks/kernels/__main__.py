@@ -21,8 +21,6 @@ import click
 if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-sys.path.append(str(Path(__file__).parents[1]))  # what benchmarks share lies beside this folder
-
 import elementwise
 import tables
 import torch

@@ -17,15 +17,12 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import click
 import psutil

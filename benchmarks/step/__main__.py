@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import click
 import torch

@@ -162,7 +162,7 @@ def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path)
 
 def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> None:
     written, _ = run_quick("step", tmp_path, "--minutes", "1e-6", "--model", "tiny Llama")
-    assert written["command"] == "quire bench step --quick --minutes 1e-06 --model 'tiny Llama'"
+    assert written["command"] == "quire bench step --quick --minutes 1e-6 --model 'tiny Llama'"
     assert written["steps"] == written["workloads"] == []
     assert len(written["left_out"]) == 5
     assert all(left.endswith(": time") for left in written["left_out"])

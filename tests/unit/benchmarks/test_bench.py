@@ -30,7 +30,7 @@ from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model.probe import Causal, LayerSpec, Sliding
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step")]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step"), str(BENCHMARKS / "harness")]
 
 books, eviction, kernel, lab, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization = map(
     importlib.import_module,
@@ -49,11 +49,11 @@ lengths, roofline, shapes, windows, workloads = map(
 
 def test_every_name_is_a_script_with_a_line_that_says_what_it_measures() -> None:
     lines = bench.list_benches().splitlines()
-    assert [line.split()[0] for line in lines] == list(bench.NAMES)
-    for name, line in zip(bench.NAMES, lines, strict=True):
-        script = bench.script_of(BENCHMARKS, name)
-        assert (script / "__main__.py" if script.is_dir() else script).is_file()
-        assert len(line.split()) > 4, f"{name} does not say what it measures"
+    names = [(name, part) for name, parts in bench.PARTS.items() for part in ("", *parts)]
+    for (name, part), line in zip(names, lines, strict=True):
+        assert bench.script_of(BENCHMARKS, name, part).is_file()
+        assert line.startswith(f"{name} {part}")
+        assert len(line.split()) > 5, f"{name} {part} does not say what it measures"
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
@@ -87,7 +87,8 @@ def test_it_becomes_the_script_with_the_flags_it_was_given(
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     bench.run_bench("control-plane", ("--restarts", "2"), quick=True, output=output)
     script = str(BENCHMARKS / "control_plane.py")
-    command = [sys.executable, script, "--quick", "--restarts", "2", "--output", str(folder)]
+    run = str(BENCHMARKS / "harness/run.py")
+    command = [sys.executable, run, script, "--quick", "--restarts", "2", "--output", str(folder)]
     assert became == [(sys.executable, command)]
     assert os.environ["OMP_WAIT_POLICY"] == "active"
 

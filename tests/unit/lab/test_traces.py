@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "harness"))
 
 from replay import expectations, load
 

@@ -11,7 +11,7 @@ import sys
 import venv
 from pathlib import Path
 
-ENVIRONMENTS = Path(__file__).parents[1] / ".venv-peers"
+ENVIRONMENTS = Path(__file__).parents[2] / ".venv-peers"
 
 
 class PeerUnavailable(Exception):

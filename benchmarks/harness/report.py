@@ -40,7 +40,7 @@ class Findings:
     figures    for JSON: every figure of the tables, with the quantiles behind it; samples only if the plot needs them
     draw       makes the plot
     notes      conditions and limits of the figures, a sentence each
-    file_name  of the JSON and the plot, without ending; the benchmark's own if empty
+    file_name  of the JSON and the plot, without ending; the last word of the benchmark's name if empty
     """
 
     tables: Sequence[Table]
@@ -64,23 +64,21 @@ def benchmark(
 ) -> click.Command:
     """The command of a benchmark: --quick, --output and its own flags.
 
+    name      as `quire bench` has it, with the part behind a space
     packages  the figures depend on their versions
     flags     help by flag ("--peers"); each is on or off
     options   flags that have a value; None where they are not given
     """
 
-    @click.command(name=name)
+    @click.command(name=name, cls=_KeptArguments)
     @click.option("--quick", is_flag=True, help="Tiny sizes, in seconds: whether everything runs. No figure counts.")
     @click.option(
         "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the plot."
     )
     def main(quick: bool, output: Path | None, **own: Any) -> None:
-        given = {"quick": quick, **own}
         os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
         about = {
-            "command": " ".join(
-                [f"quire bench {name}", *(_shown(flag, value) for flag, value in given.items() if value)]
-            ),
+            "command": command_line(name, click.get_current_context().meta[__name__]),
             "machine": machine(*packages),
             "load_average_at_start": round(os.getloadavg()[0], 2),
         }
@@ -90,7 +88,7 @@ def benchmark(
         about["seconds"] = round(time.perf_counter() - start, 1)
         show(findings, about)
         if output is not None:
-            write(findings, about, output, findings.file_name or name)
+            write(findings, about, output, findings.file_name or name.split()[-1])
 
     main.params += [click.Option([flag], is_flag=True, help=text) for flag, text in flags.items()]
     main.params += options
@@ -98,13 +96,18 @@ def benchmark(
     return main
 
 
-def _shown(flag: str, value: Any) -> str:
-    """A flag as it was given: on, with a number, or with several names."""
-    if value is True:
-        return f"--{flag}"
-    if isinstance(value, tuple):
-        return " ".join(f"--{flag} {shlex.quote(each)}" for each in value)
-    return f"--{flag} {value:g}"
+class _KeptArguments(click.Command):
+    """A command that keeps the arguments that it was given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """The command that runs a benchmark again with these arguments, without the folder of its output."""
+    ends = list(arguments).index("--output") if "--output" in arguments else len(arguments)
+    return shlex.join(["quire", "bench", *name.split(), *arguments[:ends], *arguments[ends + 2 :]])
 
 
 def progress_bar() -> Progress:

@@ -14,7 +14,7 @@ from quire.cachemgr._core import Ledger, StepPlan
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 
-AZURE = Path(__file__).parent / "traces" / "azure2023_conv.csv.gz"
+AZURE = Path(__file__).parents[1] / "traces" / "azure2023_conv.csv.gz"
 VOCAB = 2**31 - 1
 LEASE, EPOCH = "lease", 1
 

@@ -14,7 +14,7 @@ from quire.lab.replay import Replay
 from quire.lab.requests import Prompt
 from quire.lab.traces import read_prompts
 
-TRACES = Path(__file__).parent / "traces"
+TRACES = Path(__file__).parents[1] / "traces"
 STRANDED_EVERY = 20
 
 
