@@ -139,8 +139,8 @@ gpu-test:  ## run the kernels' tests compiled, and those that need a GPU; GPU_PY
 gpu-first-hour:  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
 	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
 
-gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--dry runs it all, tiny, on a CPU
-	$(GPU_PYTHON) benchmarks/harness/run.py benchmarks/kernels/__main__.py $(if $(findstring --dry,$(ARGS)),,--output benchmarks/results) $(ARGS)
+gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--quick tiny, on a CPU
+	$(GPU_PYTHON) benchmarks/harness/run.py benchmarks/kernels/gpu.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
 gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
 	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \

@@ -1,116 +1,276 @@
-"""Quire's kernels on a GPU: decode and prompts beside other engines' kernels, and the small kernels.
+"""Paged attention: equal to attention over contiguous keys, and how long it takes beside gathering them first.
 
-    python benchmarks/kernels --grid decode --output benchmarks/results     bandwidth by batch and context
-    python benchmarks/kernels --grid all                                    prompts and the small kernels, too
-    python benchmarks/kernels --dry                                         all of it on a CPU, tiny, interpreted
+    quire bench kernels
 
-Every figure is a median of replays of a CUDA graph, over layers that together are three times the L2 cache. The
-memory's rate is measured in the same run: a copy, and reading alone. Peers that are not there are named.
+On a CPU: the online softmax, block by block, against a softmax over the whole sequence, in float64; and the worker's
+attention of a decode step against a gather into one padded batch and SDPA, in random block order. With a GPU also
+`quire bench kernels gpu`: the Triton kernels beside others' and the card's bandwidth.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
+import json
+import math
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import click
-
-if "--dry" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
-import elementwise
-import tables
 import torch
-from attention import fits, measure, present
-from grids import decode_cells, dry_cells, prefill_cells
-from ours import Naive, Quire
-from peers import DenseSdpa, FlashInfer, VllmTriton
-from rich.console import Console
+from lengths import evenly
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from padded import padded_attention
+from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
-from timing import Clock, DryClock, GraphClock, ceilings
+from torch import Tensor, nn
 
-GRIDS = ("decode", "prefill", "elementwise")
-CEILING_BYTES = 4 << 30
-DRY_CEILING_BYTES = 1 << 18
+from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step, paged_attention
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.probe import Causal, LayerSpec
 
-ROWS = (
-    Quire(),
-    Naive(),
-    FlashInfer(use_tensor_cores=True),
-    FlashInfer(use_tensor_cores=False),
-    VllmTriton(),
-    DenseSdpa(),
+BLOCK_SIZES = (16, 32, 64, 128)
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+"""Those of Qwen3-0.6B."""
+SPEC = LayerSpec(
+    layer_idx=0,
+    num_query_heads=QUERY_HEADS,
+    num_kv_heads=KV_HEADS,
+    k_head_dim=HEAD_DIM,
+    v_head_dim=HEAD_DIM,
+    mask=Causal(),
+    scaling=HEAD_DIM**-0.5,
+    softcap=None,
+    has_sinks=False,
 )
+BATCHES = (1, 8, 32)
+CONTEXTS = (256, 1024, 4096)
+DTYPES = (torch.float32, torch.bfloat16)
+ROUNDS, QUICK_ROUNDS = 15, 2
+MAX_CELL_BYTES = 2 << 30
 
 
-class Run:
-    """One run: its results so far, and the time limit of a grid."""
+@dataclass(frozen=True, slots=True)
+class Equality:
+    """The largest difference relative to the largest value of the result, by block size."""
 
-    def __init__(self, results: tables.Results, device: torch.device, minutes: float, progress: Progress) -> None:
-        self.results = results
-        self.device = device
-        self.clock: Clock = DryClock() if results.dry else GraphClock()
-        self._minutes = minutes
-        self._progress = progress
-
-    def measure_ceilings(self) -> None:
-        num_bytes = DRY_CEILING_BYTES if self.results.dry else CEILING_BYTES
-        self.results.ceilings = ceilings(self.clock, self.device, num_bytes=num_bytes)
-
-    def measure_attention(self, grid: str) -> None:
-        """Every cell of the grid that fits and is reached in time."""
-        rows = present(ROWS, self.results.absent)
-        if self.results.dry:
-            cells = list(dry_cells(grid))
-        else:
-            cells = list(decode_cells() if grid == "decode" else prefill_cells())
-        deadline = time.monotonic() + self._minutes * 60
-        target = self.results.decode if grid == "decode" else self.results.prefill
-        task = self._progress.add_task(grid, total=len(cells))
-        for cell in cells:
-            about = " ".join(str(value) for value in list(cell.describe().values())[:6])
-            self._progress.update(task, description=f"{grid}: {about}")
-            if not fits(cell, self.device):
-                self.results.left_out.append(f"{grid} {about}: memory")
-            elif time.monotonic() > deadline:
-                self.results.left_out.append(f"{grid} {about}: time")
-            else:
-                target.append(measure(cell, rows, self.clock, self.device))
-            self._progress.advance(task)
-
-    def measure_elementwise(self) -> None:
-        jobs = elementwise.jobs(self.device, dry=self.results.dry)
-        for job in self._progress.track(jobs, description="elementwise"):
-            self.results.elementwise.append(job.measure(self.clock))
+    lengths: tuple[int, ...]
+    worst: dict[int, float]
 
 
-@click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
-@click.option("--grid", type=click.Choice((*GRIDS, "all")), default="all", show_default=True, help="What is measured.")
-@click.option("--minutes", default=9.0, show_default=True, help="For each attention grid: no further cell then.")
-@click.option("--dry", is_flag=True, help="On a CPU, tiny, in Triton's interpreter: whether everything runs.")
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
-def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:
-    """Measures, shows, and writes the results."""
-    if not dry and not torch.cuda.is_available():
-        raise click.UsageError("there is no GPU here; --dry shows whether everything runs")
-    command = shlex.join(["python", "benchmarks/kernels", *sys.argv[1:]])
-    results = tables.Results(command=command, dry=dry)
-    grids = GRIDS if grid == "all" else (grid,)
-    with Progress(console=Console(stderr=True)) as progress, torch.inference_mode():
-        run = Run(results, torch.device("cpu" if dry else "cuda"), minutes, progress)
-        run.measure_ceilings()
-        if "elementwise" in grids:
-            run.measure_elementwise()
-        for each in ("decode", "prefill"):
-            if each in grids:
-                run.measure_attention(each)
-    tables.show(results)
-    if output is not None:
-        tables.write(results, output)
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One decode step of one layer, µs of each round; and how far the two are apart."""
 
+    num_seqs: int
+    context: int
+    is_mixed: bool
+    dtype: str
+    paged_us: list[float]
+    gather_us: list[float]
+    difference: float
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.gather_us) / statistics.median(self.paged_us)
+
+
+# -- equality ---------------------------------------------------------------------------------------------------------
+
+
+def online_softmax(q: Tensor, k_blocks: Sequence[Tensor], v_blocks: Sequence[Tensor], scaling: float) -> Tensor:
+    """One query [H, D] over blocks [S, H, D] one after the other, keeping only a maximum, a sum and a weighted sum."""
+    maximum = q.new_full((q.shape[0],), -math.inf)
+    total = q.new_zeros(q.shape[0])
+    weighted = torch.zeros_like(q)
+    for k, v in zip(k_blocks, v_blocks, strict=True):
+        scores = torch.einsum("hd,shd->hs", q, k) * scaling
+        raised = torch.maximum(maximum, scores.amax(1))
+        weights, faded = torch.exp(scores - raised[:, None]), torch.exp(maximum - raised)
+        total = total * faded + weights.sum(1)
+        weighted = weighted * faded[:, None] + torch.einsum("hs,shd->hd", weights, v)
+        maximum = raised
+    return weighted / total[:, None]
+
+
+def whole_softmax(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Softmax over the concatenated sequence [m, H, D]."""
+    return torch.einsum("hs,shd->hd", torch.softmax(torch.einsum("hd,shd->hs", q, k) * scaling, 1), v)
+
+
+def measure_equality(lengths: tuple[int, ...]) -> Equality:
+    generator = torch.Generator().manual_seed(0)
+    worst = dict.fromkeys(BLOCK_SIZES, 0.0)
+    for length in lengths:
+        q = torch.randn(KV_HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
+        # Large scores: a softmax without its running maximum would overflow.
+        k = torch.randn(length, KV_HEADS, HEAD_DIM, generator=generator, dtype=torch.float64) * 8
+        v = torch.randn(length, KV_HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
+        whole = whole_softmax(q, k, v, 1.0)
+        for size in BLOCK_SIZES:
+            online = online_softmax(q, k.split(size), v.split(size), 1.0)
+            worst[size] = max(worst[size], float((online - whole).abs().max() / whole.abs().max()))
+    return Equality(lengths, worst)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+class DecodeStep:
+    """One token of each of several sequences, with blocks anywhere in a pool of one layer."""
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype, *, block_size: int = 16) -> None:
+        generator = torch.Generator().manual_seed(len(lengths))
+        needed = [-(-length // block_size) for length in lengths]
+        self.pool = KVPool({0: SPEC}, num_blocks=sum(needed) + 1, block_size=block_size, dtype=dtype, device="cpu")
+        for tensor in self.pool.tensors():
+            tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(dtype)
+        self.batch = self._batch(lengths, needed, block_size, generator)
+        num = len(lengths)
+        self._q = torch.randn(1, QUERY_HEADS, num, HEAD_DIM, generator=generator).to(dtype)
+        self._k, self._v = (torch.randn(1, KV_HEADS, num, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
+        self._module = nn.Module()
+        self._module.layer_idx = 0
+        self._workspace = Workspace()
+
+    @staticmethod
+    def _batch(lengths: Sequence[int], needed: Sequence[int], block_size: int, generator: torch.Generator) -> StepBatch:
+        rows = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device="cpu")
+        block_ids = (torch.randperm(sum(needed), generator=generator) + 1).split(list(needed))
+        for ids in block_ids:
+            rows.stage_blocks(rows.add(), 0, ids.tolist())
+        return build_step_batch(
+            rows,
+            block_size=block_size,
+            rows=range(len(lengths)),
+            starts=[length - 1 for length in lengths],
+            counts=[1] * len(lengths),
+            token_ids=[[0]] * len(lengths),
+        )
+
+    def attend(self, attention: Callable[..., tuple[Tensor, None]]) -> Tensor:
+        step = AttentionStep(self.batch, self.pool, specs={0: SPEC}, workspace=self._workspace)
+        with torch.inference_mode(), attention_step(step):
+            return attention(self._module, self._q, self._k, self._v, None)[0]
+
+
+def lengths_of(num_seqs: int, context: int, *, is_mixed: bool) -> list[int]:
+    """All of the same length; or from an eighth of it to all of it, evenly."""
+    return evenly(context // 8, context, num_seqs) if is_mixed else [context] * num_seqs
+
+
+def measure_cell(num_seqs: int, context: int, *, is_mixed: bool, dtype: torch.dtype, rounds: int) -> Cell:
+    """The two take turns; the first round does not count."""
+    step = DecodeStep(lengths_of(num_seqs, context, is_mixed=is_mixed), dtype)
+    samples: tuple[list[float], list[float]] = ([], [])
+    results: list[Tensor] = []
+    for _ in range(rounds + 1):
+        results = []
+        for taken, attention in zip(samples, (paged_attention, padded_attention), strict=True):
+            start = time.perf_counter()
+            results.append(step.attend(attention))
+            taken.append(round((time.perf_counter() - start) * 1e6, 1))
+    difference = float((results[0].double() - results[1].double()).abs().max())
+    name = str(dtype).removeprefix("torch.")
+    return Cell(num_seqs, context, is_mixed, name, samples[0][1:], samples[1][1:], difference)
+
+
+def cells(*, quick: bool) -> list[tuple[int, int, bool, torch.dtype]]:
+    """The cells with gathered keys and values that fit the memory."""
+    if quick:
+        return [(2, 64, is_mixed, dtype) for is_mixed in (False, True) for dtype in DTYPES]
+    return [
+        (num_seqs, context, is_mixed, dtype)
+        for dtype in DTYPES
+        for num_seqs in BATCHES
+        for context in CONTEXTS
+        for is_mixed in ((False, True) if num_seqs > 1 else (False,))
+        if 2 * num_seqs * context * KV_HEADS * HEAD_DIM * dtype.itemsize <= MAX_CELL_BYTES
+    ]
+
+
+def measure_gpu() -> dict[str, Any]:
+    """The grids of `quire bench kernels gpu`, in a process of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "quire.cli", "bench", "kernels", "gpu", "--output", folder]
+        subprocess.run(command, check=True)
+        return {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def measure(quick: bool, progress: Progress) -> Findings:
+    chosen = cells(quick=quick)
+    task = progress.add_task("equality in float64", total=len(chosen) + 1)
+    equality = measure_equality((1, 17, 200) if quick else (1, 15, 16, 17, 200, 1000, 2048, 4096))
+    progress.advance(task)
+    measured = []
+    for num_seqs, context, is_mixed, dtype in chosen:
+        progress.update(task, description=f"{num_seqs} x {context} {dtype}")
+        rounds = QUICK_ROUNDS if quick else ROUNDS
+        measured.append(measure_cell(num_seqs, context, is_mixed=is_mixed, dtype=dtype, rounds=rounds))
+        progress.advance(task)
+    figures: dict[str, Any] = {
+        "equality": asdict(equality),
+        "heads": [QUERY_HEADS, KV_HEADS, HEAD_DIM],
+        "threads": torch.get_num_threads(),
+        "cells": [asdict(cell) | {"speedup": cell.speedup} for cell in measured],
+    }
+    if torch.cuda.is_available() and not quick:
+        progress.update(task, description="the GPU's grids")
+        figures["gpu"] = measure_gpu()
+    notes = [] if torch.cuda.is_available() else ["There is no GPU here: `quire bench kernels gpu` was not run."]
+    return Findings(tables(equality, measured), figures, lambda: plot(measured), notes, file_name="kernel")
+
+
+def tables(equality: Equality, measured: Sequence[Cell]) -> list:
+    shown = ", ".join(map(str, equality.lengths))
+    first = table(
+        f"online softmax over blocks against softmax over the sequence, float64, {shown} tokens",
+        *("", *(f"blocks of {size}" for size in equality.worst)),
+    )
+    first.add_row("largest relative difference", *(f"{worst:.1e}" for worst in equality.worst.values()))
+    second = table(
+        f"attention of one layer, one token of each sequence, {QUERY_HEADS}/{KV_HEADS} heads of {HEAD_DIM}: ms",
+        *("sequences", "tokens", "dtype", "paged", "gather + SDPA", "gather / paged", "difference"),
+        words=3,
+    )
+    for cell in measured:
+        tokens = f"{cell.context // 8} to {cell.context}" if cell.is_mixed else str(cell.context)
+        second.add_row(
+            *(str(cell.num_seqs), tokens, cell.dtype),
+            *(spread([taken / 1e3 for taken in taken_us], ".2f") for taken_us in (cell.paged_us, cell.gather_us)),
+            *(f"{cell.speedup:.2f}", f"{cell.difference:.0e}"),
+        )
+    return [first, second]
+
+
+def plot(measured: Sequence[Cell]) -> Figure:
+    """Gather over paged, a bar per cell."""
+    figure, panels = pyplot.subplots(1, len(DTYPES), figsize=(10, 4), sharex=True)
+    for axes, dtype in zip(panels, (str(dtype).removeprefix("torch.") for dtype in DTYPES), strict=True):
+        chosen = [cell for cell in measured if cell.dtype == dtype]
+        labels = [f"{cell.num_seqs} x {cell.context}{' mixed' if cell.is_mixed else ''}" for cell in chosen]
+        bars = axes.barh(range(len(chosen)), [cell.speedup for cell in chosen], color="tab:blue")
+        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+        axes.set_yticks(range(len(chosen)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(1, color="0.4", linewidth=0.8)
+        axes.set_title(f"{dtype}, on a CPU", fontsize=10)
+        axes.set_xlabel("time of gather + SDPA over paged")
+        plain(axes)
+    return figure
+
+
+main = benchmark("kernels", measure, packages=("torch", "triton", "transformers"))
 
 if __name__ == "__main__":
     main()

@@ -11,20 +11,36 @@ from typing import Any
 
 from conformance.foreign import find
 
-from quire.cli.bench import NAMES
+from quire.cli.bench import PARTS
 
 TIMEOUT_S = 240
-FILES = {"allocator": ("allocator_rows", "allocator"), "step": ("step_cpu", "step_cpu")}
-"""JSON and plot where they are not called as the benchmark."""
+FILES = {
+    "allocator": ("allocator_rows", "allocator"),
+    "kernels": ("kernel", "kernel"),
+    "step": ("step_cpu", "step_cpu"),
+}
+"""JSON and plot where they are not called as the benchmark or its part."""
+ELSEWHERE = {"kernels gpu": "tests/kernels/test_benchmark.py"}
+"""Tests of parts that do not run here."""
 
 
 def run_quick(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
-    """The files and the output of a benchmark."""
-    command = [sys.executable, "-m", "quire.cli", "bench", name, *flags, "--quick", "--output", str(folder)]
+    """The files and the output of a benchmark; `name` may have a part behind a space."""
+    command = [
+        sys.executable,
+        "-m",
+        "quire.cli",
+        "bench",
+        *name.split(),
+        *flags,
+        "--quick",
+        "--output",
+        str(folder),
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "QUIRE_VERIFY"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr
-    figures, plot = FILES.get(name, (name.replace("-", "_"),) * 2)
+    figures, plot = FILES.get(name, (name.split()[-1].replace("-", "_"),) * 2)
     assert "<svg" in (folder / f"{plot}.svg").read_text()
     written: dict[str, Any] = json.loads((folder / f"{figures}.json").read_text())
     assert {"processor", "cores", "python"} <= written["machine"].keys()
@@ -65,7 +81,7 @@ def test_utilization_is_that_of_contiguous_buffers_and_of_blocks(tmp_path: Path)
 
 
 def test_kernel_finds_both_attentions_equal(tmp_path: Path) -> None:
-    written, _ = run_quick("kernel", tmp_path)
+    written, _ = run_quick("kernels", tmp_path)
     assert max(written["equality"]["worst"].values()) < 4e-15
     assert len(written["cells"]) == 4
     for cell in written["cells"]:
@@ -219,7 +235,7 @@ def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:
 
 
 def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
-    written, _ = run_quick("launches", tmp_path)
+    written, _ = run_quick("kernels launches", tmp_path)
     (row,) = written["rows"]
     assert row["family"] == "Llama"
     assert row["report"].startswith("fused (")
@@ -259,4 +275,5 @@ def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) ->
 
 def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
-    assert all(f'"{name}"' in source for name in NAMES)
+    names = [f"{name} {part}".strip() for name, parts in PARTS.items() for part in ("", *parts)]
+    assert not [name for name in names if f'"{name}"' not in source and name not in ELSEWHERE]

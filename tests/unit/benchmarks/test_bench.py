@@ -32,16 +32,26 @@ from quire.worker.model.probe import Causal, LayerSpec, Sliding
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step"), str(BENCHMARKS / "harness")]
 
-books, eviction, kernel, lab, padded, prefix, pressure, queued_prompts, replay, report, serving, utilization = map(
-    importlib.import_module,
-    (
-        *("books", "eviction", "kernel", "lab", "padded", "prefix", "pressure", "queued_prompts", "replay", "report"),
-        *("serving", "utilization"),
-    ),
+
+def script(name: str, part: str = "") -> Any:
+    """Import the script of a benchmark, or of a part of it."""
+    path = bench.script_of(BENCHMARKS, name, part)
+    spec = importlib.util.spec_from_file_location(f"bench {name} {part}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+books, lengths, padded, replay, report = map(
+    importlib.import_module, ("books", "lengths", "padded", "replay", "report")
 )
-lengths, roofline, shapes, windows, workloads = map(
-    importlib.import_module, ("lengths", "roofline", "shapes", "windows", "workloads")
+kernels, lab, prefix, pressure, serving, step, utilization = map(
+    script, ("kernels", "lab", "prefix", "pressure", "serving", "step", "utilization")
 )
+eviction, queued_prompts, windows = map(importlib.import_module, ("eviction", "queued_prompts", "windows"))
+roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ def test_windowed_groups_find_as_much_and_leave_nothing_that_is_never_found() ->
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
 def test_the_online_softmax_is_the_softmax(length: int) -> None:
-    worst = kernel.measure_equality((length,)).worst
+    worst = kernels.measure_equality((length,)).worst
     assert worst.keys() == {16, 32, 64, 128}
     assert max(worst.values()) < 4e-15
 
@@ -287,8 +297,8 @@ def test_a_padded_batch_attends_as_the_reference_does(
 
 
 def test_mixed_lengths_go_from_an_eighth_to_all() -> None:
-    assert kernel.lengths_of(3, 64, is_mixed=True) == [8, 36, 64]
-    assert kernel.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
+    assert kernels.lengths_of(3, 64, is_mixed=True) == [8, 36, 64]
+    assert kernels.lengths_of(3, 64, is_mixed=False) == [64, 64, 64]
 
 
 def test_lengths_around_a_mean_have_that_mean() -> None:
@@ -298,11 +308,6 @@ def test_lengths_around_a_mean_have_that_mean() -> None:
 
 
 def test_each_target_of_a_step_is_of_one_that_a_gpu_measures() -> None:
-    spec = importlib.util.spec_from_file_location("step_benchmark", BENCHMARKS / "step/__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    step = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(step)
     plan = step.gpu_plan()
     measured = {(shape.name, cell.name) for shape in plan.shapes for cell in plan.cells}
     assert len(measured) == len(plan.shapes) * len(plan.cells)

@@ -1,6 +1,6 @@
 """Kernels a decode step launches, per layer and besides, with transformers' own modules and with fused ones.
 
-    quire bench launches
+    quire bench kernels launches
 
 Attention over the pool is left out: it is the same for both, a decode kernel and its combine. On a GPU torch's profiler
 counts; elsewhere this is an estimate from the operations that a step calls: see count_operations().
@@ -278,7 +278,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-main = benchmark("launches", measure, packages=("torch", "triton", "transformers"))
+main = benchmark("kernels launches", measure, packages=("torch", "triton", "transformers"))
 
 if __name__ == "__main__":
     main()
