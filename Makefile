@@ -149,7 +149,7 @@ gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and t
 
 cpu-bench-step: venv  ## whole steps on the CPU against its memory, then the engine against others; ARGS=--quick
 	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench step $(ARGS)
-	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench peers $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench serving peers $(ARGS)
 
 lint: venv  ## check style, format and types
 	$(BIN)/ruff check .

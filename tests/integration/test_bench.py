@@ -49,7 +49,7 @@ def run_quick(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str
 
 
 def test_sharing_reads_the_known_counts_from_the_live_services(tmp_path: Path) -> None:
-    written, _ = run_quick("sharing", tmp_path)
+    written, _ = run_quick("utilization sharing", tmp_path)
     samples, requests = written["shared"]
     assert (samples["num_blocks"], samples["num_unshared"]) == (13, 130)
     assert samples["saved_bytes"] == 936 * 2**20
@@ -185,7 +185,7 @@ def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> No
 
 
 def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
-    written, _ = run_quick("peers", tmp_path)
+    written, _ = run_quick("serving peers", tmp_path)
     rows = {(figure["workload"], figure["row"]): figure for figure in written["figures"]}
     names = {name for _, name in rows}
     assert {"transformers, static batch", "Quire, two services", "Quire, in one process"} <= names
@@ -246,7 +246,7 @@ def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
 
 
 def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
-    written, _ = run_quick("door", tmp_path)
+    written, _ = run_quick("serving door", tmp_path)
     assert written["streams"].keys() == {"1", "4"}
     assert all(min(each["engine"], each["HTTP"], each["ratio"]) > 0 for each in written["streams"].values())
     assert written["first_byte_s"]["HTTP"] > 0
@@ -255,7 +255,7 @@ def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
 
 def test_door_gives_the_same_tokens_through_transformers_serve(tmp_path: Path) -> None:
     """Its environment is made once, by pip from the index that pip is configured with."""
-    written, printed = run_quick("door", tmp_path, "--peers")
+    written, printed = run_quick("serving door", tmp_path, "--peers")
     assert written["peer"] == {"name": "transformers serve", "absent": "", "failed": {}}
     assert all(min(each["transformers serve"], each["peer_ratio"]) > 0 for each in written["streams"].values())
     assert written["first_byte_s"]["transformers serve"] > 0

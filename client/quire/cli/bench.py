@@ -11,12 +11,10 @@ import click
 
 # The benchmarks, and the parts of each that run only by their own name.
 PARTS: dict[str, tuple[str, ...]] = {
-    "utilization": (),
-    "sharing": (),
-    "serving": (),
+    "utilization": ("sharing",),
+    "serving": ("peers", "door"),
     "prefix": (),
     "routing": (),
-    "door": (),
     "kernels": ("launches", "gpu"),
     "step": (),
     "lab": (),
@@ -26,7 +24,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "restart": (),
     "pressure": (),
     "tensor-parallel": (),
-    "peers": (),
 }
 NAMES = tuple(PARTS)
 _CHECKOUT = Path(__file__).resolve().parents[3]

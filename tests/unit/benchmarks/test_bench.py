@@ -30,17 +30,19 @@ from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model.probe import Causal, LayerSpec, Sliding
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "step"), str(BENCHMARKS / "harness")]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "harness")]
 
 
 def script(name: str, part: str = "") -> Any:
-    """Import the script of a benchmark, or of a part of it."""
+    """Import the script of a benchmark, or of a part of it, and the modules beside it."""
     path = bench.script_of(BENCHMARKS, name, part)
     spec = importlib.util.spec_from_file_location(f"bench {name} {part}", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
     return module
 
 
@@ -67,8 +69,13 @@ def test_every_name_is_a_script_with_a_line_that_says_what_it_measures() -> None
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(click.BadParameter, match="utilization, sharing"):
+    with pytest.raises(click.BadParameter, match="utilization, serving"):
         bench.run_bench("report", (), quick=False, output=None)
+
+
+def test_an_unknown_part_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(click.BadParameter, match="no part of serving, which has: peers, door"):
+        bench.run_bench("serving", ("windows",), quick=False, output=None)
 
 
 def test_outside_of_a_checkout_it_says_where_the_benchmarks_are(
@@ -76,7 +83,7 @@ def test_outside_of_a_checkout_it_says_where_the_benchmarks_are(
 ) -> None:
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    for call in (bench.list_benches, lambda: bench.run_bench("sharing", (), quick=True, output=None)):
+    for call in (bench.list_benches, lambda: bench.run_bench("utilization", (), quick=True, output=None)):
         with pytest.raises(click.ClickException, match="checkout, not in the installed package"):
             call()
 
@@ -85,21 +92,33 @@ def test_without_what_they_need_it_says_what_to_install(monkeypatch: pytest.Monk
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     with pytest.raises(click.ClickException, match=r"need matplotlib.*make venv"):
-        bench.run_bench("sharing", (), quick=True, output=None)
+        bench.run_bench("utilization", (), quick=True, output=None)
 
 
 @pytest.mark.parametrize(("output", "folder"), [(None, BENCHMARKS.parent / "build/bench"), (Path("/x"), Path("/x"))])
+@pytest.mark.parametrize(
+    ("name", "words", "script", "flags"),
+    [
+        ("tensor-parallel", ("--restarts", "2"), "tensor_parallel.py", ("--restarts", "2")),
+        ("serving", (), "serving/__main__.py", ()),
+        ("serving", ("door", "--peers"), "serving/door.py", ("--peers",)),
+    ],
+)
 def test_it_becomes_the_script_with_the_flags_it_was_given(
-    output: Path | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    words: Sequence[str],
+    script: str,
+    flags: Sequence[str],
+    output: Path | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    bench.run_bench("control-plane", ("--restarts", "2"), quick=True, output=output)
-    script = str(BENCHMARKS / "control_plane.py")
-    run = str(BENCHMARKS / "harness/run.py")
-    command = [sys.executable, run, script, "--quick", "--restarts", "2", "--output", str(folder)]
-    assert became == [(sys.executable, command)]
+    bench.run_bench(name, words, quick=True, output=output)
+    run = [sys.executable, str(BENCHMARKS / "harness/run.py"), str(BENCHMARKS / script)]
+    assert became == [(sys.executable, [*run, "--quick", *flags, "--output", str(folder)])]
     assert os.environ["OMP_WAIT_POLICY"] == "active"
 
 

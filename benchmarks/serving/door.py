@@ -1,7 +1,7 @@
 """The front door: the same requests through HTTP and through an engine in this process; tokens a second, first byte.
 
-    quire bench door
-    quire bench door --peers        also through `transformers serve`, in an environment that this makes once
+    quire bench serving door
+    quire bench serving door --peers        also through `transformers serve`, in an environment that this makes once
 
 A worker serves a Llama of 56 M parameters in float32 on this machine. Streams: so many requests at once, each read to
 its end, by an engine of this process or through `quire serve` over a connection each. First byte: one request of one
@@ -320,7 +320,7 @@ def plot(figures: dict[str, Any]) -> Figure:
 
 
 main = benchmark(
-    "door",
+    "serving door",
     measure,
     packages=("numpy", "torch", "transformers", "grpcio", "uvicorn", "starlette"),
     flags={"--peers": f"Also {PEER}, in an environment that is made if it is not there."},

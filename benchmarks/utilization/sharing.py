@@ -1,6 +1,6 @@
 """Blocks that a shared prompt saves, and blocks that releases free: read from the live services.
 
-    quire bench sharing
+    quire bench utilization sharing
 
 cachemgr and a worker with the demo's model, as `quire up` starts them. Sequences are planned step by step, run by the
 worker, and their blocks are read from cachemgr: block tables by GetSequence, counts by GetStatistics.
@@ -26,7 +26,7 @@ from quire.client.cache_client import CacheClient
 from quire.client.channel import open_channel
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
+MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 257
 SYSTEM_TOKENS, NUM_REQUESTS = 200, 10
@@ -240,7 +240,7 @@ def plot(shared: Sequence[Shared]) -> Figure:
     return figure
 
 
-main = benchmark("sharing", measure, packages=("grpcio", "torch", "transformers"))
+main = benchmark("utilization sharing", measure, packages=("grpcio", "torch", "transformers"))
 
 if __name__ == "__main__":
     main()

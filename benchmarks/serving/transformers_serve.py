@@ -1,4 +1,4 @@
-"""`transformers serve` with continuous batching, in an environment of its own: the peer of `quire bench door`."""
+"""`transformers serve` with continuous batching, in its own environment: the peer of `quire bench serving door`."""
 
 from __future__ import annotations
 

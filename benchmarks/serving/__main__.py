@@ -4,7 +4,7 @@
 
 A GPT-2-small shape with random weights; 64 requests of 704 to 1,008 prompt tokens, 54,784 in all, and 16 new tokens
 each; the engine, cachemgr's books and the worker's executor in one process. The rows differ in the attention alone: the
-worker's own over the block pool, or benchmarks/padded.py. On a GPU if there is one, in float16; otherwise on the CPU in
+worker's own over the block pool, or harness/padded.py. On a GPU if there is one, in float16; otherwise on the CPU in
 bfloat16. Prompts that share nothing; 64 sequences at a time, 2,048 tokens a step; prefix cache emptied before each run.
 """
 

@@ -1,6 +1,6 @@
 """Tokens per second of the engine beside transformers and llama.cpp on the same model and work, on a CPU.
 
-    quire bench peers
+    quire bench serving peers
 
 Rows: transformers' `generate` on static batches of 16, its continuous batching, llama.cpp with 16 slots, Quire through
 the two real processes, and Quire with both services in this process (the difference is the cost of the process
@@ -11,7 +11,7 @@ row's tokens are compared with the first row's.
 llama.cpp needs an environment of its own:
 
     python3 -m venv .venv-peers/llama_cpp
-    .venv-peers/llama_cpp/bin/pip install -r benchmarks/llama_cpp_requirements.txt
+    .venv-peers/llama_cpp/bin/pip install -r benchmarks/serving/llama_cpp_requirements.txt
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from engines import NUM_CORES, Running, Setup, generate, one_process, two_processes
+from environments import ENVIRONMENTS, python_of
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m
@@ -43,8 +44,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 512
 MAX_STEP_TOKENS = 2048
 ROUNDS, QUICK_ROUNDS = 3, 1
-HERE = Path(__file__).parent
-LLAMA_CPP_PYTHON = HERE.parent / ".venv-peers" / "llama_cpp" / "bin" / "python"
+LLAMA_CPP_PYTHON = python_of("llama_cpp")
 
 Tokens = list[list[int]]
 
@@ -169,7 +169,8 @@ class LlamaCpp:
         """Raises RuntimeError if it does not start."""
         weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
         np.savez(folder / "weights.npz", **weights)
-        command = [str(LLAMA_CPP_PYTHON), str(HERE / "llama_cpp_driver.py"), str(folder), str(threads), str(BATCH)]
+        driver = Path(__file__).with_name("llama_cpp_driver.py")
+        command = [*map(str, (LLAMA_CPP_PYTHON, driver, folder, threads, BATCH))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.version: str = self._hear()["version"]
 
@@ -252,7 +253,7 @@ async def run(*, quick: bool, progress: Progress) -> tuple[list[Measurement], st
         setup = Setup(directory, NUM_BLOCKS, BLOCK_SIZE, max_running_sequences=BATCH, max_step_tokens=MAX_STEP_TOKENS)
         async with AsyncExitStack() as stack:
             rows = [static_batches(model), continuous_batching(model)]
-            llama_cpp = f"absent: there is no {LLAMA_CPP_PYTHON.relative_to(HERE.parent)}"
+            llama_cpp = f"absent: there is no {LLAMA_CPP_PYTHON.relative_to(ENVIRONMENTS.parent)}"
             if LLAMA_CPP_PYTHON.exists():
                 driver = stack.enter_context(LlamaCpp(model, directory, NUM_CORES))
                 llama_cpp = driver.version
@@ -308,7 +309,7 @@ def plot(measurements: Sequence[Measurement]) -> Figure:
     return figure
 
 
-main = benchmark("peers", measure, packages=("torch", "transformers", "grpcio", "numpy"))
+main = benchmark("serving peers", measure, packages=("torch", "transformers", "grpcio", "numpy"))
 
 if __name__ == "__main__":
     main()
