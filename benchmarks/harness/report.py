@@ -28,7 +28,7 @@ matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "quire"  # the same figures give the same file
 matplotlib.rcParams["svg.fonttype"] = "none"  # letters as text: a quarter of the size that their outlines take
 
-WIDTH = 120
+WIDTH = 150
 QUANTILES = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
 
 
@@ -38,14 +38,14 @@ class Findings:
 
     tables     for people
     figures    for JSON: every figure of the tables, with the quantiles behind it; samples only if the plot needs them
-    draw       makes the plot
+    draw       makes the plot; None: there is none
     notes      conditions and limits of the figures, a sentence each
     file_name  of the JSON and the plot, without ending; the last word of the benchmark's name if empty
     """
 
     tables: Sequence[Table]
     figures: dict[str, Any]
-    draw: Callable[[], Figure]
+    draw: Callable[[], Figure] | None = None
     notes: Sequence[str] = ()
     file_name: str = ""
 
@@ -129,14 +129,17 @@ def show(findings: Findings, about: dict[str, Any]) -> None:
 
 
 def write(findings: Findings, about: dict[str, Any], folder: Path, name: str) -> None:
-    """NAME.json and NAME.svg in the folder, which is made."""
+    """NAME.json and, if there is a plot, NAME.svg in the folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name.replace('-', '_')}.json"
     write_json(about | {"notes": list(findings.notes)} | findings.figures, path)
-    figure = findings.draw()
-    figure.tight_layout()
-    save_svg(figure, path.with_suffix(".svg"))
-    Console(highlight=False, soft_wrap=True).print(f"written: {path} and {path.with_suffix('.svg').name}")
+    written = str(path)
+    if findings.draw is not None:
+        figure = findings.draw()
+        figure.tight_layout()
+        save_svg(figure, path.with_suffix(".svg"))
+        written += f" and {path.with_suffix('.svg').name}"
+    Console(highlight=False, soft_wrap=True).print(f"written: {written}")
 
 
 def write_json(content: dict[str, Any], path: Path) -> None:

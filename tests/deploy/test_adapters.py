@@ -70,7 +70,7 @@ ADAPTERS = (
             for name in ("__main__", "encoding", "metrics", "publisher")
         ),
         (
-            "benchmarks/kv_events.py",
+            "benchmarks/control_plane/kv_events.py",
             "tests/integration/kv_events.py",
             "tests/integration/test_dynamo_indexer.py",
             "tests/integration/test_kv_events.py",

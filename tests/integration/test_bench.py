@@ -17,10 +17,15 @@ TIMEOUT_S = 240
 FILES = {
     "allocator": ("allocator_rows", "allocator"),
     "kernels": ("kernel", "kernel"),
+    "prefix windows": ("eviction_windows", ""),
     "step": ("step_cpu", "step_cpu"),
 }
 """JSON and plot where they are not called as the benchmark or its part."""
-ELSEWHERE = {"kernels gpu": "tests/kernels/test_benchmark.py"}
+WITHOUT_PLOT = {"step grammars", "prefix windows", "prefix queued-prompts"}
+ELSEWHERE = {
+    "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
+    "kernels gpu": "tests/kernels/test_benchmark.py",
+}
 """Tests of parts that do not run here."""
 
 
@@ -41,7 +46,7 @@ def run_quick(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr
     figures, plot = FILES.get(name, (name.split()[-1].replace("-", "_"),) * 2)
-    assert "<svg" in (folder / f"{plot}.svg").read_text()
+    assert name in WITHOUT_PLOT or "<svg" in (folder / f"{plot}.svg").read_text()
     written: dict[str, Any] = json.loads((folder / f"{figures}.json").read_text())
     assert {"processor", "cores", "python"} <= written["machine"].keys()
     assert written["command"].startswith(f"quire bench {name}")
@@ -107,6 +112,21 @@ def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:
     for row in written["traces"]:
         assert 0 < row["default"] <= row["infinite"] < 1
         assert row["belady"] is None or row["lru"] <= row["belady"] <= row["infinite"]
+
+
+def test_prefix_windows_counts_by_layer_group(tmp_path: Path) -> None:
+    written, _ = run_quick("prefix windows", tmp_path)
+    assert [each["policy"] for each in written["figures"]] == ["lru", written["default"]]
+    for each in written["figures"]:
+        assert each["one_table"]["num_hits"] > 0
+        assert len(each["with_groups"]["num_found"]) == 2
+        assert each["with_groups"]["most_stranded"] <= 1
+
+
+def test_queued_prompts_has_each_load_with_and_without_them(tmp_path: Path) -> None:
+    written, _ = run_quick("prefix queued-prompts", tmp_path)
+    assert len(written["figures"]) == 12
+    assert all(0 <= each[way]["hit_ratio"] <= 1 for each in written["figures"] for way in ("without", "with"))
 
 
 def test_routing_compares_three_ways_on_both_loads(tmp_path: Path) -> None:
@@ -184,6 +204,12 @@ def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> No
     assert all(left.endswith(": time") for left in written["left_out"])
 
 
+def test_grammars_are_measured_beside_steps_without_them(tmp_path: Path) -> None:
+    written, _ = run_quick("step grammars", tmp_path)
+    assert (written["num_seqs"], written["num_bound"]) == (4, 2)
+    assert all(written[kind]["num_samples"] == 3 for kind in ("without_ms", "with_grammars_ms"))
+
+
 def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
     written, _ = run_quick("serving peers", tmp_path)
     rows = {(figure["workload"], figure["row"]): figure for figure in written["figures"]}
@@ -225,7 +251,7 @@ def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None
 
 
 def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:
-    written, _ = run_quick("restart", tmp_path)
+    written, _ = run_quick("control-plane restart", tmp_path)
     for samples in (written["through_grpc_us"], written["books_us"]):
         names = {name.removesuffix(", True").removesuffix(", False") for name in samples}
         assert samples.keys() == {f"{name}, {kept}" for name in names for kept in (True, False)}

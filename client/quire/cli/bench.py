@@ -13,15 +13,14 @@ import click
 PARTS: dict[str, tuple[str, ...]] = {
     "utilization": ("sharing",),
     "serving": ("peers", "door"),
-    "prefix": (),
+    "prefix": ("windows", "queued-prompts"),
     "routing": (),
     "kernels": ("launches", "gpu"),
-    "step": (),
+    "step": ("grammars",),
     "lab": (),
     "allocator": (),
-    "control-plane": (),
+    "control-plane": ("restart", "kv-events"),
     "scale": (),
-    "restart": (),
     "pressure": (),
     "tensor-parallel": (),
 }

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from quire.cli import bench
 from quire.kernels import reference
+from quire.lab.replay import Outcome
 from quire.lab.requests import Prompt
 from quire.worker.attention.torch_attention import AttentionStep, attention_step, paged_attention
 from quire.worker.memory.kv_pool import KVPool
@@ -30,7 +31,7 @@ from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model.probe import Causal, LayerSpec, Sliding
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "harness")]
+sys.path[:0] = [str(BENCHMARKS / "harness")]
 
 
 def script(name: str, part: str = "") -> Any:
@@ -52,8 +53,8 @@ books, lengths, padded, replay, report = map(
 kernels, lab, prefix, pressure, serving, step, utilization = map(
     script, ("kernels", "lab", "prefix", "pressure", "serving", "step", "utilization")
 )
-eviction, queued_prompts, windows = map(importlib.import_module, ("eviction", "queued_prompts", "windows"))
-roofline, shapes, workloads = map(importlib.import_module, ("roofline", "shapes", "workloads"))
+windows_of_prefix, queued_prompts = script("prefix", "windows"), script("prefix", "queued-prompts")
+roofline, shapes, windows, workloads = map(importlib.import_module, ("roofline", "shapes", "windows", "workloads"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def test_a_spread_is_the_median_and_its_range() -> None:
 def test_prompts_that_are_named_find_more() -> None:
     case = queued_prompts.recorded("sharegpt128_B16", 10, 4, 1_000)
     case = replace(case, load=case.load | {"requests": 100})
-    without, named = (queued_prompts.measure(case, num_expected) for num_expected in (0, 8))
+    without, named = (queued_prompts.measure_case(case, num_expected) for num_expected in (0, 8))
     assert named["hit_ratio"] > without["hit_ratio"] > 0
 
 
@@ -256,7 +257,7 @@ def test_windowed_groups_find_as_much_and_leave_nothing_that_is_never_found() ->
     requests = [
         Prompt(64, [number % 7 * 100, *range(number % 7 * 100 + 1, number % 7 * 100 + 4)]) for number in range(60)
     ]
-    pool = replay.GroupsReplay(12, block_size=16, policy="lru", layer_groups=eviction.GROUPS)
+    pool = replay.GroupsReplay(12, block_size=16, policy="lru", layer_groups=windows_of_prefix.GROUPS)
     assert pool.num_stranded() == 0
     outcome = pool.run_groups([*requests, requests[-1]])
     assert (
@@ -510,7 +511,7 @@ def test_hit_ratios_are_of_tokens() -> None:
     file = prefix.expectations()[name]
     capacity, known = next(iter(file["capacity"].items()))
     outcome = prefix.Measurement(
-        *("lmcache", int(capacity), SimpleNamespace(num_hits=100), SimpleNamespace(num_hits=150)),
+        *("lmcache", int(capacity), Outcome(100, 0), Outcome(150, 0)),
         *(known["opt_hit_blocks"], file["hit_blocks_infinite"]),
     )
     ratios = prefix.hit_ratios(name, outcome)

@@ -1,18 +1,24 @@
-"""Measure grammars: steps of 64 sequences of which 16 follow a JSON schema, in turns with steps without a grammar."""
+"""The cost of grammars: steps of 64 sequences of which 16 follow a JSON schema, in turns with steps without a grammar.
+
+quire bench step grammars
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import torch
+from engines import NUM_CORES
 from llguidance import LLTokenizer, TokenizerWrapper
 from models import llama_56m
+from report import Findings, benchmark, summary, table
+from rich.progress import Progress
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import RowSampling, Step
@@ -105,26 +111,42 @@ class Batch:
         return elapsed
 
 
-def main() -> None:
-    """Print the medians."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-seqs", type=int, default=64)
-    parser.add_argument("--num-grammars", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=2)
-    flags = parser.parse_args()
-    torch.set_num_threads(flags.threads)
+def measure(quick: bool, progress: Progress, *, num_seqs: int, num_grammars: int, steps: int, threads: int) -> Findings:
+    torch.set_num_threads(threads)
+    if quick:
+        num_seqs, num_grammars, steps = 4, 2, 3
     tokenizer = LLTokenizer(TokenizerWrapper(Tokens()), n_vocab=VOCAB_SIZE)
     compiled = Compiled(make_matcher(tokenizer, translate("json_schema", json.dumps(SCHEMA))), frozenset({END_ID}))
     with tempfile.TemporaryDirectory() as directory:
         llama_56m(Path(directory))
-        sizes = {"num_seqs": flags.num_seqs, "num_steps": flags.steps, "num_bound": flags.num_grammars}
+        sizes = {"num_seqs": num_seqs, "num_steps": steps, "num_bound": num_grammars}
         free, bound = (Batch(Path(directory), grammar=grammar, **sizes) for grammar in (None, compiled))
-        times = [(free.step_s(), bound.step_s()) for _ in range(flags.steps)]
-    without, with_grammars = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-    share = statistics.median((b - a) / a for a, b in times)
-    print(f"ms a step: {without:.2f} without, {with_grammars:.2f} with {flags.num_grammars} grammars; {share:+.1%}")
+        turns = progress.track(range(steps), description="steps")
+        times = [(1e3 * free.step_s(), 1e3 * bound.step_s()) for _ in turns]
+    columns = [*zip(*times, strict=True)]
+    added = statistics.median((b - a) / a for a, b in times)
+    figures = {
+        **sizes,
+        "threads": threads,
+        "without_ms": summary(columns[0]),
+        "with_grammars_ms": summary(columns[1]),
+        "added_ratio": added,
+    }
+    made = table(f"ms a step of {num_seqs} sequences", "without", f"{num_grammars} with grammars", "added", words=0)
+    made.add_row(*(f"{statistics.median(column):.2f}" for column in columns), f"{added:+.1%}")
+    return Findings([made], figures)
 
+
+OPTIONS = [
+    click.Option([flag], default=default, show_default=True, type=click.IntRange(min=1), help=text)
+    for flag, default, text in (
+        ("--num-seqs", 64, "Sequences of a step."),
+        ("--num-grammars", 16, "Of these, sequences with a grammar."),
+        ("--steps", 100, "Measured steps of each kind."),
+        ("--threads", NUM_CORES, "Of torch."),
+    )
+]
+main = benchmark("step grammars", measure, packages=("torch", "transformers", "llguidance"), options=OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -1,20 +1,20 @@
 """Hits and times of an engine that names the prompts at the head of its queue to cachemgr, and of one that does not.
 
+    quire bench prefix queued-prompts
+
 In the laboratory (`quire lab`): cachemgr's own books and the engine's own scheduler, and a formula for the time of a
 step. One worker `h100-8b`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import click
-from rich.console import Console
-from rich.progress import track
+from replay import TRACES
+from report import Findings, benchmark, table
+from rich.progress import Progress
 from rich.table import Table
 
 from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
@@ -22,7 +22,6 @@ from quire.lab.config import LabConfig, config_of
 from quire.lab.experiment import run
 from quire.lab.measures import Outcome
 
-TRACES = Path(__file__).parent / "traces"
 METRICS = {"hit_ratio": "hits", "duration_s": "time for all", "first_token_p50_s": "first token, median"}
 
 
@@ -68,31 +67,16 @@ CASES = (
 )
 
 
-def measure(case: Case, num_expected: int) -> dict[str, float]:
+def measure_case(case: Case, num_expected: int) -> dict[str, float]:
     """Means over the seeds."""
     outcomes: list[Outcome] = [run(case.config(num_expected), seed) for seed in case.seeds]
     return {name: fmean(outcome.metrics[name] for outcome in outcomes) for name in (*METRICS, "preemptions")}
 
 
-def show(figures: list[dict[str, Any]]) -> None:
-    table = Table(title=f"prompts of the queue that cachemgr knows of: none, {DEFAULT_EXPECTED_PROMPTS}")
-    for heading in ("load", "running", "blocks", "hits", *list(METRICS.values())[1:]):
-        table.add_column(heading, justify="left" if heading == "load" else "right")
-    for each in figures:
-        before, after = each["without"], each["with"]
-        ratios = [f"{after[name] / before[name]:.3f}" for name in list(METRICS)[1:]]
-        hits = f"{before['hit_ratio']:.3f}, {after['hit_ratio']:.3f}"
-        table.add_row(each["load"], str(each["running"]), f"{each['blocks']:,}", hits, *ratios)
-    Console(width=max(Console().width, 130)).print(table)
-
-
-@click.command()
-@click.option("--quick", is_flag=True, help="50 requests of each load, one seed.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where to write the figures as JSON.")
-def main(quick: bool, output: Path | None) -> None:
-    """Hits and times with and without the engine's hints about its queue, in virtual time."""
+def measure(quick: bool, progress: Progress) -> Findings:
+    """--quick: 50 requests of each load, one seed."""
     figures = []
-    for case in track(CASES, description="loads", console=Console(stderr=True)):
+    for case in progress.track(CASES, description="loads"):
         if quick:
             case = replace(case, load=case.load | {"requests": 50}, seeds=(1,))
         figures.append(
@@ -101,15 +85,25 @@ def main(quick: bool, output: Path | None) -> None:
                 "running": case.num_running,
                 "blocks": case.num_blocks,
                 "seeds": case.seeds,
-                "without": measure(case, 0),
-                "with": measure(case, DEFAULT_EXPECTED_PROMPTS),
+                "without": measure_case(case, 0),
+                "with": measure_case(case, DEFAULT_EXPECTED_PROMPTS),
             }
         )
-    show(figures)
-    if output is not None:
-        contents = {"command": "python benchmarks/queued_prompts.py", "expected_prompts": DEFAULT_EXPECTED_PROMPTS}
-        output.write_text(json.dumps(contents | {"figures": figures}, indent=1) + "\n")
+    return Findings([table_of(figures)], {"expected_prompts": DEFAULT_EXPECTED_PROMPTS, "figures": figures})
 
+
+def table_of(figures: list[dict[str, Any]]) -> Table:
+    title = f"prompts of the queue that cachemgr knows of: none, {DEFAULT_EXPECTED_PROMPTS}"
+    made = table(title, "load", "running", "blocks", "hits", *list(METRICS.values())[1:])
+    for each in figures:
+        before, after = each["without"], each["with"]
+        ratios = [f"{after[name] / before[name]:.3f}" for name in list(METRICS)[1:]]
+        hits = f"{before['hit_ratio']:.3f}, {after['hit_ratio']:.3f}"
+        made.add_row(each["load"], str(each["running"]), f"{each['blocks']:,}", hits, *ratios)
+    return made
+
+
+main = benchmark("prefix queued-prompts", measure)
 
 if __name__ == "__main__":
     main()

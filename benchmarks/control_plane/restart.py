@@ -1,6 +1,6 @@
 """The cost of a state directory in every step, and the time to restart from it.
 
-    quire bench restart
+    quire bench control-plane restart
 
 Costs: cachemgr as it is deployed with and without --state-dir, in turns, and its books alone, without gRPC. Recovery:
 books with all blocks in use or cached, killed when the log is as long as it gets before a snapshot replaces it; the
@@ -19,10 +19,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import control_plane
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from plans import QUICK, Services, Sizes, figure_of, rows
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
@@ -115,15 +115,15 @@ def cost_in_books(num_sequences: int, num_steps: int, *, kept: bool) -> tuple[fl
     return plan, report
 
 
-def cost_through_grpc(sizes: control_plane.Sizes, *, kept: bool) -> Iterator[tuple[str, float]]:
+def cost_through_grpc(sizes: Sizes, *, kept: bool) -> Iterator[tuple[str, float]]:
     """Rows of the control plane's benchmark, each with its median latency in µs."""
     wanted = ("decode step, 256 sequences, stream", "admission, 4,096 fresh tokens, stream", "empty plan, stream")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         flags = ("--state-dir", f"{folder}/state") if kept else ()
-        services = control_plane.Services(Path(folder), stack, pinned=False, flags=flags)
-        for row in control_plane.rows(sizes):
+        services = Services(Path(folder), stack, pinned=False, flags=flags)
+        for row in rows(sizes):
             if row.name in wanted:
-                yield row.name, control_plane.figure_of([services.measure(row)]).p50_us
+                yield row.name, figure_of([services.measure(row)]).p50_us
 
 
 def recovery(num_blocks: int, num_rounds: int, num_records: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def await_one_log(folder: Path, timeout_s: float = 60.0) -> int:
 def measure(quick: bool, progress: Progress) -> Findings:
     """In turns, so that what else the machine does falls on both."""
     num_rounds, num_steps = (1, 50) if quick else (5, 2_000)
-    sizes = control_plane.QUICK if quick else control_plane.Sizes(calls=2_000, admissions=300)
+    sizes = QUICK if quick else Sizes(calls=2_000, admissions=300)
     blocks = (1_000, 10_000) if quick else (10_000, 100_000, 1_000_000)
     num_records = 100 if quick else RECORDS_PER_LOG
     books: Samples = {}
@@ -256,7 +256,7 @@ def plot(grpc: Samples, recovered: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = benchmark("restart", measure, packages=("grpcio",))
+main = benchmark("control-plane restart", measure, packages=("grpcio",))
 
 if __name__ == "__main__":
     main()

@@ -20,20 +20,40 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from engines import Running, Setup, generate, two_processes
-from eviction import Measurement, measure_trace
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m
-from replay import expectations
+from replay import expectations, load
 from report import Findings, benchmark, percent, plain, spread, table
 from rich.progress import Progress
 
 from quire.cachemgr._core import DEFAULT_POLICY
+from quire.lab.replay import Outcome, Replay
 
 BLOCK_SIZE = 16
+CAPACITIES = {512: (250, 500, 1000, 2000, 3000, 5000, 10000), 16: (500, 1000, 1500, 2000, 3000, 5000)}
+"""By block size: the capacities of expected.json and some between."""
 QUICK_TRACE = "lmcache_miniswe_B16.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One trace at one capacity, in blocks. Belady is None where expected.json does not say."""
+
+    trace: str
+    capacity: int
+    lru: Outcome
+    default: Outcome
+    belady_hits: int | None
+    infinite_hits: int
+
+    @property
+    def ratio(self) -> float:
+        """Hits of the default relative to LRU's."""
+        return self.default.num_hits / self.lru.num_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,26 @@ async def one_request(running: Running, prompt: Sequence[int], num_new: int) -> 
     return round(taken, 4), running.engine.statistics().scheduler.cached_tokens - before
 
 
+def measure_trace(name: str) -> list[Measurement]:
+    """Every capacity for this file's block size."""
+    file, requests = expectations()[name], load(name)
+    measurements = []
+    for capacity in CAPACITIES[file["block"]]:
+        lru, default = (
+            Replay(capacity, block_size=file["block"], policy=policy).run(requests)
+            for policy in ("lru", DEFAULT_POLICY)
+        )
+        expected = file["capacity"].get(str(capacity), {})
+        if expected and lru != Outcome(expected["lru_hit_blocks"], expected["lru_evictions"]):
+            raise click.ClickException(f"LRU on {name} at {capacity} blocks is not as expected.json says")
+        measured = Measurement(
+            *(name.partition(".")[0], capacity, lru, default),
+            *(expected.get("opt_hit_blocks"), file["hit_blocks_infinite"]),
+        )
+        measurements.append(measured)
+    return measurements
+
+
 def measure(quick: bool, progress: Progress) -> Findings:
     names = [QUICK_TRACE] if quick else list(expectations())
     task = progress.add_task("traces", total=len(names))
@@ -146,6 +186,7 @@ def hit_ratios(name: str, measured: Measurement) -> dict[str, Any]:
         "lru": ratio(measured.lru.num_hits),
         "belady": ratio(measured.belady_hits),
         "infinite": ratio(measured.infinite_hits),
+        "blocks": {"default": asdict(measured.default), "lru": asdict(measured.lru)},
     }
 
 
@@ -161,13 +202,17 @@ def prompt_table(prompted: Prompted) -> Any:
 
 
 def trace_table(rows: Sequence[dict[str, Any]], prompted: Prompted) -> Any:
-    headings = ("trace", "blocks", "default", "LRU", "Belady", "infinite", "prefill saved, s", "than LRU, s")
-    made = table("part of the prompts' tokens found in the cache", *headings)
+    headings = ("trace", "blocks", "default", "LRU", "Belady", "infinite", "default / LRU")
+    made = table("part of the prompts' tokens found in the cache", *headings, "prefill saved, s", "than LRU, s")
     for row in rows:
         seconds = row["input_tokens"] / prompted.tokens_per_s
         shares = ["" if row[each] is None else percent(row[each]) for each in ("default", "lru", "belady", "infinite")]
         saved = (f"{row['default'] * seconds:,.1f}", f"{(row['default'] - row['lru']) * seconds:+,.1f}")
-        made.add_row(f"{row['trace']}, {row['block_size']} a block", f"{row['capacity']:,}", *shares, *saved)
+        blocks = row["blocks"]["default"]["num_hits"] / row["blocks"]["lru"]["num_hits"]
+        about = (f"{row['trace']}, {row['block_size']} a block", f"{row['capacity']:,}")
+        made.add_row(*about, *shares, f"{blocks:.3f}", *saved)
+    totals = {policy: sum(row["blocks"][policy]["num_hits"] for row in rows) for policy in ("default", "lru")}
+    made.add_row("all", *[""] * 5, f"{totals['default'] / totals['lru']:.4f}", "", "")
     return made
 
 

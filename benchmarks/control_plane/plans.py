@@ -1,11 +1,4 @@
-"""The cost of the control plane: latencies of plans through gRPC, and its share of the engine's throughput.
-
-    quire bench control-plane [--restarts 5]
-    quire bench control-plane --soak-s 600                  the worst single call under mixed load
-    quire bench control-plane --quick                       everything once and small, in seconds
-
-First cachemgr as it is deployed, a worker that computes nothing, a client that measures; then the engine over both real
-services, see engine_cost.
+"""cachemgr, a worker that computes nothing, a client that measures, and clients that load: their processes.
 
 Processes: `python -m quire.cachemgr`; the worker, which implements the attach protocol and reports every step as
 computed with a token sampled for each run; the measuring client; and the load, clients that admit fresh prompts and
@@ -14,8 +7,7 @@ while it plans the next, as the engine does.
 
 A latency runs from a message that is built to an answer that is decoded, serialisation included; a plan that is put
 off because reports have fallen behind goes on counting. Every plan has a request_id. Clients run without garbage
-collection, so that its pauses here are the server's. Each restart has new processes throughout; a row's figure is the
-median of the restarts' quantiles, since grpc.aio differs more between processes than within one.
+collection, so that its pauses here are the server's.
 """
 
 from __future__ import annotations
@@ -23,30 +15,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import json
 import multiprocessing
 import os
 import statistics
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import click
 import grpc
 import numpy as np
 import psutil
 import uvloop
 from google.protobuf import duration_pb2
-from machine import machine
-from report import save_svg
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
 from quire.cli.launch import ServiceProcess
@@ -172,7 +159,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Quantiles:
     """One row over all restarts: medians of their quantiles."""
 
     row: str
@@ -183,14 +170,15 @@ class Figure:
     samples: list[Sample] = field(default_factory=list)
 
 
-def figure_of(samples: list[Sample]) -> Figure:
+def median_us(samples: Sequence[Sample], percent: float) -> float:
+    """The median of the restarts' quantiles, which is in QUANTILES."""
+    return statistics.median(sample.quantiles_us[QUANTILES.index(percent)] for sample in samples)
+
+
+def figure_of(samples: list[Sample]) -> Quantiles:
     """The figure of one row's samples."""
-
-    def median(percent: float) -> float:
-        return statistics.median(sample.quantiles_us[QUANTILES.index(percent)] for sample in samples)
-
     worst = max(sample.quantiles_us[-1] for sample in samples)
-    return Figure(samples[0].row, median(50), median(99), worst, samples)
+    return Quantiles(samples[0].row, median_us(samples, 50), median_us(samples, 99), worst, samples)
 
 
 # -- clients ------------------------------------------------------------------------------------------------------
@@ -686,160 +674,3 @@ def services(*, pinned: bool) -> Iterator[Services]:
     """Started, and ended with the block."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         yield Services(Path(folder), stack, pinned=pinned)
-
-
-# -- running and showing ------------------------------------------------------------------------------------------
-
-
-def measure(chosen: list[Row], restarts: int, *, pinned: bool) -> list[Figure]:
-    """Every row in every restart."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    samples: dict[str, list[Sample]] = {row.name: [] for row in chosen}
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=restarts * len(chosen))
-        for number in range(1, restarts + 1):
-            progress.update(task, description=f"restart {number}/{restarts}: starting")
-            with services(pinned=pinned) as running:
-                for row in chosen:
-                    progress.update(task, description=f"restart {number}/{restarts}: {row.name}")
-                    samples[row.name].append(running.measure(row))
-                    progress.advance(task)
-    return [figure_of(samples[row.name]) for row in chosen]
-
-
-def measure_engine(*, quick: bool) -> dict[str, Any]:
-    """Measured and shown; for the JSON. Imports torch, which no process of the rows above should have."""
-    import engine_cost
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    sizes = engine_cost.QUICK if quick else engine_cost.Sizes()
-    with console.status("starting") as status:
-        ratio, works = engine_cost.measure(sizes, status.update)
-    shown = Console(width=max(Console().width, 150))
-    for table in engine_cost.tables(ratio, works):
-        shown.print(table)
-    return engine_cost.as_json(sizes, ratio, works)
-
-
-def soak_row(duration_s: float, sizes: Sizes) -> Row:
-    """Decode steps every 10 ms while clients admit at a bounded rate."""
-    load = Load(sizes.num_clients, in_one_process=True, on_streams=True, admissions_per_s=sizes.admissions_per_s)
-    name = f"decode step every 10 ms for {duration_s:g} s, mixed load"
-    return Row(name, "decode", on_stream=True, num_calls=max(1, int(duration_s * 100)), load=load, interval_s=0.01)
-
-
-def show(figures: list[Figure]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="µs from a built message to a decoded answer, medians of restarts")
-    cores_of = ("cachemgr", "others", "machine")
-    headings = ("row", "p50", "p99", "worst", "p50 by restart", "p99 by restart", "put off", "admitted/s", *cores_of)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "row" else "right")
-    for each in figures:
-        spread = [spread_of(each, 50), spread_of(each, 99)]
-        cores = [statistics.median(sample.busy_cores[name] for sample in each.samples) for name in cores_of]
-        rate = statistics.median(sample.admissions_per_s for sample in each.samples)
-        table.add_row(
-            each.row,
-            *(f"{value:.0f}" for value in (each.p50_us, each.p99_us, each.max_us)),
-            *spread,
-            str(sum(sample.put_off for sample in each.samples)),
-            f"{rate:.0f}" if rate else "",
-            *(f"{value:.2f}" for value in cores),
-        )
-    table.caption = "cachemgr, others (no part of this), machine: cores busy"
-    Console(width=max(Console().width, 150)).print(table)
-
-
-def spread_of(figure: Figure, percent: float) -> str:
-    """The lowest and the highest of the restarts."""
-    values = [sample.quantiles_us[QUANTILES.index(percent)] for sample in figure.samples]
-    return f"{min(values):.0f} to {max(values):.0f}"
-
-
-def plot(figures: list[Figure], path: Path) -> None:
-    """The share of the calls that were answered within a time; the axis of percentages is stretched towards 100."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    canvas, axes = pyplot.subplots(figsize=(11, 5.5))
-    shown = [percent for percent in QUANTILES if 0 < percent < 100]
-    places = [-np.log10(1 - percent / 100) for percent in shown]
-    for each in figures:
-        medians = [
-            statistics.median(sample.quantiles_us[QUANTILES.index(percent)] for sample in each.samples)
-            for percent in shown
-        ]
-        axes.plot(places, medians, linewidth=1.2, label=each.row, linestyle="-" if "admit" not in each.row else "--")
-    labels = (50, 90, 99, 99.9, 99.99)
-    axes.set_xticks([-np.log10(1 - percent / 100) for percent in labels], [f"{percent:g} %" for percent in labels])
-    axes.set_yscale("log")
-    axes.set_xlabel("of the calls are answered within")
-    axes.set_ylabel("µs")
-    axes.grid(which="both", linewidth=0.3)
-    axes.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title("PlanStep through gRPC: medians of restarts", fontsize=10)
-    canvas.tight_layout()
-    save_svg(canvas, path)
-
-
-@click.command()
-@click.option("--restarts", default=5, show_default=True, type=click.IntRange(min=1), help="Of every process.")
-@click.option("--rows", "pattern", default="", help="Only rows with this in their name.")
-@click.option("--clients", type=click.IntRange(min=1), help="Of the load.  [default: 8]")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Admissions a second in all, where bounded.")
-@click.option("--pin", is_flag=True, help="Give cachemgr a core of its own, and everything else the others.")
-@click.option("--soak-s", type=click.FloatRange(min=0, min_open=True), help="Instead: mixed load for so long.")
-@click.option("--engine/--no-engine", "with_engine", default=True, help="Whether to measure the engine, too.")
-@click.option("--quick", is_flag=True, help="Once and small: whether everything runs.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder, or .json file, for the figures and the plot.")
-def main(
-    restarts: int,
-    pattern: str,
-    clients: int | None,
-    rate: float | None,
-    pin: bool,
-    soak_s: float | None,
-    with_engine: bool,
-    quick: bool,
-    output: Path | None,
-) -> None:
-    """The cost of the control plane."""
-    os.environ["QUIRE_VERIFY"] = "0"  # it would check every invariant in every call
-    load_average = round(os.getloadavg()[0], 2)
-    sizes = QUICK if quick else Sizes()
-    sizes = replace(sizes, num_clients=clients or sizes.num_clients, admissions_per_s=rate or sizes.admissions_per_s)
-    chosen = [soak_row(soak_s, sizes)] if soak_s else [row for row in rows(sizes) if pattern in row.name]
-    if not chosen:
-        raise click.BadParameter("no row has a name like that", param_hint="'--rows'")
-    figures = measure(chosen, 1 if quick or soak_s else restarts, pinned=pin)
-    show(figures)
-    engine = measure_engine(quick=quick) if with_engine and not soak_s else {}
-    if output is None:
-        return
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--output", str(output))]
-    content = {
-        "command": " ".join(["quire bench control-plane", *arguments]),
-        "machine": machine("grpcio", "protobuf", "uvloop", "numpy", "torch", "transformers"),
-        "load_average_at_start": load_average,
-        "sizes": asdict(sizes),
-        "quantiles_percent": QUANTILES,
-        "figures": [asdict(each) for each in figures],
-        "engine": engine,
-    }
-    path = output if output.suffix == ".json" else output / "control_plane.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    plot(figures, path.with_suffix(".svg"))
-
-
-if __name__ == "__main__":
-    main()

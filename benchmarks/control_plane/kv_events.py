@@ -1,6 +1,6 @@
 """The cost of the copy that `quire events` keeps: processor time and memory for each block, time to publish everything.
 
-    python benchmarks/kv_events.py --blocks 100000
+    quire bench control-plane kv-events --blocks 400000
 
 Blocks of 16 tokens in chains of 128, as a watch's snapshot has them.
 """
@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import click
+from report import Findings, benchmark, table
+from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.integrations.kv_events.encoding import encode_batch, parts_of
@@ -21,6 +23,7 @@ BLOCK_SIZE = 16
 CHAIN = 128
 VOCABULARY = 150_000
 MAX_BATCH_BLOCKS = 4_096
+QUICK_BLOCKS = 1_000
 
 
 def answers(num_blocks: int) -> Iterator[bytes]:
@@ -43,11 +46,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@click.command()
-@click.option("--blocks", default=100_000, show_default=True, type=click.IntRange(min=CHAIN))
-def main(blocks: int) -> None:
-    """Print the figures."""
-    told, replica = list(answers(blocks)), PrefixReplica()
+def measure(quick: bool, progress: Progress, *, blocks: int) -> Findings:
+    num_blocks = QUICK_BLOCKS if quick else blocks
+    progress.add_task(f"{num_blocks:,} blocks", total=None)
+    told, replica = list(answers(num_blocks)), PrefixReplica()
     before_bytes, begin_s = resident_bytes(), time.process_time()
     for answer in told:
         replica.apply(pb.WatchBlocksResponse.FromString(answer))
@@ -56,11 +58,22 @@ def main(blocks: int) -> None:
     parts = parts_of(replica.chains(), max_blocks=MAX_BATCH_BLOCKS)
     num_bytes = sum(len(encode_batch(part, now=0.0)) for part in parts)
     encoded_s = time.process_time() - begin_s
-    print(f"{replica.statistics().num_published} blocks published")
-    print(f"to apply      {applied_s / blocks * 1e6:.1f} us a block")
-    print(f"memory        {kept_bytes / blocks:.0f} bytes a block")
-    print(f"to publish    {encoded_s / blocks * 1e6:.1f} us a block, {num_bytes / blocks:.0f} bytes a block")
+    figures = {
+        "published_blocks": replica.statistics().num_published,
+        "apply_us": applied_s / num_blocks * 1e6,
+        "memory_bytes": kept_bytes / num_blocks,
+        "publish_us": encoded_s / num_blocks * 1e6,
+        "publish_bytes": num_bytes / num_blocks,
+    }
+    headings = ("blocks published", "to apply, µs", "memory, bytes", "to publish, µs", "to publish, bytes")
+    made = table("the copy that `quire events` keeps: for each block", *headings, words=0)
+    first, *others = figures.values()
+    made.add_row(f"{first:,}", *(f"{value:.1f}" for value in others))
+    return Findings([made], figures)
 
+
+BLOCKS = click.Option(["--blocks"], default=100_000, show_default=True, type=click.IntRange(min=CHAIN))
+main = benchmark("control-plane kv-events", measure, packages=("msgspec", "protobuf"), options=[BLOCKS])
 
 if __name__ == "__main__":
     main()
