@@ -46,7 +46,7 @@ LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step cpu-bench-step bench bench-allocator bench-control-plane bench-eviction lint protos check-protos buf-lint buf-breaking release-protos go-tools models clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint protos check-protos buf-lint buf-breaking release-protos go-tools models clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -119,17 +119,8 @@ check-images: venv  ## build the three images and start them; needs root, builda
 check-systemd: venv  ## start the units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)
 
-bench: venv  ## a benchmark: ARGS="utilization --quick"; without ARGS their list
+bench: venv  ## a benchmark: ARGS="utilization --quick", ARGS="serving door"; without ARGS their list
 	@$(BIN)/quire bench $(ARGS)
-
-bench-allocator: venv  ## cachemgr's core against other engines' block managers, which it installs in .venv-peers
-	$(BIN)/python benchmarks/allocator --peers $(ARGS)
-
-bench-control-plane: venv  ## latencies of plans through gRPC, alone and under load
-	$(BIN)/python benchmarks/control_plane.py $(ARGS)
-
-bench-eviction: venv  ## recorded traces through the ledger, by eviction policy
-	$(BIN)/python benchmarks/eviction.py $(ARGS)
 
 gpu-test:  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
@@ -146,10 +137,6 @@ gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and t
 	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \
 	  || { echo "gpu-bench-step: there is no GPU here; ARGS=--quick shows whether everything runs" >&2; exit 1; }
 	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/harness/run.py benchmarks/step/__main__.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
-
-cpu-bench-step: venv  ## whole steps on the CPU against its memory, then the engine against others; ARGS=--quick
-	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench step $(ARGS)
-	@CUDA_VISIBLE_DEVICES= $(BIN)/quire bench serving peers $(ARGS)
 
 lint: venv  ## check style, format and types
 	$(BIN)/ruff check .

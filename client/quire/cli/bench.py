@@ -24,7 +24,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "pressure": (),
     "tensor-parallel": (),
 }
-NAMES = tuple(PARTS)
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _RESULTS = Path("build", "bench")
 # The program that runs a script, beside the code that several scripts import.

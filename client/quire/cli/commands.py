@@ -768,7 +768,7 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
 
 @quire.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", required=False)
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[PART] [FLAGS]...")
 @option("--quick", is_flag=True, help="Tiny sizes, in seconds: a check that everything runs. Its figures mean nothing.")
 @option(
     "--output",
@@ -778,7 +778,7 @@ def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int,
     help="Folder for the JSON and the plot.",
 )
 def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | None) -> None:
-    """Run a benchmark of the checkout; without a NAME, list them.
+    """Run a benchmark of the checkout, or a part of it; without a NAME, list them.
 
     Prints a table, and writes JSON with the raw samples and a plot. Some have flags of their own: `quire bench NAME --
     --help` lists them. Recorded results are in docs/reference/benchmarks.md.
@@ -787,6 +787,7 @@ def bench(name: str | None, flags: tuple[str, ...], quick: bool, output: Path | 
     Examples:
       quire bench
       quire bench utilization
+      quire bench serving door
       quire bench control-plane --restarts 2 --output results
     """
     from quire.cli.bench import list_benches, run_bench

@@ -22,7 +22,7 @@ from roots import ROOTS
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.shares import read_shares
-from quire.cli.bench import NAMES
+from quire.cli.bench import PARTS
 from quire.cli.commands import quire
 from quire.serving.access import read_token_file
 
@@ -103,7 +103,8 @@ def service(name: str) -> click.Command:
 
 def check_bench(words: list[str]) -> None:
     name, *flags = words
-    assert name in NAMES
+    assert name in PARTS
+    assert not flags or flags[0].startswith("-") or flags[0] in PARTS[name]
     own = {flag for parameter in quire.commands["bench"].params for flag in parameter.opts}
     scripts = [path for path in (ROOT / "benchmarks").rglob("*.py") if name.replace("-", "_") in path.as_posix()]
     script = "".join(path.read_text() for path in scripts)
