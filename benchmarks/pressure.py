@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from books import EPOCH, LEASE, Books
+from books import EPOCH, LEASE, Books, report_of
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_outcome, encode_plan
 from quire.client.engine.plans import SchedulerLimits, Step
@@ -178,24 +178,13 @@ class Run:
     def _settle(self, on_end: Callable[[], None]) -> None:
         """The oldest step has been computed: a token for each run that samples."""
         step, grant = self._flight.popleft()
-        runs = list(zip(grant.run_sequence_ids, grant.run_samples, strict=True))
-        sampled = [seq_id for seq_id, samples in runs if samples]
-        tokens = [SAMPLED_TOKEN] * len(sampled)
-        ends = [start + count for start, count in zip(grant.run_starts, grant.run_token_counts, strict=True)]
-        report = attach_pb2.StepReport(
-            lease_id=LEASE,
-            step_number=grant.step_number,
-            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-            sequence_ids=grant.run_sequence_ids,
-            computed_token_counts=ends,
-            sampled_sequence_ids=sampled,
-            sampled_token_ids=tokens,
-        )
+        report = report_of(grant, token=SAMPLED_TOKEN)
         self._books.ledger.settle(report.SerializeToString())
-        self._num_steps += bool(runs)
+        self._num_steps += bool(report.sequence_ids)
+        sampled, tokens = list(report.sampled_sequence_ids), list(report.sampled_token_ids)
         for event in self._scheduler.on_step_done(step, sampled, tokens):
             self._note(event.sequence.request_id, event.finish_reason, on_end)
-        if runs:
+        if report.sequence_ids:
             self._blocks.append(self._count_blocks())
 
     def _note(self, request_id: int, reason: FinishReason | None, on_end: Callable[[], None]) -> None:

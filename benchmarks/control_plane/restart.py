@@ -20,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from books import EPOCH, LEASE, report_of
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from plans import QUICK, Services, Sizes, figure_of, rows
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
-from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger, StepPlan
+from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cachemgr._core import Ledger
 from quire.cachemgr.geometry import Geometry
 
 BLOCK_SIZE, PROMPT_TOKENS, NUM_RUNNING = 16, 4096, 64
 SEQUENCES = (1, 32, 256)
-LEASE, EPOCH, POOL = "lease", 1, "benchmark"
+POOL = "benchmark"
 RECORDS_PER_LOG = 20_000
 Samples = dict[str, list[float]]
 PlanStepRequest = cache_service_pb2.PlanStepRequest
@@ -63,27 +64,11 @@ class Steps:
         start = time.perf_counter()
         plan = self.ledger.plan(body, now=0.0)
         planned = time.perf_counter()
-        report = report_of(plan, self._num_plans)
+        grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
+        report = report_of(grant, number=self._num_plans, token=1).SerializeToString()
         reported = time.perf_counter()
         self.ledger.settle(report)
         return (planned - start) * 1e6, (time.perf_counter() - reported) * 1e6
-
-
-def report_of(plan: StepPlan, number: int) -> bytes:
-    grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
-    ends = np.array(grant.run_starts, "<i4") + np.array(grant.run_token_counts, "<i4")
-    sampled = np.array(grant.run_sequence_ids, "<i4")[np.array(grant.run_samples, bool)]
-    report = attach_pb2.StepReport(
-        report_number=number,
-        lease_id=LEASE,
-        step_number=number,
-        outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-        sequence_ids=grant.run_sequence_ids,
-        computed_token_counts=ends.tolist(),
-        sampled_sequence_ids=sampled.tolist(),
-        sampled_token_ids=[1] * len(sampled),
-    )
-    return report.SerializeToString()
 
 
 def geometry(num_blocks: int) -> Geometry:

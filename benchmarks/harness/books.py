@@ -34,6 +34,22 @@ def normal_lengths(generator: np.random.Generator, count: int) -> Lengths:
     return np.clip(np.rint(generator.normal(500, 200, count)), 200, 2048).astype(np.int64)
 
 
+def report_of(grant: grant_pb2.StepGrant, *, number: int = 0, token: int = 0) -> attach_pb2.StepReport:
+    """Return the report of a step in which everything was computed, and this token sampled by each run that samples."""
+    runs = zip(grant.run_sequence_ids, grant.run_samples, strict=True)
+    sampled = [seq_id for seq_id, samples in runs if samples]
+    return attach_pb2.StepReport(
+        report_number=number,
+        lease_id=LEASE,
+        step_number=grant.step_number,
+        outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+        sequence_ids=grant.run_sequence_ids,
+        computed_token_counts=[a + b for a, b in zip(grant.run_starts, grant.run_token_counts, strict=True)],
+        sampled_sequence_ids=sampled,
+        sampled_token_ids=[token] * len(sampled),
+    )
+
+
 class Books:
     """A pool of num_blocks blocks, perhaps with a host tier, and one lease on it."""
 
@@ -82,19 +98,7 @@ class Books:
     def settle(self, plan: StepPlan) -> None:
         """Enters the worker's report of a step: everything computed, and a token for every run that samples."""
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
-        runs = zip(grant.run_sequence_ids, grant.run_samples, strict=True)
-        sampled = [seq_id for seq_id, samples in runs if samples]
-        counts = [start + count for start, count in zip(grant.run_starts, grant.run_token_counts, strict=True)]
-        report = attach_pb2.StepReport(
-            lease_id=LEASE,
-            step_number=grant.step_number,
-            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-            sequence_ids=grant.run_sequence_ids,
-            computed_token_counts=counts,
-            sampled_sequence_ids=sampled,
-            sampled_token_ids=[0] * len(sampled),
-        )
-        self.ledger.settle(report.SerializeToString())
+        self.ledger.settle(report_of(grant).SerializeToString())
 
     @property
     def num_computed_tokens(self) -> int:

@@ -27,36 +27,12 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 def llama_56m(directory: Path) -> LlamaForCausalLM:
     """56 M parameters: hidden 512, 8 layers, 8 query and 4 key heads, vocabulary 32,000."""
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return _saved(config, LlamaForCausalLM, directory, torch.float32)
+    return _llama(directory, vocabulary=32000, hidden=512, intermediate=1408, num_layers=8, num_heads=8)
 
 
 def tiny_llama(directory: Path) -> LlamaForCausalLM:
     """A model of which a step takes next to nothing: 2 layers, hidden 32."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return _saved(config, LlamaForCausalLM, directory, torch.float32)
+    return _llama(directory, vocabulary=512, hidden=32, intermediate=64, num_layers=2, num_heads=2)
 
 
 def gpt2_small(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
@@ -78,6 +54,24 @@ def number_tokenizer(directory: Path, vocabulary: int) -> None:
     raw = Tokenizer(WordLevel({str(token_id): token_id for token_id in range(vocabulary)}, unk_token="0"))
     raw.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(directory)
+
+
+def _llama(
+    directory: Path, *, vocabulary: int, hidden: int, intermediate: int, num_layers: int, num_heads: int
+) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return _saved(config, LlamaForCausalLM, directory, torch.float32)
 
 
 def _saved(config: object, kind: type[Model], directory: Path, dtype: torch.dtype) -> Model:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches import decode_batch
 from lengths import evenly
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -32,8 +33,6 @@ from torch import Tensor, nn
 
 from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step, paged_attention
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.probe import Causal, LayerSpec
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -128,32 +127,16 @@ class DecodeStep:
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, *, block_size: int = 16) -> None:
         generator = torch.Generator().manual_seed(len(lengths))
-        needed = [-(-length // block_size) for length in lengths]
-        self.pool = KVPool({0: SPEC}, num_blocks=sum(needed) + 1, block_size=block_size, dtype=dtype, device="cpu")
+        self.batch, num_blocks = decode_batch(lengths, block_size=block_size, device="cpu", seed=len(lengths))
+        self.pool = KVPool({0: SPEC}, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device="cpu")
         for tensor in self.pool.tensors():
             tensor[1:] = torch.randn(tensor[1:].shape, generator=generator).to(dtype)
-        self.batch = self._batch(lengths, needed, block_size, generator)
         num = len(lengths)
         self._q = torch.randn(1, QUERY_HEADS, num, HEAD_DIM, generator=generator).to(dtype)
         self._k, self._v = (torch.randn(1, KV_HEADS, num, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
         self._module = nn.Module()
         self._module.layer_idx = 0
         self._workspace = Workspace()
-
-    @staticmethod
-    def _batch(lengths: Sequence[int], needed: Sequence[int], block_size: int, generator: torch.Generator) -> StepBatch:
-        rows = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device="cpu")
-        block_ids = (torch.randperm(sum(needed), generator=generator) + 1).split(list(needed))
-        for ids in block_ids:
-            rows.stage_blocks(rows.add(), 0, ids.tolist())
-        return build_step_batch(
-            rows,
-            block_size=block_size,
-            rows=range(len(lengths)),
-            starts=[length - 1 for length in lengths],
-            counts=[1] * len(lengths),
-            token_ids=[[0]] * len(lengths),
-        )
 
     def attend(self, attention: Callable[..., tuple[Tensor, None]]) -> Tensor:
         step = AttentionStep(self.batch, self.pool, specs={0: SPEC}, workspace=self._workspace)

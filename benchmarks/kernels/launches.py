@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from batches import decode_batch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from report import Findings, benchmark, plain, table
@@ -26,8 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep, attention_step
 from quire.worker.fusion.steps import FusedSteps, KernelSteps, TorchSteps
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.model import PagedModel, prepare_model
 
 transformers.logging.set_verbosity_error()
@@ -174,31 +173,13 @@ def build(family: str, num_layers: int, steps: FusedSteps | None, device: str) -
     return model, prepare_model(model, max_model_len=MAX_MODEL_LEN, fused_steps=steps)
 
 
-def decode_batch(device: str) -> tuple[StepBatch, int]:
-    """One token of each sequence, and how many blocks a pool needs for it."""
-    per_seq = -(-CONTEXT // BLOCK_SIZE)
-    sequences = SequenceTable(max_num_seqs=NUM_SEQS, max_blocks_per_seq=per_seq, device=device)
-    rows = [sequences.add() for _ in range(NUM_SEQS)]
-    for index, row in enumerate(rows):
-        sequences.stage_blocks(row, 0, range(1 + index * per_seq, 1 + (index + 1) * per_seq))
-    batch = build_step_batch(
-        sequences,
-        block_size=BLOCK_SIZE,
-        rows=rows,
-        starts=[CONTEXT - 1] * NUM_SEQS,
-        counts=[1] * NUM_SEQS,
-        token_ids=[[7]] * NUM_SEQS,
-    )
-    return batch, 1 + NUM_SEQS * per_seq
-
-
 def count_step(family: str, num_layers: int, *, fused: bool) -> tuple[int, str]:
     """Launches of one decode step, and the fusion's report."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counted = CountedSteps()
     steps = None if not fused else KernelSteps() if device == "cuda" else counted
     model, paged = build(family, num_layers, steps, device)
-    batch, num_blocks = decode_batch(device)
+    batch, num_blocks = decode_batch([CONTEXT] * NUM_SEQS, block_size=BLOCK_SIZE, device=device)
     pool = KVPool(paged.specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=paged.dtype, device=paged.device)
     step = WithoutAttention(batch, pool, specs=paged.specs)
     model.set_attn_implementation(ATTENTION_NAME)

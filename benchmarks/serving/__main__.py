@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from batches import decode_batch
 from engines import Running, Setup, generate, load, one_process
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -33,8 +34,7 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity, profile
 
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.model import PagedModel
 
 BLOCK_SIZE = 16
@@ -213,7 +213,9 @@ async def serve(setup: Setup, model: PagedModel, sizes: Sizes, progress: Progres
 
 def profile_decode(model: PagedModel, sizes: Sizes) -> list[DecodeStep]:
     """A step that runs one token of each sequence, by each attention."""
-    pool, batch = decode_batch(model, prompt_lengths(sizes))
+    lengths = [length + 1 for length in prompt_lengths(sizes)]
+    batch, num_blocks = decode_batch(lengths, block_size=BLOCK_SIZE, device=model.device)
+    pool = model.make_pool(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     steps = []
     for name, attention in ATTENTIONS.items():
         with attention(), recorded(model) as forwards:
@@ -224,27 +226,6 @@ def profile_decode(model: PagedModel, sizes: Sizes) -> list[DecodeStep]:
             times = [round(1e3 * each.seconds, 2) for each in forwards]
             steps.append(DecodeStep(name, batch.num_seqs, times, parts_of(model, batch, pool)))
     return steps
-
-
-def decode_batch(model: PagedModel, lengths: Sequence[int]) -> tuple[KVPool, StepBatch]:
-    """A pool that holds so many tokens of each sequence, and the next token of each."""
-    needed = [-(-(length + 1) // BLOCK_SIZE) for length in lengths]
-    pool = KVPool(
-        model.specs, num_blocks=sum(needed) + 1, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
-    )
-    rows = SequenceTable(max_num_seqs=len(lengths), max_blocks_per_seq=max(needed), device=model.device)
-    ids = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)) + 1
-    for block_ids in ids.split(needed):
-        rows.stage_blocks(rows.add(), 0, block_ids.tolist())
-    batch = build_step_batch(
-        rows,
-        block_size=BLOCK_SIZE,
-        rows=range(len(lengths)),
-        starts=lengths,
-        counts=[1] * len(lengths),
-        token_ids=[[1]] * len(lengths),
-    )
-    return pool, batch
 
 
 def parts_of(model: PagedModel, batch: StepBatch, pool: KVPool) -> dict[str, float]:
