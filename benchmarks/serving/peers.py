@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import continuous_batching
 import numpy as np
 import torch
 from engines import NUM_CORES, Running, Setup, generate, one_process, two_processes
@@ -37,7 +38,7 @@ from matplotlib.figure import Figure
 from models import llama_56m
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 BATCH = 16
 BLOCK_SIZE = 16
@@ -137,27 +138,12 @@ def static_batches(model: LlamaForCausalLM) -> Row:
     return Row("transformers, static batch", run)
 
 
-def continuous_batching(model: LlamaForCausalLM) -> Row:
+def batched_continuously(model: LlamaForCausalLM) -> Row:
     """transformers' continuous batching, sized to the work."""
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    settings = ContinuousBatchingConfig(
-        page_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_tokens=MAX_STEP_TOKENS, allow_block_sharing=False
-    )
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_batch_tokens": MAX_STEP_TOKENS}
 
     async def run(work: Workload) -> Tokens:
-        outputs: dict[str, list[int]] = {}
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=settings
-        ) as manager:
-            for index, (prompt, count) in enumerate(zip(work.prompts, work.num_new, strict=True)):
-                manager.add_request(prompt, request_id=str(index), max_new_tokens=count)
-            while len(outputs) < len(work.prompts):
-                result = manager.get_result(timeout=60)
-                if result is None:
-                    raise RuntimeError("continuous batching gave no result for 60 s")
-                if result.is_finished():
-                    outputs[result.request_id] = list(result.generated_tokens)
-        return [outputs[str(index)] for index in range(len(work.prompts))]
+        return continuous_batching.generate(model, work.prompts, work.num_new, **sizes)
 
     return Row("transformers, continuous batching", run)
 
@@ -252,7 +238,7 @@ async def run(*, quick: bool, progress: Progress) -> tuple[list[Measurement], st
         model = llama_56m(directory)
         setup = Setup(directory, NUM_BLOCKS, BLOCK_SIZE, max_running_sequences=BATCH, max_step_tokens=MAX_STEP_TOKENS)
         async with AsyncExitStack() as stack:
-            rows = [static_batches(model), continuous_batching(model)]
+            rows = [static_batches(model), batched_continuously(model)]
             llama_cpp = f"absent: there is no {LLAMA_CPP_PYTHON.relative_to(ENVIRONMENTS.parent)}"
             if LLAMA_CPP_PYTHON.exists():
                 driver = stack.enter_context(LlamaCpp(model, directory, NUM_CORES))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import continuous_batching
 import torch
 from engines import Setup, generate, one_process
 from roofline import Ceilings, workload_bound_s
 from shapes import BLOCK_SIZE, Shape
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 MAX_STEP_TOKENS = 8192
-ANSWER_TIMEOUT_S = 300
 
 Tokens = list[list[int]]
 
@@ -117,32 +116,12 @@ def _continuous_batching(work: Work, *, dtype: torch.dtype, device: torch.device
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(work.shape.config, dtype=dtype, attn_implementation="sdpa")
     model = model.eval().requires_grad_(False)
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    settings = ContinuousBatchingConfig(
-        page_size=BLOCK_SIZE,
-        num_blocks=work.num_blocks,
-        max_batch_tokens=MAX_STEP_TOKENS,
-        allow_block_sharing=False,
-    )
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": work.num_blocks, "max_batch_tokens": MAX_STEP_TOKENS}
 
-    def run(limit: Callable[[int], int]) -> float:
+    def run(num_new: list[int]) -> float:
         start = time.perf_counter()
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=settings
-        ) as manager:
-            try:
-                for index, (prompt, new) in enumerate(zip(work.prompts, work.num_new, strict=True)):
-                    manager.add_request(prompt, request_id=str(index), max_new_tokens=limit(new))
-                finished = 0
-                while finished < len(work.prompts):
-                    result = manager.get_result(timeout=ANSWER_TIMEOUT_S)
-                    if result is None:
-                        raise RuntimeError(f"continuous batching gave no result for {ANSWER_TIMEOUT_S} s")
-                    finished += result.is_finished()
-            except BaseException:
-                manager.stop(hard_stop=True)  # the end of the block would wait for all requests, also after Ctrl-C
-                raise
+        continuous_batching.generate(model, work.prompts, num_new, **sizes)
         return time.perf_counter() - start
 
-    run(lambda new: min(new, 4))
-    return run(lambda new: new)
+    run([min(new, 4) for new in work.num_new])
+    return run(work.num_new)
