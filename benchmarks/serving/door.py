@@ -1,4 +1,4 @@
-"""The front door: the same requests through HTTP and through an engine in this process; tokens a second, first byte.
+"""The gateway: the same requests through HTTP and through an engine in this process; tokens a second, first byte.
 
     quire bench serving door
     quire bench serving door --peers        also through `transformers serve`, in an environment that this makes once
@@ -287,7 +287,7 @@ def ratios_of(ways: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def table_of(figures: dict[str, Any]) -> Any:
     peer = figures.get("peer")
     headings = ["engine, tokens/s", "HTTP, tokens/s", "HTTP / engine"]
-    made = table("front door", "streams", *headings, *((PEER, f"HTTP / {PEER}") if peer else ()))
+    made = table("gateway", "streams", *headings, *((PEER, f"HTTP / {PEER}") if peer else ()))
     for count, each in figures["streams"].items():
         cells = [f"{each['engine']:.0f}", f"{each['HTTP']:.0f}", f"{each['ratio']:.3f}"]
         if peer:

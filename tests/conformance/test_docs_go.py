@@ -94,7 +94,7 @@ func main() {
 	%s
 }
 """
-DOOR = "quire.gateway"
+GATEWAY = "quire.gateway"
 SOCKET = "unix:/run/quire/engine.sock"
 
 
@@ -143,12 +143,12 @@ def test_the_ten_lines_write_what_the_engine_generates(tmp_path: Path) -> None:
         program = build(TEXT_PROGRAM % lines.replace(SOCKET, address), tmp_path)
         flags = ("--cachemgr", services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address)
         log = services.runtime_dir / "engine.log"
-        door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
-        door.start()
+        gateway = ServiceProcess("engine", target=GATEWAY, arguments=flags, address=address, log_path=log)
+        gateway.start()
         try:
-            door.wait_serving(DEADLINE_S)
+            gateway.wait_serving(DEADLINE_S)
             done = subprocess.run([str(program)], capture_output=True, text=True, timeout=DEADLINE_S)
         finally:
-            door.terminate()
+            gateway.terminate()
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.split()) > 4

@@ -18,7 +18,7 @@ from deadlines import DEADLINE_S
 from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
 
 PAGE = ROOT / "docs/how-to/grpcurl.md"
-DOOR = "quire.gateway"
+GATEWAY = "quire.gateway"
 TOKEN = "t-client"
 
 
@@ -61,7 +61,7 @@ def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str
     address = f"unix:{tmp_path}/engine.sock"
     engine = ServiceProcess(
         "engine",
-        target=DOOR,
+        target=GATEWAY,
         arguments=("--cachemgr", demo_services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address),
         address=address,
     )

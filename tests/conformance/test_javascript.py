@@ -15,7 +15,7 @@ from quire.cli.launch import LocalServices, ServiceProcess
 from quire.client import LLM, SamplingParams
 
 THIS, PAGE = "tests/conformance/test_javascript.py", "docs/reference/engine-service.md"
-DOOR = "quire.gateway"
+GATEWAY = "quire.gateway"
 SOCKET = "unix:/run/quire/engine.sock"
 
 
@@ -36,12 +36,12 @@ def test_the_page_writes_what_the_engine_generates(tmp_path: Path) -> None:
         (tmp_path / "main.js").write_text(source.replace(SOCKET, address))
         flags = ("--cachemgr", services.cachemgr_address, "--listen", "127.0.0.1:0", "--grpc-listen", address)
         log = services.runtime_dir / "engine.log"
-        door = ServiceProcess("engine", target=DOOR, arguments=flags, address=address, log_path=log)
-        door.start()
+        gateway = ServiceProcess("engine", target=GATEWAY, arguments=flags, address=address, log_path=log)
+        gateway.start()
         try:
-            door.wait_serving(DEADLINE_S)
+            gateway.wait_serving(DEADLINE_S)
             done = subprocess.run([node, "main.js"], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
         finally:
-            door.terminate()
+            gateway.terminate()
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{expected.text}\n{len(expected.token_ids)} tokens\n"

@@ -46,7 +46,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.plans import SchedulerLimits
 from quire.client.engine.scheduler import Scheduler
 from quire.client.engine.sequence import FinishReason
-from quire.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import BackendStatistics
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, build_family, certificate_family
@@ -104,7 +104,7 @@ class OneModel:
 
 def gateway_families() -> list[Metric]:
     """The metric families of a gateway that has answered one request."""
-    measures = DoorMetrics()
+    measures = GatewayMetrics()
     measures.answered("/v1/completions", 200)
     with measures.request("m", 3, tenant="t") as request:
         request.chunk(Chunk(0, "a", (1,), finish_reason=FinishReason.LENGTH), 0.0)

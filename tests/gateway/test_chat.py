@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_door import ARGUMENTS, MODEL, save_chat_model, serve_chats
+from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
 from gateway.chat_templates import CHATML
 
 from quire.cli.launch import LocalServices

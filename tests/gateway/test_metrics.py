@@ -10,10 +10,10 @@ import pytest
 from quire.client.engine.outputs import Chunk
 from quire.client.errors import InvalidRequest, OutOfRoom, WorkerUnavailable
 from quire.gateway.errors import HttpError
-from quire.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import GatewayMetrics
 
 
-def samples(metrics: DoorMetrics) -> dict[tuple[str, ...], float]:
+def samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
     """Values by name and labels' values."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -24,7 +24,7 @@ def samples(metrics: DoorMetrics) -> dict[tuple[str, ...], float]:
 
 
 def test_tenants_are_counted_apart() -> None:
-    metrics = DoorMetrics()
+    metrics = GatewayMetrics()
     with metrics.request("m", 7, tenant="alice") as first, metrics.request("m", 5, tenant="bob"):
         first.chunk(Chunk(0, "", (1,)), 1e9)
         first.chunk(Chunk(0, "", (2, 3)), 1e9)
@@ -42,7 +42,7 @@ def test_tenants_are_counted_apart() -> None:
 
 
 def test_a_gateway_without_a_model_is_not_ready() -> None:
-    assert samples(DoorMetrics())[("quire_gateway_ready",)] == 0
+    assert samples(GatewayMetrics())[("quire_gateway_ready",)] == 0
 
 
 @pytest.mark.parametrize("has_token", [False, True])
@@ -62,7 +62,7 @@ def test_a_gateway_without_a_model_is_not_ready() -> None:
 def test_requests_are_counted_by_their_outcome(
     error: BaseException | None, before: tuple[str, str], after: tuple[str, str], has_token: bool
 ) -> None:
-    metrics = DoorMetrics()
+    metrics = GatewayMetrics()
     ends = contextlib.nullcontext() if error is None else pytest.raises(type(error))
     with ends, metrics.request("m", 7) as request:
         if has_token:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from gateway.chat_door import ARGUMENTS, MODEL, save_chat_model, serve_chats
+from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
 from gateway.chat_templates import CHATML
 
 from quire.cli.launch import LocalServices

@@ -31,20 +31,20 @@ class Network:
         """`socket_path` leads to the port."""
         self.socket_path = folder / "network.sock"
         command = [*UNSHARE, sys.executable, "-P", __file__, str(self.socket_path), str(port)]
-        self._door = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._door.stdout is not None
-        if self._door.stdout.readline() != "open\n":
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "open\n":
             self.close()
             raise OSError("no network namespace can be made here")
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """The beginning of a command that runs in this network, in the process that is started."""
-        return (*NSENTER, "--target", str(self._door.pid), "--")
+        return (*NSENTER, "--target", str(self._holder.pid), "--")
 
     def close(self) -> None:
-        self._door.kill()
-        self._door.wait()
+        self._holder.kill()
+        self._holder.wait()
 
 
 class Cable:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from certificates import sha256
 from deadlines import DEADLINE_S
-from integration.engine_door import LIMITED, MAX_UNREAD_TOKENS, MAX_WAITING
+from integration.engine_gateway import LIMITED, MAX_UNREAD_TOKENS, MAX_WAITING
 from integration.protocol_client import (
     CHANNEL_OPTIONS,
     FAULTY_WORKER,
@@ -31,7 +31,7 @@ from quire.engine.v1 import engine_service_pb2 as pb
 from quire.engine.v1 import engine_service_pb2_grpc
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
-DOOR = str(Path(__file__).with_name("engine_door.py"))
+GATEWAY = str(Path(__file__).with_name("engine_gateway.py"))
 WORKER_ARGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
 NUM_BLOCKS = 128
 NAMES, OTHER = ("demo", "demo-alias"), "other"
@@ -41,31 +41,33 @@ TOKENS = list(range(300, 340))
 
 
 class Front:
-    """The services, a door in front of them, and a stub of it."""
+    """The services, a gateway in front of them, and a stub of it."""
 
-    def __init__(self, pair: Pair, door: ServiceProcess) -> None:
+    def __init__(self, pair: Pair, gateway: ServiceProcess) -> None:
         self.pair = pair
-        self.door = door
-        self.channel = grpc.insecure_channel(door.address, options=CHANNEL_OPTIONS)
+        self.gateway = gateway
+        self.channel = grpc.insecure_channel(gateway.address, options=CHANNEL_OPTIONS)
         self.stub: Any = engine_service_pb2_grpc.EngineServiceStub(self.channel)
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, services: LocalServices, *arguments: str, name: str = "door") -> Iterator[Front]:
+    def started(cls, services: LocalServices, *arguments: str, name: str = "gateway") -> Iterator[Front]:
         folder = services.runtime_dir
         address = f"unix:{folder}/{name}.sock"
         flags = ("--cachemgr", services.cachemgr_address, "--listen", address, *MODELS, *arguments)
-        door = ServiceProcess(name, target=DOOR, arguments=flags, address=address, log_path=folder / f"{name}.log")
-        door.start()
+        gateway = ServiceProcess(
+            name, target=GATEWAY, arguments=flags, address=address, log_path=folder / f"{name}.log"
+        )
+        gateway.start()
         pair = Pair(services)
         try:
-            door.wait_serving(DEADLINE_S)
-            front = cls(pair, door)
+            gateway.wait_serving(DEADLINE_S)
+            front = cls(pair, gateway)
             yield front
             front.channel.close()
         finally:
             pair.close()
-            door.terminate()
+            gateway.terminate()
         log = (folder / f"{name}.log").read_text()
         assert not [line for line in log.splitlines() if "handler failed" in line or "Traceback" in line], log
 
@@ -410,7 +412,7 @@ def test_a_slow_reader_delays_nobody_and_is_ended_when_it_leaves_too_much(front:
     options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), *CHANNEL_OPTIONS)
 
     async def read() -> RefusedError:
-        async with grpc.aio.insecure_channel(front.door.address, options=options) as channel:
+        async with grpc.aio.insecure_channel(front.gateway.address, options=options) as channel:
             stub: Any = engine_service_pb2_grpc.EngineServiceStub(channel)
             request = pb.GenerateRequest(model=OTHER, prompt={"text": PROMPT}, parameters=asked)
             call = stub.Generate(request, timeout=DEADLINE_S)
@@ -466,7 +468,7 @@ def test_a_step_that_fails_again_and_again_ends_the_request(front: Front) -> Non
 
 
 def test_callers_without_a_role_are_refused_and_tenants_share_no_prefix(services: LocalServices) -> None:
-    tokens = services.runtime_dir / "door-tokens"
+    tokens = services.runtime_dir / "gateway-tokens"
     lines = (
         f"{name} {role} {sha256(name)}"
         for name, role in (("ada", "client"), ("bob", "client"), ("eve", "worker"), (LIMITED, "client"))
@@ -526,7 +528,7 @@ def test_a_service_that_stays_away_and_a_door_that_ends_say_so(services: LocalSe
         services.worker.restart()
         answers = iter(front.generate(parameters={"max_tokens": 1000, "ignore_eos": True}))
         next(answers)
-        os.kill(front.door.pid or 0, signal.SIGTERM)
+        os.kill(front.gateway.pid or 0, signal.SIGTERM)
         refused = await_that("new requests are refused", lambda: shutting_down(front))
         assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
         assert Outcome(answers).summary.generated_token_count == 1000, "what has begun is finished"

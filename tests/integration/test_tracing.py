@@ -267,7 +267,7 @@ def test_what_is_left_is_sent_at_the_end(collector: Collector, model_dir: Path) 
 
 
 @dataclass(frozen=True)
-class Door:
+class Gateway:
     """A gateway that sends its spans, and begins a trace for each HTTP request without one."""
 
     url: str
@@ -280,8 +280,10 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(services: LocalServices, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    address = f"unix:{tmp_path_factory.mktemp('door')}/grpc.sock"
+def gateway(
+    services: LocalServices, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    address = f"unix:{tmp_path_factory.mktemp('gateway')}/grpc.sock"
     flags = ("--listen", "127.0.0.1:0", "--grpc-listen", address, "--served-model-name", "demo")
     process = subprocess.Popen(
         [sys.executable, "-m", "quire.gateway", "--cachemgr", services.cachemgr_address, *flags],
@@ -292,7 +294,7 @@ def door(services: LocalServices, collector: Collector, tmp_path_factory: pytest
     )
     try:
         assert process.stdout is not None
-        yield Door(process.stdout.readline().split()[-1], address)
+        yield Gateway(process.stdout.readline().split()[-1], address)
     finally:
         process.kill()
         process.wait(DEADLINE_S)
@@ -304,9 +306,9 @@ def of_trace(collector: Collector, trace: str, name: str) -> list[Span]:
     return collector.spans(trace)
 
 
-def test_an_http_request_is_one_trace_across_four_processes(door: Door, collector: Collector) -> None:
+def test_an_http_request_is_one_trace_across_four_processes(gateway: Gateway, collector: Collector) -> None:
     trace, parent = f"{77:032x}", "00000000000000cd"
-    assert door.complete(f"00-{trace}-{parent}-01").status_code == 200
+    assert gateway.complete(f"00-{trace}-{parent}-01").status_code == 200
     spans = of_trace(collector, trace, "POST /v1/completions")
     assert {span.service for span in spans} == {"quire-serve", "quire-cachemgr", "quire-worker"}
     (request,) = [span for span in spans if span.name == "POST /v1/completions"]
@@ -318,11 +320,11 @@ def test_an_http_request_is_one_trace_across_four_processes(door: Door, collecto
     assert generated.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
 
 
-def test_an_http_request_without_a_trace_begins_one(door: Door, collector: Collector) -> None:
+def test_an_http_request_without_a_trace_begins_one(gateway: Gateway, collector: Collector) -> None:
     before = {span.trace for span in collector.spans()}
-    assert door.complete(model="another").status_code == 404
-    httpx.get(f"{door.url}/metrics", timeout=DEADLINE_S)
-    assert door.complete().status_code == 200
+    assert gateway.complete(model="another").status_code == 404
+    httpx.get(f"{gateway.url}/metrics", timeout=DEADLINE_S)
+    assert gateway.complete().status_code == 200
 
     def begun() -> list[Span]:
         return [span for span in collector.spans() if span.trace not in before and not span.parent]
@@ -334,27 +336,27 @@ def test_an_http_request_without_a_trace_begins_one(door: Door, collector: Colle
     ]
 
 
-def test_an_http_request_of_a_trace_that_is_not_sampled_has_no_span(door: Door, collector: Collector) -> None:
+def test_an_http_request_of_a_trace_that_is_not_sampled_has_no_span(gateway: Gateway, collector: Collector) -> None:
     trace = f"{78:032x}"
-    assert door.complete(f"00-{trace}-00000000000000cd-00").status_code == 200
-    assert door.complete(f"00-{79:032x}-00000000000000cd-01").status_code == 200
+    assert gateway.complete(f"00-{trace}-00000000000000cd-00").status_code == 200
+    assert gateway.complete(f"00-{79:032x}-00000000000000cd-01").status_code == 200
     of_trace(collector, f"{79:032x}", "POST /v1/completions")  # earlier spans have arrived
     assert collector.spans(trace) == []
 
 
 @pytest.mark.parametrize("flags", ["01", "00"])
 def test_a_call_of_the_engine_service_has_its_requests_as_children(
-    door: Door, collector: Collector, flags: str
+    gateway: Gateway, collector: Collector, flags: str
 ) -> None:
     trace = f"{80 + int(flags):032x}"
     request = engine_service_pb2.GenerateRequest()
     request.prompt.token_ids.token_ids.extend(PROMPT)
     request.parameters.max_tokens = NUM_TOKENS
-    with grpc.insecure_channel(door.grpc) as channel:
+    with grpc.insecure_channel(gateway.grpc) as channel:
         stub = engine_service_pb2_grpc.EngineServiceStub(channel)
         metadata = (("traceparent", f"00-{trace}-00000000000000cd-{flags}"),)
         assert list(stub.Generate(request, timeout=DEADLINE_S, metadata=metadata))
-    assert door.complete(f"00-{90 + int(flags):032x}-00000000000000cd-01").status_code == 200
+    assert gateway.complete(f"00-{90 + int(flags):032x}-00000000000000cd-01").status_code == 200
     of_trace(collector, f"{90 + int(flags):032x}", "POST /v1/completions")  # earlier spans have arrived
     found = {span.name: span for span in collector.spans(trace)}
     if flags == "00":

@@ -1,6 +1,6 @@
 // Package quire is a Go client of Quire, a paged KV cache as a service.
 //
-// A program that wants text uses an [Engine], which a front door serves:
+// A program that wants text uses an [Engine], which a gateway serves:
 //
 //	generation := engine.Generate(ctx, &enginev1.GenerateRequest{Prompt: quire.Text("The default value")})
 //	for chunk, err := range generation.Chunks() {

@@ -12,7 +12,7 @@ import (
 	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
-// Engine is a connection to a front door (quire serve --grpc-listen), which has
+// Engine is a connection to a gateway (quire serve --grpc-listen), which has
 // the engine: text, without leases and plans. It is safe for concurrent use.
 type Engine struct {
 	// Service has every call of the contract.
@@ -21,7 +21,7 @@ type Engine struct {
 	connection *grpc.ClientConn
 }
 
-// DialEngine makes a client of the front door at "unix:/path" or "host:port". It
+// DialEngine makes a client of the gateway at "unix:/path" or "host:port". It
 // does not wait for a connection: a server that is away is an error of the calls.
 func DialEngine(address string, options ...Option) (*Engine, error) {
 	connection, err := dial(address, options)

@@ -24,13 +24,13 @@ from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.chat.tools import ToolFormat
 from quire.gateway.config import OWN_FLAGS, GatewayOptions
-from quire.gateway.door import Door
+from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
 from quire.gateway.http.app import make_app
 from quire.gateway.http.server import HttpServer
 from quire.gateway.keys import KeyFile, check_exposure
 from quire.gateway.limits import TenantGate
-from quire.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend, EngineBackend
 from quire.gateway.routing.router import Router, RouterConfig
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
@@ -57,75 +57,75 @@ Drain = Callable[[], Awaitable[None]]
 
 
 async def serve(
-    options: ServerOptions, signals: StopSignals, *, gateway: GatewayOptions, credentials: Credentials
+    options: ServerOptions, signals: StopSignals, *, flags: GatewayOptions, credentials: Credentials
 ) -> None:
     """Serve until a signal. Raises CannotStartError."""
-    security, keys, gate = secure(options, gateway)
+    security, keys, gate = secure(options, flags)
     manager = ServiceManager(os.environ)
     async with contextlib.AsyncExitStack() as stack:
         if manager.has_watchdog:
             stack.callback(asyncio.create_task(manager.feed_watchdog()).cancel)
-        cache = CacheClient(gateway.cachemgr, credentials=credentials)
+        cache = CacheClient(flags.cachemgr, credentials=credentials)
         stack.push_async_callback(cache.close)
-        names_tenants = gateway.api_keys is not None
-        door = Door({}, DoorMetrics(), limits=gateway.limits, cache=cache, names_tenants=names_tenants)
-        door.keys, door.gate = keys or door.keys, gate or door.gate
+        names_tenants = flags.api_keys is not None
+        gateway = Gateway({}, GatewayMetrics(), limits=flags.limits, cache=cache, names_tenants=names_tenants)
+        gateway.keys, gateway.gate = keys or gateway.keys, gate or gateway.gate
         if options.metrics_listen is not None:
-            read = partial(_read_metrics, door)
+            read = partial(_read_metrics, gateway)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
-        server = HttpServer(make_app(door), door, tls=security.tls)
+        server = HttpServer(make_app(gateway), gateway, tls=security.tls)
         stack.push_async_callback(server.close)
         await server.start(options.listen)
-        log.info("listening addresses=%s", ",".join(door.addresses))
+        log.info("listening addresses=%s", ",".join(gateway.addresses))
         stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, manager, options.drain_timeout_s)]
-        if gateway.grpc_listen:
-            opened = engine_server(door, gateway.grpc_listen, security=options.security, is_part=True)
+        if flags.grpc_listen:
+            opened = engine_server(gateway, flags.grpc_listen, security=options.security, is_part=True)
             engine, servicer = await stack.enter_async_context(opened)
             timeout_s = options.drain_timeout_s
             stops.append(partial(engine.serve_until_signal, signals, drain=servicer.drain, drain_timeout_s=timeout_s))
-        if gateway.shepherd is not None:
-            opening = _open_shepherd(gateway, door, gateway.shepherd, options)
+        if flags.shepherd is not None:
+            opening = _open_shepherd(flags, gateway, flags.shepherd, options)
             worker, drain = await stack.enter_async_context(opening)
             timeout_s = options.drain_timeout_s
             stops.append(partial(worker.serve_until_signal, signals, drain=drain, drain_timeout_s=timeout_s))
-        backend, set_weights = await stack.enter_async_context(_open_backend(gateway, credentials))
+        backend, set_weights = await stack.enter_async_context(_open_backend(flags, credentials))
         if gate is not None:
             gate.send_weights_to(set_weights)
-        door.chat_models = await _load_chat_models(gateway, backend)
-        stack.push_async_callback(door.chat_models.close)
-        door.backends = dict.fromkeys(backend.model_names, backend)
+        gateway.chat_models = await _load_chat_models(flags, backend)
+        stack.push_async_callback(gateway.chat_models.close)
+        gateway.backends = dict.fromkeys(backend.model_names, backend)
         stack.push_async_callback(server.close)  # before the engines are
         tune_garbage_collector()
         keep_little_free_memory()
-        print(f"serving {backend.model_names[0]} at {' '.join(door.addresses)}", flush=True)
-        if gateway.grpc_listen:
+        print(f"serving {backend.model_names[0]} at {' '.join(gateway.addresses)}", flush=True)
+        if flags.grpc_listen:
             await engine.announce_serving()
-        if gateway.shepherd is not None:
+        if flags.shepherd is not None:
             await worker.announce_serving()
             print(f"a worker of Shepherd Model Gateway at grpc://{worker.addresses[0]}", flush=True)
-        manager.ready(f"serving at {' '.join(door.addresses)}")
+        manager.ready(f"serving at {' '.join(gateway.addresses)}")
         await asyncio.gather(*(stop() for stop in stops))
         log.info("stopped")
 
 
 @contextlib.asynccontextmanager
 async def _open_shepherd(
-    gateway: GatewayOptions, door: Door, address: Address, options: ServerOptions
+    flags: GatewayOptions, gateway: Gateway, address: Address, options: ServerOptions
 ) -> AsyncGenerator[tuple[Server, Drain], None]:
     """Within the block the pool is served as a worker of Shepherd Model Gateway. Raises CannotStartError."""
     try:
         from quire.integrations.shepherd import shepherd_server  # its messages come with an extra
     except (ImportError, RuntimeError) as error:
         raise CannotStartError(f"--shepherd needs the extra quire-kv[shepherd]: {error}") from error
-    async with shepherd_server(door, address, pool=gateway.pool, security=options.security) as (server, servicer):
+    async with shepherd_server(gateway, address, pool=flags.pool, security=options.security) as (server, servicer):
         yield server, servicer.drain
 
 
-async def _load_chat_models(gateway: GatewayOptions, backend: Backend) -> ChatModels:
+async def _load_chat_models(flags: GatewayOptions, backend: Backend) -> ChatModels:
     """Return the model's chat templates. Raises CannotStartError for a template that can't be used."""
-    tool_format = None if gateway.tool_format is None else ToolFormat(gateway.tool_format)
+    tool_format = None if flags.tool_format is None else ToolFormat(flags.tool_format)
     try:
-        return await ChatModels.load([backend], template_file=gateway.chat_template, tool_format=tool_format)
+        return await ChatModels.load([backend], template_file=flags.chat_template, tool_format=tool_format)
     except (OSError, ValueError) as error:
         raise CannotStartError(f"the chat template: {error}") from error
 
@@ -151,42 +151,42 @@ async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> 
         log.warning("drain timed out open_requests=%d", server.num_open)
 
 
-def _read_metrics(door: Door) -> Any:
-    return door.metrics.families(door.models)
+def _read_metrics(gateway: Gateway) -> Any:
+    return gateway.metrics.families(gateway.models)
 
 
-def secure(options: ServerOptions, gateway: GatewayOptions) -> tuple[Security, KeyFile | None, TenantGate | None]:
+def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, KeyFile | None, TenantGate | None]:
     """Return the server's TLS, the callers' keys and the tenants' limits, if the files of the flags can be used.
 
     Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
     """
-    addresses = [*options.listen, *gateway.grpc_listen, *([gateway.shepherd] if gateway.shepherd else [])]
-    check_exposure(addresses, has_keys=gateway.api_keys is not None, is_allowed=gateway.allow_anonymous)
-    gate = None if gateway.tenant_limits is None else TenantGate(gateway.tenant_limits)
+    addresses = [*options.listen, *flags.grpc_listen, *([flags.shepherd] if flags.shepherd else [])]
+    check_exposure(addresses, has_keys=flags.api_keys is not None, is_allowed=flags.allow_anonymous)
+    gate = None if flags.tenant_limits is None else TenantGate(flags.tenant_limits)
     keys = None
-    if gateway.api_keys is not None:
-        keys = KeyFile(gateway.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
+    if flags.api_keys is not None:
+        keys = KeyFile(flags.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
     return options.secure(roles={}, domain=DOMAIN), keys, gate
 
 
 @contextlib.asynccontextmanager
 async def _open_backend(
-    gateway: GatewayOptions, credentials: Credentials
+    flags: GatewayOptions, credentials: Credentials
 ) -> AsyncGenerator[tuple[Backend, SetWeights], None]:
     """Within the block there is a backend, and what sets its tenants' weights; entering it waits for the services."""
     config = EngineConfig(
-        pool=gateway.pool,
-        lease_ttl_s=gateway.lease_ttl,
-        max_waiting_requests=gateway.max_waiting_requests,
-        max_waiting_tokens=gateway.max_waiting_tokens,
-        max_unread_tokens=gateway.max_unread_tokens,
-        tenants=gateway.api_keys is not None,
+        pool=flags.pool,
+        lease_ttl_s=flags.lease_ttl,
+        max_waiting_requests=flags.max_waiting_requests,
+        max_waiting_tokens=flags.max_waiting_tokens,
+        max_unread_tokens=flags.max_unread_tokens,
+        tenants=flags.api_keys is not None,
     )
-    opening = _open_pool if gateway.pool else _open_router
+    opening = _open_pool if flags.pool else _open_router
     told = ""
     while True:
         try:
-            backend, set_weights, close = await opening(gateway, credentials, config)
+            backend, set_weights, close = await opening(flags, credentials, config)
             break
         except _TEMPORARY as error:
             if error.reason != told:
@@ -204,10 +204,10 @@ async def _open_backend(
 Opened = tuple[Backend, SetWeights, Callable[[], Awaitable[None]]]
 
 
-async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+async def _open_pool(flags: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
     """Return an engine on the one pool, and what closes it."""
     policy = PriorityPolicy()
-    address, tokenizer = gateway.cachemgr, gateway.tokenizer
+    address, tokenizer = flags.cachemgr, flags.tokenizer
     engine = Engine.connect(
         address, credentials=credentials, config=config, tokenizer=tokenizer, policy=policy, tracing=_tracing()
     )
@@ -216,7 +216,7 @@ async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: 
     except BaseException:
         await engine.close()
         raise
-    names = gateway.served_model_name or (engine.model.model,)
+    names = flags.served_model_name or (engine.model.model,)
     backend = EngineBackend(engine, names, tokenizer_source=tokenizer)
     cache = CacheClient(address, credentials=credentials, retry=ONCE)
     watching = asyncio.create_task(backend.watch(cache), name="quire-watch-pool")
@@ -230,16 +230,16 @@ async def _open_pool(gateway: GatewayOptions, credentials: Credentials, config: 
     return backend, policy.set_weights, close
 
 
-async def _open_router(gateway: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
+async def _open_router(flags: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
     """Return a router over all pools of the model, and what closes it."""
     router = Router(
-        gateway.cachemgr,
-        model=gateway.model,
-        model_names=gateway.served_model_name,
+        flags.cachemgr,
+        model=flags.model,
+        model_names=flags.served_model_name,
         config=RouterConfig(names_tenants=config.tenants),
         engine_config=config,
         credentials=credentials,
-        tokenizer=gateway.tokenizer,
+        tokenizer=flags.tokenizer,
         tracing=_tracing(),
     )
     try:
@@ -271,15 +271,15 @@ def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
       quire serve --cachemgr unix:/run/quire/cachemgr.sock --served-model-name llama --listen 127.0.0.1:8000
     """
     configure_logging(server.log_level, server.log_format)
-    gateway = GatewayOptions(**own)
-    if gateway.shepherd is not None and not gateway.pool:
+    flags = GatewayOptions(**own)
+    if flags.shepherd is not None and not flags.pool:
         raise click.UsageError("--shepherd needs --pool: one worker of Shepherd Model Gateway is one pool.")
-    if gateway.shepherd is not None and gateway.api_keys is not None:
+    if flags.shepherd is not None and flags.api_keys is not None:
         raise click.UsageError("--shepherd and --api-keys exclude each other: that gateway shows its workers no key.")
     credentials = Credentials(**{name: getattr(cachemgr_dial, name) for name in DIAL_FLAGS})
     if server.only_check:
-        server.end_check(lambda: secure(server, gateway))
-    settings = partial(serve, gateway=gateway, credentials=credentials)
+        server.end_check(lambda: secure(server, flags))
+    settings = partial(serve, flags=flags, credentials=credentials)
     sys.exit(run(lambda signals: settings(server, signals)))
 
 

@@ -1,4 +1,4 @@
-"""Measurements of the front door, and its metrics: under vLLM's names where vLLM has the same one.
+"""Measurements of the gateway, and its metrics: under vLLM's names where vLLM has the same one.
 
 docs/how-to/observability.md lists them.
 """
@@ -95,7 +95,7 @@ class RequestMeasure:
             measured.finished[chunk.finish_reason.value] += 1
 
 
-class DoorMetrics:
+class GatewayMetrics:
     """All measures of a gateway process."""
 
     def __init__(self) -> None:

@@ -1,17 +1,17 @@
-"""VllmEngine over a Door: Shepherd Model Gateway (smg) takes this process for one of its workers, over one pool.
+"""VllmEngine over a Gateway: Shepherd Model Gateway (smg) takes this process for one of its workers, over one pool.
 
-    async with shepherd_server(door, address, pool="main", security=options) as (server, servicer):
+    async with shepherd_server(gateway, address, pool="main", security=options) as (server, servicer):
         await server.announce_serving()
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
 
-All that Quire knows of that gateway is in this file. The messages are those of the package smg-grpc-proto.
+All that Quire knows of smg is in this file. The messages are those of the package smg-grpc-proto.
 
 A stream of KV events begins with a snapshot of the pool's blocks, and so does each recovery: when the pool has a new
-epoch or no worker, and when a subscriber reads too slowly. So no cursor and no history is kept. The gateway takes the
+epoch or no worker, and when a subscriber reads too slowly. So no cursor and no history is kept. smg takes the
 sequence numbers of a snapshot as they are, so that each stream counts from 1.
 
-While the pool has no worker, calls end with UNAVAILABLE, as those of an engine that has died: the gateway then sends
-requests to its other workers. A stream of events ends so too, once the gateway was told that no block is left.
+While the pool has no worker, calls end with UNAVAILABLE, as those of an engine that has died: smg then sends
+requests to its other workers. A stream of events ends so too, once smg was told that no block is left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
 from quire.client.errors import QuireError
 from quire.gateway.chat.templates import find_file
-from quire.gateway.door import NOBODY, Door
+from quire.gateway.gateway import NOBODY, Gateway
 from quire.gateway.grpc.errors import DOMAIN, Reason, answering, invalid, status_of
 from quire.gateway.grpc.messages import MAX_MESSAGE_TOKENS, bounded
 from quire.gateway.openai.parameters import MAX_TOKEN_IDS
@@ -64,9 +64,9 @@ TESTED_PROTO = "0.4.28"
 """The version of smg-grpc-proto that the tests run with."""
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 HEARTBEAT_S = 1.0
-"""Between two load records on a stream without events. The gateway excludes a worker that was silent for 15 s."""
+"""Between two load records on a stream without events. smg excludes a worker that was silent for 15 s."""
 FAILOVER_AFTER_S = 2.0
-"""Requests end this long after the pool's worker was found to be away, for the gateway to repeat them elsewhere."""
+"""Requests end this long after the pool's worker was found to be away, for smg to repeat them elsewhere."""
 MAX_UNSENT_TOKENS = 1_000_000
 """Tokens of stored blocks, and removed blocks, that wait for a subscriber. With more it gets a new snapshot."""
 
@@ -185,7 +185,7 @@ class _Answer:
                 chunk=vllm_engine_pb2.GenerateStreamChunk(
                     token_ids=token_ids,
                     prompt_tokens=len(self._prompt),
-                    completion_tokens=len(token_ids),  # of this message: the gateway adds them up
+                    completion_tokens=len(token_ids),  # of this message: smg adds them up
                     cached_tokens=self._num_cached_tokens,
                     output_logprobs=_encode_output_logprobs((chunk.logprobs or ())[part]),
                     input_logprobs=self._input_logprobs if not first and chunk.prompt_logprobs is not None else None,
@@ -289,30 +289,30 @@ class EventStream:
 
 
 class ShepherdServicer:
-    """The engine as a worker of the gateway."""
+    """The engine as a worker of smg."""
 
-    def __init__(self, door: Door, *, pool: str) -> None:
-        """pool is that of the door's one backend, which may come later. The door must have a client of cachemgr."""
-        if door.cache is None:
-            raise ValueError("the door has no client of cachemgr")
-        self._door = door
+    def __init__(self, gateway: Gateway, *, pool: str) -> None:
+        """pool is that of the gateway's one backend, which may come later. The gateway must have a cachemgr client."""
+        if gateway.cache is None:
+            raise ValueError("the gateway has no client of cachemgr")
+        self._gateway = gateway
         self._pool = pool
-        self._cache = door.cache
+        self._cache = gateway.cache
         self._began_s = time.time()
         self._last_request_s = 0.0
         self._open: dict[_OpenRequest, str] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._subscribers: set[Subscriber] = set()
-        self.follower = PoolFollower(door.cache, pool, self._publish)
+        self.follower = PoolFollower(gateway.cache, pool, self._publish)
 
     async def drain(self) -> None:
         """Refuses new requests; returns when those that have begun have ended."""
-        self._door.is_draining = True
+        self._gateway.is_draining = True
         await self._none_open.wait()
 
     async def end_requests_in_outages(self) -> None:
-        """End all requests when the pool's worker stays away, for ever: the gateway repeats them elsewhere."""
+        """End all requests when the pool's worker stays away, for ever: smg repeats them elsewhere."""
         away_since: float | None = None
         while True:
             now = asyncio.get_running_loop().time()
@@ -330,7 +330,7 @@ class ShepherdServicer:
             self._last_request_s = time.time()
             prompt, params = await _prompt_of(backend, request), _decode_parameters(request)
             answer = _Answer(prompt, params, is_stream=request.stream)
-            chunks = self._door.generate(NOBODY, backend, prompt, params)
+            chunks = self._gateway.generate(NOBODY, backend, prompt, params)
             with self._opened(request.request_id, chunks) as opened:
                 async with contextlib.aclosing(chunks):
                     while (chunk := await opened.next()) is not None:
@@ -425,7 +425,7 @@ class ShepherdServicer:
         return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
-        """Stream the tokenizer's files as a zip archive, for a gateway that can't read tokenizer_path."""
+        """Stream the tokenizer's files as a zip archive, for an smg that can't read tokenizer_path."""
         with _answering():
             source = self._backend().tokenizer_source
             archive = await asyncio.to_thread(_archive, source)
@@ -473,7 +473,7 @@ class ShepherdServicer:
 
     def _found(self) -> EngineBackend | ErrorStatus:
         """Return the backend, or the reason why it can't be used now."""
-        match self._door.models:
+        match self._gateway.models:
             case [EngineBackend() as backend] if backend.is_ready:
                 return backend
         return self._away()
@@ -531,7 +531,7 @@ class ShepherdServicer:
 
 @contextlib.asynccontextmanager
 async def shepherd_server(
-    door: Door, address: Address, *, pool: str, security: SecurityOptions
+    gateway: Gateway, address: Address, *, pool: str, security: SecurityOptions
 ) -> AsyncIterator[tuple[Server, ShepherdServicer]]:
     """Within the block VllmEngine is served; health says NOT_SERVING until announce_serving.
 
@@ -539,7 +539,7 @@ async def shepherd_server(
     QuireError of PoolFollower.run. Raises FileError, AddressError.
     """
     version = describe_version()
-    servicer = ShepherdServicer(door, pool=pool)
+    servicer = ShepherdServicer(gateway, pool=pool)
     roles = {f"/{SERVICE_NAME}/{method}": frozenset({Role.CLIENT}) for method in _METHODS}
     async with Server(
         service_names=[SERVICE_NAME],
@@ -732,7 +732,7 @@ def _encode_change(change: Change, *, event_id: int) -> Any:
 
 
 def _encode_stored(change: BlocksStored) -> Any:
-    """Return a message. A salt keeps blocks from requests of the gateway, which have none."""
+    """Return a message. A salt keeps blocks from requests of smg, which have none."""
     return common_pb2.KvBlocksStored(
         blocks=[
             common_pb2.KvBlock(

@@ -17,7 +17,7 @@ from robustness.fuzz.surface import GATEWAY, Method, methods
 from quire.cli.launch import LocalServices, ServiceProcess
 
 ROOT = Path(__file__).parents[3]
-DOOR = str(ROOT / "tests/integration/engine_door.py")
+PROGRAM = str(ROOT / "tests/integration/engine_gateway.py")
 NUM_MESSAGES = 4_000
 
 
@@ -57,20 +57,20 @@ def test_malformed_messages_break_nothing() -> None:
     with LocalServices.start(
         model=ROOT / "deploy/demo/model", num_blocks=16, extra_worker_args=("--threads", "1")
     ) as services:
-        address, log = f"unix:{services.runtime_dir}/door.sock", services.runtime_dir / "door.log"
+        address, log = f"unix:{services.runtime_dir}/gateway.sock", services.runtime_dir / "gateway.log"
         flags = ("--cachemgr", services.cachemgr_address, "--listen", address, "--max-waiting", "1000")
-        door = ServiceProcess("door", target=DOOR, arguments=flags, address=address, log_path=log)
-        door.start()
+        gateway = ServiceProcess("gateway", target=PROGRAM, arguments=flags, address=address, log_path=log)
+        gateway.start()
         pair = Pair(services)
         try:
-            door.wait_serving(DEADLINE_S)
+            gateway.wait_serving(DEADLINE_S)
             accepted, refused = asyncio.run(drive(address))
             await_that("no sequence is left", lambda: not pair.pool().block_counts.active_count)
             assert pair.violations() == []
-            assert door.is_running
+            assert gateway.is_running
         finally:
             pair.close()
-            door.terminate()
+            gateway.terminate()
         lines = [line for line in log.read_text().splitlines() if "handler failed" in line or "Traceback" in line]
     assert lines == []
     assert set(accepted) == set(refused) == set(methods(GATEWAY))

@@ -1,5 +1,5 @@
-// Command text writes the text that follows a prompt, as it comes from a front
-// door (quire serve --grpc-listen).
+// Command text writes the text that follows a prompt, as it comes from a
+// gateway (quire serve --grpc-listen).
 package main
 
 import (
@@ -16,7 +16,7 @@ import (
 )
 
 func main() {
-	address := flag.String("engine", "unix:/run/quire/engine.sock", "where the front door serves gRPC")
+	address := flag.String("engine", "unix:/run/quire/engine.sock", "where the gateway serves gRPC")
 	model := flag.String("model", "", "its name, if several are served")
 	maxTokens := flag.Int("max-tokens", 64, "most tokens to generate")
 	temperature := flag.Float64("temperature", 1, "0 takes the most probable token each time")

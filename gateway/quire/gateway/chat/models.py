@@ -17,8 +17,8 @@ from quire.client.errors import InvalidRequest, QuireError
 from quire.gateway.chat.conversation import Conversation, Message, Offer
 from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
 from quire.gateway.chat.tools import CallParser, Event, Text, ToolFormat, find_format, lark_of_calls
-from quire.gateway.door import Caller, Door
 from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.gateway import Caller, Gateway
 from quire.gateway.openai.completions import encode
 from quire.gateway.routing.backend import Backend
 
@@ -93,7 +93,7 @@ class NoCalls:
 
 @dataclass(slots=True)
 class ChatModels:
-    """The chat models behind a door, by the names of their backends."""
+    """The chat models behind a gateway, by the names of their backends."""
 
     _by_backend: dict[str, ChatModel] = field(default_factory=dict)
 
@@ -130,10 +130,10 @@ class ChatModels:
             await model.templates.close()
 
 
-def chat_model_of(door: Door, backend: Backend) -> ChatModel:
+def chat_model_of(gateway: Gateway, backend: Backend) -> ChatModel:
     """Return the chat model of a backend."""
-    assert door.chat_models is not None  # the gateway loads them before it listens
-    return door.chat_models.of(backend)
+    assert gateway.chat_models is not None  # the gateway loads them before it listens
+    return gateway.chat_models.of(backend)
 
 
 def _special_ids(tokenizer: Tokenizer | None, markers: Sequence[str]) -> dict[str, int]:
@@ -173,23 +173,23 @@ class ChatRequest:
 
 
 async def begin(
-    door: Door, caller: Caller, asked: ChatRequest, *, names: Mapping[str, str]
+    gateway: Gateway, caller: Caller, asked: ChatRequest, *, names: Mapping[str, str]
 ) -> tuple[list[int], AsyncGenerator[Piece, None]]:
     """Return the tokens of a conversation, and the answers as they come. Raises HttpError.
 
     names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
     """
-    model, offer = chat_model_of(door, asked.backend), asked.conversation.offer
+    model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
     params = model.params_of(asked.params, offer)
     prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
     parsers = [model.parser_of(offer) for _ in range(params.n)]
     if offer.is_forced:
         names = {**names, "grammar": "tools"}
-    return prompt, _pieces(door, caller, asked, prompt, params, parsers=parsers, names=names)
+    return prompt, _pieces(gateway, caller, asked, prompt, params, parsers=parsers, names=names)
 
 
 async def _pieces(
-    door: Door,
+    gateway: Gateway,
     caller: Caller,
     asked: ChatRequest,
     prompt_token_ids: Sequence[int],
@@ -200,7 +200,7 @@ async def _pieces(
 ) -> AsyncGenerator[Piece, None]:
     """Answers as they come, sample i read by parser i. Raises HttpError."""
     try:
-        chunks = door.generate(caller, asked.backend, prompt_token_ids, params, cache=asked.cache)
+        chunks = gateway.generate(caller, asked.backend, prompt_token_ids, params, cache=asked.cache)
         async with aclosing(chunks):
             async for chunk in chunks:
                 parser = parsers[chunk.index]

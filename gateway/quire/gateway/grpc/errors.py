@@ -118,7 +118,7 @@ def invalid(field: str, value: object, limit: str) -> ErrorStatus:
 
 
 def status_of_error(error: QuireError | HttpError) -> ErrorStatus:
-    """Return the status of an error of the engine, of the thin clients or of the door."""
+    """Return the status of an error of the engine, of the thin clients or of the gateway."""
     if isinstance(error, HttpError):
         return _status_of_http(error)
     cause = cause_of(error)

@@ -1,6 +1,6 @@
-"""EngineService over a Door: every handler reads, generates, encodes.
+"""EngineService over a Gateway: every handler reads, generates, encodes.
 
-    async with engine_server(door, addresses, security=options) as (server, servicer):
+    async with engine_server(gateway, addresses, security=options) as (server, servicer):
         await server.announce_serving()
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
 
@@ -23,8 +23,8 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest, QuireError
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
-from quire.gateway.door import Caller, Door
 from quire.gateway.errors import HttpError
+from quire.gateway.gateway import Caller, Gateway
 from quire.gateway.grpc.errors import DOMAIN, MAX_SHOWN, Reason, answering, invalid, status_of, status_of_error
 from quire.gateway.grpc.messages import (
     Tally,
@@ -80,15 +80,15 @@ class Asked:
 class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     """Text behind gRPC."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._num_open = 0
         self._none_open = asyncio.Event()
         self._none_open.set()
 
     async def drain(self) -> None:
         """Refuses new requests; returns when the calls that have begun have ended."""
-        self._door.is_draining = True
+        self._gateway.is_draining = True
         await self._none_open.wait()
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> engine_service_pb2.GenerateBatchResponse:
         """Runs all requests at once; one that is refused or fails is answered in its place."""
         with self._answering():
-            asking, limits = self._caller(context), self._door.limits
+            asking, limits = self._caller(context), self._gateway.limits
             if not 1 <= len(request.requests) <= limits.max_prompts:
                 raise CallEnded(invalid("requests", f"{len(request.requests)} entries", f"1 to {limits.max_prompts}"))
             read = [await _attempt(self._read(each)) for each in request.requests]
@@ -169,7 +169,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             self._caller(context)
             if not 0 <= request.page_size <= MAX_PAGE:
                 raise CallEnded(invalid("page_size", request.page_size, f"0 to {MAX_PAGE}"))
-            models = sorted(map(_encode_model, self._door.models), key=lambda model: model.name)
+            models = sorted(map(_encode_model, self._gateway.models), key=lambda model: model.name)
             if request.page_token and request.page_token not in {model.name for model in models}:
                 raise CallEnded(invalid("page_token", request.page_token[:MAX_SHOWN], "one from an earlier answer"))
             rest = [model for model in models if model.name > request.page_token]
@@ -178,23 +178,23 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             return engine_service_pb2.ListModelsResponse(models=rest[:size], next_page_token=following)
 
     def _caller(self, context: Context) -> Caller:
-        """The caller as the server knows it, else as the door's keys say. Raises HttpError."""
+        """The caller as the server knows it, else as the gateway's keys say. Raises HttpError."""
         identity = caller()
         if identity is not ANYBODY:
             return Caller(name=identity.name, tenant=identity.name)
         shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-        return self._door.caller_of(str(shown[0]) if len(shown) == 1 else None)
+        return self._gateway.caller_of(str(shown[0]) if len(shown) == 1 else None)
 
     def _backend(self, model: str) -> Backend:
-        backends = self._door.backends
+        backends = self._gateway.backends
         if not backends:
             raise CallEnded(status_of(Reason.SERVICE_AWAY, "the services of the model have not been reached yet"))
-        if not model and len(self._door.models) != 1:
+        if not model and len(self._gateway.models) != 1:
             raise CallEnded(invalid("model", "empty", f"one of {', '.join(backends)}"))
         if model and model not in backends:
             message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(backends)} is"
             raise CallEnded(status_of(Reason.MODEL_NOT_FOUND, message, {"model": model[:MAX_SHOWN]}))
-        return backends[model] if model else self._door.models[0]
+        return backends[model] if model else self._gateway.models[0]
 
     async def _read(self, request: engine_service_pb2.GenerateRequest) -> Asked:
         """A request with its prompt's tokens. Raises QuireError, HttpError, CallEnded."""
@@ -203,7 +203,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         return Asked(backend, await _prompt_of(backend, request.prompt), params, cache)
 
     def _chunks(self, asking: Caller, asked: Asked) -> AsyncGenerator[Chunk, None]:
-        return self._door.generate(asking, asked.backend, asked.prompt_token_ids, asked.params, cache=asked.cache)
+        return self._gateway.generate(asking, asked.backend, asked.prompt_token_ids, asked.params, cache=asked.cache)
 
     async def _complete(self, asking: Caller, asked: Asked | CallEnded) -> engine_service_pb2.GenerateBatchResult:
         """The answer to one request of a batch."""
@@ -225,7 +225,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
 
 @contextlib.asynccontextmanager
 async def engine_server(
-    door: Door, addresses: Iterable[Address], *, security: SecurityOptions, is_part: bool = False
+    gateway: Gateway, addresses: Iterable[Address], *, security: SecurityOptions, is_part: bool = False
 ) -> AsyncIterator[tuple[Server, EngineServicer]]:
     """Within the block EngineService is served; health says NOT_SERVING until announce_serving.
 
@@ -233,7 +233,7 @@ async def engine_server(
 
     Raises FileError, AddressError.
     """
-    servicer = EngineServicer(door)
+    servicer = EngineServicer(gateway)
     async with Server(
         service_names=[SERVICE_NAME],
         domain=DOMAIN,

@@ -1,4 +1,4 @@
-"""The HTTP application: all endpoints of a door."""
+"""The HTTP application: all endpoints of a gateway."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from quire.gateway.door import Door
 from quire.gateway.errors import HttpError
+from quire.gateway.gateway import Gateway
 from quire.gateway.http import page
 from quire.gateway.http.endpoint import FrontApp, PostRequest, json_response, post
 from quire.gateway.http.fields import text_of
@@ -21,38 +21,38 @@ from quire.gateway.texts import decoded
 from quire.serving.metrics import build_family, version
 
 
-def make_app(door: Door) -> FrontApp:
-    """Return the ASGI application of a door."""
-    routes = _own_routes(door)
+def make_app(gateway: Gateway) -> FrontApp:
+    """Return the ASGI application of a gateway."""
+    routes = _own_routes(gateway)
     for module in (completions, chat, responses, page):
-        routes += module.routes(door)
-    return FrontApp(door, routes)
+        routes += module.routes(gateway)
+    return FrontApp(gateway, routes)
 
 
-def _own_routes(door: Door) -> list[BaseRoute]:
-    registry = _registry_of(door)
+def _own_routes(gateway: Gateway) -> list[BaseRoute]:
+    registry = _registry_of(gateway)
 
     async def models(request: Request) -> Response:
-        door.caller_of(request.headers.get("authorization"))
-        cards = [_card(door, name) for name in door.backends]
+        gateway.caller_of(request.headers.get("authorization"))
+        cards = [_card(gateway, name) for name in gateway.backends]
         return json_response({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
-        door.caller_of(request.headers.get("authorization"))
+        gateway.caller_of(request.headers.get("authorization"))
         name = request.path_params["model"]
-        door.backend_of(name)
-        return json_response(_card(door, name))
+        gateway.backend_of(name)
+        return json_response(_card(gateway, name))
 
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        if door.is_draining:
+        if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
-        away = [backend.model_names[0] for backend in door.models if not backend.is_ready]
-        if away or not door.models:
+        away = [backend.model_names[0] for backend in gateway.models if not backend.is_ready]
+        if away or not gateway.models:
             raise HttpError(503, f"no service computes for {', '.join(away) or 'any model'} now", code="unavailable")
-        return json_response({"status": "ready", "addresses": door.addresses})
+        return json_response({"status": "ready", "addresses": gateway.addresses})
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -67,17 +67,17 @@ def _own_routes(door: Door) -> list[BaseRoute]:
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
-        post(door, "/tokenize", tokenize),
-        post(door, "/detokenize", detokenize),
+        post(gateway, "/tokenize", tokenize),
+        post(gateway, "/detokenize", detokenize),
     ]
 
 
-def _card(door: Door, name: str) -> dict[str, Any]:
-    backend = door.backends[name]
+def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+    backend = gateway.backends[name]
     return {
         "id": name,
         "object": "model",
-        "created": door.began_s,
+        "created": gateway.began_s,
         "owned_by": "quire",
         "root": backend.model_names[0],
         "parent": None,
@@ -86,35 +86,35 @@ def _card(door: Door, name: str) -> dict[str, Any]:
     }
 
 
-class _DoorCollector(Collector):
-    def __init__(self, door: Door) -> None:
-        self._door = door
+class _GatewayCollector(Collector):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     def collect(self) -> list[Metric]:
-        return [*self._door.metrics.families(self._door.models), build_family()]
+        return [*self._gateway.metrics.families(self._gateway.models), build_family()]
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _registry_of(door: Door) -> CollectorRegistry:
+def _registry_of(gateway: Gateway) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
-    registry.register(_DoorCollector(door))
+    registry.register(_GatewayCollector(gateway))
     return registry
 
 
-async def tokenize(door: Door, request: PostRequest) -> Response:
+async def tokenize(gateway: Gateway, request: PostRequest) -> Response:
     """POST /tokenize with a prompt: its tokens."""
     fields = request.fields
-    backend = door.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"))
     prompt = text_of("prompt", fields.require("prompt"))
     add_special_tokens = fields.boolean("add_special_tokens", True)
     has_texts = fields.boolean("return_token_strs")
     fields.end()
     token_ids = await encode("prompt", prompt, backend.tokenizer, add_special_tokens=add_special_tokens)
-    texts = door.token_texts(backend)
+    texts = gateway.token_texts(backend)
     return json_response(
         {
             "count": len(token_ids),
@@ -125,12 +125,12 @@ async def tokenize(door: Door, request: PostRequest) -> Response:
     )
 
 
-async def detokenize(door: Door, request: PostRequest) -> Response:
+async def detokenize(gateway: Gateway, request: PostRequest) -> Response:
     """POST /detokenize with tokens: their text."""
     fields = request.fields
-    backend = door.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"))
     fields.require("tokens")
-    token_ids = token_ids_of("tokens", fields.array("tokens", max_length=door.limits.max_body_bytes) or [])
+    token_ids = token_ids_of("tokens", fields.array("tokens", max_length=gateway.limits.max_body_bytes) or [])
     fields.end()
     if backend.tokenizer is None:
         raise HttpError(400, "there is no tokenizer", code="unsupported_value")

@@ -1,7 +1,7 @@
 """The frame of every HTTP endpoint: the request's id, the caller, the body, errors, a line in the log.
 
-routes = [post(door, "/v1/completions", create_completion)]
-async def create_completion(door: Door, request: PostRequest) -> Response: ...
+routes = [post(gateway, "/v1/completions", create_completion)]
+async def create_completion(gateway: Gateway, request: PostRequest) -> Response: ...
 """
 
 import logging
@@ -19,8 +19,8 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.errors import QuireError
-from quire.gateway.door import Caller, Door
 from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.gateway import Caller, Gateway
 from quire.gateway.http.fields import Fields, parse_body
 from quire.gateway.http.streams import CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
@@ -43,21 +43,21 @@ class PostRequest:
     raw: Request
 
 
-Handler = Callable[[Door, PostRequest], Awaitable[Response]]
+Handler = Callable[[Gateway, PostRequest], Awaitable[Response]]
 
 
-def post(door: Door, path: str, handler: Handler) -> Route:
+def post(gateway: Gateway, path: str, handler: Handler) -> Route:
     """Return the route of an endpoint that takes a JSON object. The handler is cancelled if the caller disconnects."""
 
     async def endpoint(raw: Request) -> Response:
-        caller = door.caller_of(raw.headers.get("authorization"))
-        if door.is_draining:
+        caller = gateway.caller_of(raw.headers.get("authorization"))
+        if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
-        with door.bodies.opened(caller) as count:
-            fields = parse_body(await door.bodies.read(raw, count))
+        with gateway.bodies.opened(caller) as count:
+            fields = parse_body(await gateway.bodies.read(raw, count))
             request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
             try:
-                return await while_connected(raw, handler(door, request))
+                return await while_connected(raw, handler(gateway, request))
             except QuireError as error:
                 found = http_error_of(error)
             except HttpError as error:
@@ -81,8 +81,8 @@ def error_response(error: HttpError) -> Response:
 class FrontApp:
     """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
 
-    def __init__(self, door: Door, routes: list[BaseRoute]) -> None:
-        self._door = door
+    def __init__(self, gateway: Gateway, routes: list[BaseRoute]) -> None:
+        self._gateway = gateway
         self._paths = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
@@ -120,7 +120,7 @@ class FrontApp:
                 span.answered(path, status, call.request_id)
 
     def _note(self, scope: Scope, path: str, status: int, took_s: float) -> None:
-        self._door.metrics.answered(path, status)
+        self._gateway.metrics.answered(path, status)
         level = logging.WARNING if status >= 500 else logging.DEBUG
         log.log(level, "answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)
 

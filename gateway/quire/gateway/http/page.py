@@ -25,8 +25,8 @@ from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cache_client import CacheClient
 from quire.client.errors import AccessDenied, QuireError
-from quire.gateway.door import Door
 from quire.gateway.errors import HttpError, invalid
+from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import json_response
 from quire.gateway.http.streams import EventStream, event_of, merged
 
@@ -51,11 +51,11 @@ _HEADERS = {
 _NOT_KEPT = {"Cache-Control": "no-store"}
 
 
-def routes(door: Door) -> list[BaseRoute]:
+def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the page's routes; without a cachemgr there is no page."""
-    if door.cache is None:
+    if gateway.cache is None:
         return []
-    live = Live(door, door.cache)
+    live = Live(gateway, gateway.cache)
     return [
         Route("/", _index),
         Mount("/page", _Files(directory=FOLDER)),
@@ -98,8 +98,8 @@ class _Shared(Generic[Asked, Found]):
 class Live:
     """The cache as it changes, for those that look at the page."""
 
-    def __init__(self, door: Door, cache: CacheClient) -> None:
-        self._door = door
+    def __init__(self, gateway: Gateway, cache: CacheClient) -> None:
+        self._gateway = gateway
         self._cache = cache
         self._num_viewers = 0
         self._look = _Shared(self._look_at_pools)
@@ -107,7 +107,7 @@ class Live:
 
     def _tenant_of(self, request: Request) -> str | None:
         """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
-        return self._door.caller_of(request.headers.get("authorization")).tenant or None
+        return self._gateway.caller_of(request.headers.get("authorization")).tenant or None
 
     async def follow(self, request: Request) -> Response:
         """Return the stream of events of one viewer."""
@@ -115,7 +115,7 @@ class Live:
         if self._num_viewers >= MAX_VIEWERS:
             raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, which is the limit", code="too_many_viewers")
         events = self._events(request.query_params.get("pool", ""), tenant)
-        return EventStream(events, send_timeout_s=self._door.limits.send_timeout_s, headers=_NOT_KEPT)
+        return EventStream(events, send_timeout_s=self._gateway.limits.send_timeout_s, headers=_NOT_KEPT)
 
     async def sequence(self, request: Request) -> Response:
         """Return the block table of a sequence that the viewer is shown."""
@@ -138,7 +138,7 @@ class Live:
             async with contextlib.aclosing(merged([self._pools(pool, tenant), self._blocks(pool, tenant)])) as events:
                 async for _, event in events:
                     yield event
-                    if self._door.is_draining:
+                    if self._gateway.is_draining:
                         return
         finally:
             self._num_viewers -= 1

@@ -1,4 +1,4 @@
-"""The HTTP server of a door: sockets, TLS, limits of connections and headers, and the end of it all."""
+"""The HTTP server of a gateway: sockets, TLS, limits of connections and headers, and the end of it all."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.gateway.door import Door
+from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import FrontApp
 from quire.serving.addresses import (
     Address,
@@ -92,8 +92,8 @@ class BoundedProtocol(HttpToolsProtocol):
 class HttpServer:
     """Serves an application on some addresses. Raises AddressError or AddressInUseError when it is started."""
 
-    def __init__(self, app: FrontApp, door: Door, *, tls: ServerTls | None) -> None:
-        self._door = door
+    def __init__(self, app: FrontApp, gateway: Gateway, *, tls: ServerTls | None) -> None:
+        self._gateway = gateway
         self._tls = tls
         config = uvicorn.Config(
             app,
@@ -124,7 +124,7 @@ class HttpServer:
         return len(self._server.server_state.tasks)
 
     async def start(self, addresses: Sequence[Address]) -> None:
-        """Listen on each address; door.addresses then says where."""
+        """Listen on each address; gateway.addresses then says where."""
         _allow_many_files()
         unix = [self._bind_unix(each) for each in addresses if isinstance(each, UnixAddress)]
         tcp = [_bind_tcp(each) for each in addresses if isinstance(each, TcpAddress)]
@@ -135,20 +135,20 @@ class HttpServer:
         self._server.servers += servers
         scheme = "http" if self._tls is None else "https"
         hosts = iter(each.host for each in addresses if isinstance(each, TcpAddress))
-        self._door.addresses += [f"{scheme}://{TcpAddress(next(hosts), sock.getsockname()[1])}" for sock in tcp] + [
+        self._gateway.addresses += [f"{scheme}://{TcpAddress(next(hosts), sock.getsockname()[1])}" for sock in tcp] + [
             f"unix:{path}" for path in self._unix_paths
         ]
         self._ticks = asyncio.create_task(self._server.main_loop())
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until those that have begun have ended."""
-        self._door.is_draining = True
+        self._gateway.is_draining = True
         while self.num_open:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
         """Close all connections."""
-        self._door.is_draining = True
+        self._gateway.is_draining = True
         self._server.should_exit = True
         if self._ticks is not None:
             self._ticks.cancel()

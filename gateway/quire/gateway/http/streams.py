@@ -2,7 +2,7 @@
 
 A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent chunks stay
 in the engine's mailbox; and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
-A caller that reads nothing for the door's send timeout is disconnected.
+A caller that reads nothing for the gateway's send timeout is disconnected.
 """
 
 import asyncio

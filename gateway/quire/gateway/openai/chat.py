@@ -20,8 +20,8 @@ from quire.gateway.chat.conversation import Conversation, messages_of, offer_of
 from quire.gateway.chat.models import ChatRequest, Piece, begin
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
-from quire.gateway.door import Door
 from quire.gateway.errors import HttpError, invalid
+from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.fields import MAX_INT32, Fields
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of, primed
@@ -44,19 +44,19 @@ class Chat(ChatRequest):
     return_token_ids: bool
 
 
-def routes(door: Door) -> list[BaseRoute]:
+def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoint."""
-    return [post(door, "/v1/chat/completions", _create)]
+    return [post(gateway, "/v1/chat/completions", _create)]
 
 
-async def _create(door: Door, request: PostRequest) -> Response:
+async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = read_chat(door, request.fields)
-    prompt, pieces = await begin(door, request.caller, asked, names=_NAMES)
-    answer = _Answer(asked, prompt, request, door.token_texts(asked.backend))
+    asked = read_chat(gateway, request.fields)
+    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
+    answer = _Answer(asked, prompt, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
-        return EventStream(events, send_timeout_s=door.limits.send_timeout_s)
+        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
     async with aclosing(pieces):
         return json_response(answer.whole([piece async for piece in pieces]))
 
@@ -64,9 +64,9 @@ async def _create(door: Door, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_chat(door: Door, fields: Fields) -> Chat:
+def read_chat(gateway: Gateway, fields: Fields) -> Chat:
     """Return the request that a body makes. Raises HttpError."""
-    backend = door.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"))
     _refuse(fields)
     conversation = Conversation(
         messages_of(fields),
@@ -80,8 +80,8 @@ def read_chat(door: Door, fields: Fields) -> Chat:
     params = replace_max_tokens(
         sampling_of(fields, max_tokens=MAX_INT32, logprobs=_num_logprobs(fields, backend)), _max_tokens(fields)
     )
-    if params.n > door.limits.max_samples:
-        raise invalid("n", params.n, f"at most {door.limits.max_samples} samples")
+    if params.n > gateway.limits.max_samples:
+        raise invalid("n", params.n, f"at most {gateway.limits.max_samples} samples")
     asked = Chat(
         backend=backend,
         conversation=conversation,

@@ -13,8 +13,8 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
-from quire.gateway.door import Caller, Door
 from quire.gateway.errors import http_error_of, invalid
+from quire.gateway.gateway import Caller, Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.fields import MAX_INT32, Fields, text_of
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
@@ -54,28 +54,28 @@ class Completion:
     has_prompt_logprobs: bool
 
 
-def routes(door: Door) -> list[BaseRoute]:
+def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoint."""
-    return [post(door, "/v1/completions", create_completion)]
+    return [post(gateway, "/v1/completions", create_completion)]
 
 
-async def create_completion(door: Door, request: PostRequest) -> Response:
+async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = await read_completion(door, request.fields)
-    streams = start(door, request.caller, asked)
-    answer = _Answer(asked, request, door.token_texts(asked.backend))
+    asked = await read_completion(gateway, request.fields)
+    streams = start(gateway, request.caller, asked)
+    answer = _Answer(asked, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(streams))
-        return EventStream(events, send_timeout_s=door.limits.send_timeout_s)
+        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
     return json_response(answer.whole(await collected(streams)))
 
 
-def start(door: Door, caller: Caller, asked: Completion) -> list[AsyncGenerator[Chunk, None]]:
+def start(gateway: Gateway, caller: Caller, asked: Completion) -> list[AsyncGenerator[Chunk, None]]:
     """Return a stream of chunks for each prompt. Raises HttpError naming the prompt if one can't be served."""
     streams = []
     for index, prompt in enumerate(asked.prompts):
         try:
-            streams.append(door.generate(caller, asked.backend, prompt.token_ids, asked.params, cache=asked.cache))
+            streams.append(gateway.generate(caller, asked.backend, prompt.token_ids, asked.params, cache=asked.cache))
         except InvalidRequest as error:
             found = http_error_of(error)
             if found.param == "prompt" and len(asked.prompts) > 1:
@@ -87,9 +87,9 @@ def start(door: Door, caller: Caller, asked: Completion) -> list[AsyncGenerator[
 # Reading.
 
 
-async def read_completion(door: Door, fields: Fields) -> Completion:
+async def read_completion(gateway: Gateway, fields: Fields) -> Completion:
     """Return the request that a body makes. Raises HttpError."""
-    backend = door.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"))
     stream, echo = fields.boolean("stream"), fields.boolean("echo")
     fields.refuse("suffix", "text can't be inserted, only continued", unless=("",))
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
@@ -108,9 +108,9 @@ async def read_completion(door: Door, fields: Fields) -> Completion:
     add_special_tokens = fields.boolean("add_special_tokens", True)
     given = fields.require("prompt")
     fields.end()
-    prompts = await _read_prompts(door, given, backend.tokenizer, echo=echo, add_special_tokens=add_special_tokens)
-    if len(prompts) * params.n > door.limits.max_samples:
-        limit = f"at most {door.limits.max_samples} samples of all prompts together"
+    prompts = await _read_prompts(gateway, given, backend.tokenizer, echo=echo, add_special_tokens=add_special_tokens)
+    if len(prompts) * params.n > gateway.limits.max_samples:
+        limit = f"at most {gateway.limits.max_samples} samples of all prompts together"
         raise invalid("n", params.n, limit)
     return Completion(
         backend=backend,
@@ -127,7 +127,7 @@ async def read_completion(door: Door, fields: Fields) -> Completion:
 
 
 async def _read_prompts(
-    door: Door, given: Any, tokenizer: Tokenizer | None, *, echo: bool, add_special_tokens: bool
+    gateway: Gateway, given: Any, tokenizer: Tokenizer | None, *, echo: bool, add_special_tokens: bool
 ) -> list[Prompt]:
     """Return one prompt, or several: a text, token ids, a list of texts, or a list of lists of token ids."""
     if not isinstance(given, list):
@@ -137,8 +137,8 @@ async def _read_prompts(
         given = given if is_list else [given]
     if not given:
         raise invalid("prompt", given, "text, token ids, or a list of these with at least one")
-    if len(given) > door.limits.max_prompts:
-        raise invalid("prompt", f"{len(given)} prompts", f"at most {door.limits.max_prompts} prompts")
+    if len(given) > gateway.limits.max_prompts:
+        raise invalid("prompt", f"{len(given)} prompts", f"at most {gateway.limits.max_prompts} prompts")
     prompts = []
     for index, each in enumerate(given):
         path = f"prompt[{index}]" if is_list else "prompt"

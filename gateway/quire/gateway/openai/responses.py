@@ -26,8 +26,8 @@ from quire.gateway.chat.conversation import (
 )
 from quire.gateway.chat.models import ChatRequest, Piece, begin
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
-from quire.gateway.door import Door
 from quire.gateway.errors import HttpError, invalid
+from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.fields import MAX_INT32, Fields, text_of
 from quire.gateway.http.streams import EventStream, event_of, primed
@@ -62,19 +62,19 @@ class Asked(ChatRequest):
     shown: Mapping[str, Any]
 
 
-def routes(door: Door) -> list[BaseRoute]:
+def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoint."""
-    return [post(door, "/v1/responses", _create)]
+    return [post(gateway, "/v1/responses", _create)]
 
 
-async def _create(door: Door, request: PostRequest) -> Response:
+async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = read_request(door, request.fields)
-    prompt, pieces = await begin(door, request.caller, asked, names=_NAMES)
-    answer = _Answer(asked, len(prompt), request, door.token_texts(asked.backend))
+    asked = read_request(gateway, request.fields)
+    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
+    answer = _Answer(asked, len(prompt), request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
-        return EventStream(events, send_timeout_s=door.limits.send_timeout_s, encode_error=answer.error_event)
+        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, encode_error=answer.error_event)
     async with aclosing(answer.events(pieces)) as events:
         async for _ in events:
             pass
@@ -84,9 +84,9 @@ async def _create(door: Door, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_request(door: Door, fields: Fields) -> Asked:
+def read_request(gateway: Gateway, fields: Fields) -> Asked:
     """Return the request that a body makes. Raises HttpError."""
-    backend = door.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"))
     metadata = fields.mapping("metadata")
     _refuse(fields)
     instructions = fields.string("instructions")

@@ -1,4 +1,4 @@
-"""The protocol through which all doors generate, and a single engine behind it."""
+"""The protocol through which every endpoint generates, and a single engine behind it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

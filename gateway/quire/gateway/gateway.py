@@ -1,6 +1,6 @@
-"""The state that all endpoints share: models, callers, limits, measurements. All generate through Door.generate.
+"""The state that all endpoints share: models, callers, limits, measurements. All generate through Gateway.generate.
 
-app.py makes the Door and hands it to each module of endpoints: `routes(door) -> list[BaseRoute]`.
+app.py makes the Gateway and hands it to each module of endpoints: `routes(gateway) -> list[BaseRoute]`.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.gateway.errors import HttpError
 from quire.gateway.http.bodies import OpenBodies
-from quire.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend
 from quire.gateway.texts import TokenTexts
 
@@ -88,7 +88,7 @@ class OpenGate:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class GatewayLimits:
     """The limits of one request, and of a caller's open bodies.
 
     max_body_bytes     of a body
@@ -106,7 +106,7 @@ class DoorLimits:
 
 
 @dataclass(slots=True)
-class Door:
+class Gateway:
     """The state of one gateway process.
 
     backends     by each of their names
@@ -120,8 +120,8 @@ class Door:
     """
 
     backends: Mapping[str, Backend]
-    metrics: DoorMetrics
-    limits: DoorLimits = field(default_factory=DoorLimits)
+    metrics: GatewayMetrics
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
     keys: Keys = field(default_factory=NoKeys)
     gate: Gate = field(default_factory=OpenGate)
     is_draining: bool = False

@@ -12,10 +12,10 @@ import click
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.sampling import SamplingParams
-from quire.gateway.door import Caller, Door, OpenGate, Ticket
 from quire.gateway.errors import HttpError
+from quire.gateway.gateway import Caller, Gateway, OpenGate, Ticket
 from quire.gateway.grpc.service import engine_server
-from quire.gateway.metrics import DoorMetrics
+from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import EngineBackend
 from quire.serving.flags import option
 from quire.serving.logs import configure_logging
@@ -70,8 +70,8 @@ def main(
             served = [names or (engine.model.model,), *([] if other is None else [(other,)])]
             backends = {name: EngineBackend(engine, each) for each in served for name in each}
             backends |= {name: backends[each[0]] for each in served for name in each}
-            door = Door(backends, DoorMetrics(), gate=LimitedGate())
-            async with engine_server(door, server.listen, security=server.security) as (grpc_server, servicer):
+            gateway = Gateway(backends, GatewayMetrics(), gate=LimitedGate())
+            async with engine_server(gateway, server.listen, security=server.security) as (grpc_server, servicer):
                 await grpc_server.announce_serving()
                 await grpc_server.serve_until_signal(
                     signals, drain=servicer.drain, drain_timeout_s=server.drain_timeout_s
