@@ -59,7 +59,7 @@ LIGHT = (
     *("quire.serving.server", "quire.serving.options", "quire.serving.logs", "quire.serving.manual"),
     *("quire.cli.commands", "quire.client.engine.engine", "quire.cli.generate", "quire.cli.stats"),
     *("quire.cli.top", "quire.cli.up", "uvloop", "tokenizers"),
-    *("quire.gateway.http.app", "quire.gateway.http.server"),
+    *("quire.gateway.app", "quire.gateway.http.server"),
 )
 HEAVY = (
     *LIGHT,

@@ -13,7 +13,7 @@ from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.sampling import SamplingParams
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Caller, Gateway, OpenGate, Ticket
+from quire.gateway.gateway import Admission, Caller, Gateway, NoRateLimits
 from quire.gateway.grpc.service import engine_server
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import EngineBackend
@@ -26,16 +26,16 @@ MAX_WAITING, MAX_UNREAD_TOKENS = 4, 64
 LIMITED = "carl"
 
 
-class LimitedGate(OpenGate):
+class OneTenantRefused(NoRateLimits):
     """Lets nothing of one tenant in."""
 
-    def enter(
+    def admit(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> contextlib.AbstractContextManager[Ticket]:
+    ) -> contextlib.AbstractContextManager[Admission]:
         """Raise HttpError for that tenant."""
         if caller.tenant == LIMITED:
             raise HttpError(429, "no requests may be in flight", code="rate_limit_exceeded", retry_after_s=2.0)
-        return super().enter(caller, num_prompt_tokens=num_prompt_tokens, params=params)
+        return super().admit(caller, num_prompt_tokens=num_prompt_tokens, params=params)
 
 
 @click.command()
@@ -70,7 +70,7 @@ def main(
             served = [names or (engine.model.model,), *([] if other is None else [(other,)])]
             backends = {name: EngineBackend(engine, each) for each in served for name in each}
             backends |= {name: backends[each[0]] for each in served for name in each}
-            gateway = Gateway(backends, GatewayMetrics(), gate=LimitedGate())
+            gateway = Gateway(backends, GatewayMetrics(), rate_limiter=OneTenantRefused())
             async with engine_server(gateway, server.listen, security=server.security) as (grpc_server, servicer):
                 await grpc_server.announce_serving()
                 await grpc_server.serve_until_signal(

@@ -21,18 +21,18 @@ from quire.client.engine.engine import Engine
 from quire.client.engine.policy import PriorityPolicy
 from quire.client.engine.tracing import Tracing
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
+from quire.gateway.app import make_app
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.chat.tools import ToolFormat
 from quire.gateway.config import OWN_FLAGS, GatewayOptions
 from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
-from quire.gateway.http.app import make_app
 from quire.gateway.http.server import HttpServer
 from quire.gateway.keys import KeyFile, check_exposure
-from quire.gateway.limits import TenantGate
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend, EngineBackend
 from quire.gateway.routing.router import Router, RouterConfig
+from quire.gateway.tenant_limits import TenantRateLimiter
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.dialing import DialOptions
 from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings
@@ -60,7 +60,7 @@ async def serve(
     options: ServerOptions, signals: StopSignals, *, flags: GatewayOptions, credentials: Credentials
 ) -> None:
     """Serve until a signal. Raises CannotStartError."""
-    security, keys, gate = secure(options, flags)
+    security, keys, rate_limiter = secure(options, flags)
     manager = ServiceManager(os.environ)
     async with contextlib.AsyncExitStack() as stack:
         if manager.has_watchdog:
@@ -69,7 +69,7 @@ async def serve(
         stack.push_async_callback(cache.close)
         names_tenants = flags.api_keys is not None
         gateway = Gateway({}, GatewayMetrics(), limits=flags.limits, cache=cache, names_tenants=names_tenants)
-        gateway.keys, gateway.gate = keys or gateway.keys, gate or gateway.gate
+        gateway.keys, gateway.rate_limiter = keys or gateway.keys, rate_limiter or gateway.rate_limiter
         if options.metrics_listen is not None:
             read = partial(_read_metrics, gateway)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
@@ -89,8 +89,8 @@ async def serve(
             timeout_s = options.drain_timeout_s
             stops.append(partial(worker.serve_until_signal, signals, drain=drain, drain_timeout_s=timeout_s))
         backend, set_weights = await stack.enter_async_context(_open_backend(flags, credentials))
-        if gate is not None:
-            gate.send_weights_to(set_weights)
+        if rate_limiter is not None:
+            rate_limiter.send_weights_to(set_weights)
         gateway.chat_models = await _load_chat_models(flags, backend)
         stack.push_async_callback(gateway.chat_models.close)
         gateway.backends = dict.fromkeys(backend.model_names, backend)
@@ -155,18 +155,18 @@ def _read_metrics(gateway: Gateway) -> Any:
     return gateway.metrics.families(gateway.models)
 
 
-def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, KeyFile | None, TenantGate | None]:
+def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, KeyFile | None, TenantRateLimiter | None]:
     """Return the server's TLS, the callers' keys and the tenants' limits, if the files of the flags can be used.
 
     Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
     """
     addresses = [*options.listen, *flags.grpc_listen, *([flags.shepherd] if flags.shepherd else [])]
     check_exposure(addresses, has_keys=flags.api_keys is not None, is_allowed=flags.allow_anonymous)
-    gate = None if flags.tenant_limits is None else TenantGate(flags.tenant_limits)
+    rate_limiter = None if flags.tenant_limits is None else TenantRateLimiter(flags.tenant_limits)
     keys = None
     if flags.api_keys is not None:
-        keys = KeyFile(flags.api_keys, priority_of=gate.priority_of if gate else lambda tenant: 0)
-    return options.secure(roles={}, domain=DOMAIN), keys, gate
+        keys = KeyFile(flags.api_keys, priority_of=rate_limiter.priority_of if rate_limiter else lambda tenant: 0)
+    return options.secure(roles={}, domain=DOMAIN), keys, rate_limiter
 
 
 @contextlib.asynccontextmanager

@@ -7,11 +7,11 @@ import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.gateway.chat.tools import ToolFormat
-from quire.gateway.gateway import GatewayLimits
+from quire.gateway.gateway import RequestLimits
 from quire.serving.addresses import Address
 from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
 
-_DEFAULTS = GatewayLimits()
+_DEFAULTS = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class GatewayOptions:
     lease_ttl: float
 
     @property
-    def limits(self) -> GatewayLimits:
+    def limits(self) -> RequestLimits:
         """Return the limits of one request."""
-        return GatewayLimits(
+        return RequestLimits(
             max_body_bytes=self.max_body_bytes,
             max_open_body_bytes=self.max_open_body_bytes,
             max_prompts=self.max_prompts,

@@ -56,39 +56,39 @@ class NoKeys:
         return NOBODY
 
 
-class Ticket(Protocol):
+class Admission(Protocol):
     """A request that a tenant's limits have let in."""
 
     def generated(self, num_tokens: int) -> None:
         """Count generated tokens, as they come."""
 
 
-class Gate(Protocol):
+class RateLimiter(Protocol):
     """Limits by tenant: requests in flight, tokens a minute."""
 
-    def enter(
+    def admit(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractContextManager[Ticket]:
+    ) -> AbstractContextManager[Admission]:
         """Let a request in until the context ends. Raises HttpError: 429 with the time to wait."""
 
 
-class _AnyTicket:
+class _UnlimitedAdmission:
     def generated(self, num_tokens: int) -> None:
         pass
 
 
-class OpenGate:
-    """A gate without limits."""
+class NoRateLimits:
+    """A rate_limiter without limits."""
 
-    def enter(
+    def admit(
         self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractContextManager[Ticket]:
+    ) -> AbstractContextManager[Admission]:
         """Accept every caller."""
-        return nullcontext(_AnyTicket())
+        return nullcontext(_UnlimitedAdmission())
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLimits:
+class RequestLimits:
     """The limits of one request, and of a caller's open bodies.
 
     max_body_bytes     of a body
@@ -121,9 +121,9 @@ class Gateway:
 
     backends: Mapping[str, Backend]
     metrics: GatewayMetrics
-    limits: GatewayLimits = field(default_factory=GatewayLimits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     keys: Keys = field(default_factory=NoKeys)
-    gate: Gate = field(default_factory=OpenGate)
+    rate_limiter: RateLimiter = field(default_factory=NoRateLimits)
     is_draining: bool = False
     addresses: list[str] = field(default_factory=list)
     began_s: int = field(default_factory=lambda: int(time.time()))
@@ -201,13 +201,13 @@ class Gateway:
         num_prompt_tokens: int,
         params: SamplingParams,
     ) -> AsyncGenerator[Chunk, None]:
-        entering = self.gate.enter(caller, num_prompt_tokens=num_prompt_tokens, params=params)
+        entering = self.rate_limiter.admit(caller, num_prompt_tokens=num_prompt_tokens, params=params)
         async with aclosing(chunks):
             measuring = self.metrics.request(backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
-            with entering as ticket, measuring as measured:
+            with entering as admission, measuring as measured:
                 async for chunk in chunks:
                     measured.chunk(chunk, time.perf_counter())
-                    ticket.generated(len(chunk.token_ids))
+                    admission.generated(len(chunk.token_ids))
                     yield chunk
 
 

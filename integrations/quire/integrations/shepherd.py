@@ -109,7 +109,7 @@ def describe_version() -> str:
     return version
 
 
-class _OpenRequest:
+class RunningRequest:
     """The chunks of a request, which others than their reader can end."""
 
     def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
@@ -147,7 +147,7 @@ class _Sample:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class _Answer:
+class GenerateMessages:
     """The messages of a request: of each chunk, if it is streamed, and of each sample's end."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, *, is_stream: bool) -> None:
@@ -241,7 +241,7 @@ class Subscriber:
         return taken
 
 
-class EventStream:
+class EventBatches:
     """The batches of one stream, numbered from 1, each with a load record."""
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class ShepherdServicer:
         self._cache = gateway.cache
         self._began_s = time.time()
         self._last_request_s = 0.0
-        self._open: dict[_OpenRequest, str] = {}
+        self._open: dict[RunningRequest, str] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._subscribers: set[Subscriber] = set()
@@ -329,7 +329,7 @@ class ShepherdServicer:
             backend = self._backend()
             self._last_request_s = time.time()
             prompt, params = await _prompt_of(backend, request), _decode_parameters(request)
-            answer = _Answer(prompt, params, is_stream=request.stream)
+            answer = GenerateMessages(prompt, params, is_stream=request.stream)
             chunks = self._gateway.generate(NOBODY, backend, prompt, params)
             with self._opened(request.request_id, chunks) as opened:
                 async with contextlib.aclosing(chunks):
@@ -442,7 +442,7 @@ class ShepherdServicer:
         """Stream a snapshot of the pool's blocks, then each change; a load record each HEARTBEAT_S at least."""
         with _answering():
             backend = self._backend()
-        stream, subscriber = EventStream(), Subscriber()
+        stream, subscriber = EventBatches(), Subscriber()
         self._subscribers.add(subscriber)
         try:
             while True:
@@ -488,8 +488,8 @@ class ShepherdServicer:
         return status_of(Reason.SERVICE_AWAY, f"pool {self._pool!r} has no worker now", {"pool": self._pool})
 
     @contextlib.contextmanager
-    def _opened(self, request_id: str, chunks: AsyncGenerator[Chunk, None]) -> Iterator[_OpenRequest]:
-        opened = _OpenRequest(chunks)
+    def _opened(self, request_id: str, chunks: AsyncGenerator[Chunk, None]) -> Iterator[RunningRequest]:
+        opened = RunningRequest(chunks)
         self._open[opened] = request_id
         self._none_open.clear()
         try:
@@ -503,7 +503,7 @@ class ShepherdServicer:
         for subscriber in self._subscribers:
             subscriber.put(changes)
 
-    def _unsent(self, stream: EventStream, subscriber: Subscriber, backend: EngineBackend) -> Iterator[Any]:
+    def _unsent(self, stream: EventBatches, subscriber: Subscriber, backend: EngineBackend) -> Iterator[Any]:
         """Return the batches that a subscriber lacks. The copy of the pool is read at once, before the first one."""
         load = self._load(backend)
         if subscriber.needs_snapshot:

@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from quire.integrations import shepherd
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, CachedBlock
-from quire.integrations.shepherd import MAX_UNSENT_TOKENS, EventStream, Subscriber
+from quire.integrations.shepherd import MAX_UNSENT_TOKENS, EventBatches, Subscriber
 
 BLOCK_SIZE = 16
 # As long as no message may be: the limit of many gRPC clients.
@@ -31,7 +31,7 @@ def load() -> Any:
 
 def test_a_long_chain_is_divided_and_stays_one_chain() -> None:
     stored = chain(20_000)
-    batches = list(EventStream().changes([stored], load()))
+    batches = list(EventBatches().changes([stored], load()))
     assert len(batches) > 1
     assert all(batch.ByteSize() < MAX_BATCH_BYTES for batch in batches)
     assert [batch.sequence_number for batch in batches] == list(range(1, len(batches) + 1))
@@ -46,14 +46,14 @@ def test_a_long_chain_is_divided_and_stays_one_chain() -> None:
 
 def test_many_removals_are_divided() -> None:
     hashes = tuple(block.prefix_hash for block in chain(100_000).blocks)
-    batches = list(EventStream().changes([BlocksRemoved(hashes)], load()))
+    batches = list(EventBatches().changes([BlocksRemoved(hashes)], load()))
     assert all(batch.ByteSize() < MAX_BATCH_BYTES for batch in batches)
     removed = [each for batch in batches for event in batch.events for each in event.removed.block_hashes]
     assert len(removed) == len(set(removed)) == len(hashes)
 
 
 def test_a_snapshot_begins_with_a_clear_and_counts_its_chunks() -> None:
-    stream = EventStream()
+    stream = EventBatches()
     chunks = list(stream.snapshot([chain(6_000), chain(10, name="b")], load()))
     assert [(chunk.snapshot.index, chunk.snapshot.count) for chunk in chunks] == [(0, 2), (1, 2)]
     assert {chunk.snapshot.blocks for chunk in chunks} == {6_010}
@@ -66,7 +66,7 @@ def test_a_snapshot_begins_with_a_clear_and_counts_its_chunks() -> None:
 
 
 def test_a_record_alone_repeats_the_number_of_the_batch_before_it() -> None:
-    stream = EventStream()
+    stream = EventBatches()
     (batch,) = stream.changes([chain(1)], load())
     records = [stream.heartbeat(load()) for _ in range(2)]
     assert [each.sequence_number for each in records] == [batch.sequence_number] * 2
@@ -75,7 +75,7 @@ def test_a_record_alone_repeats_the_number_of_the_batch_before_it() -> None:
 
 
 def test_blocks_with_a_salt_are_kept_from_requests_without_one() -> None:
-    (batch,) = EventStream().changes([chain(1), chain(1, name="b", salt=b"\xffs")], load())
+    (batch,) = EventBatches().changes([chain(1), chain(1, name="b", salt=b"\xffs")], load())
     assert [event.stored.cache_salt for event in batch.events] == ["", "ff73"]
     assert not batch.events[0].stored.HasField("cache_salt")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.gateway.chat.tools import Tool
 from quire.gateway.errors import HttpError, invalid
-from quire.gateway.http.fields import Fields, object_of, text_of
+from quire.gateway.fields import Fields, object_of, text_of
 
 MAX_MESSAGES = 8_192
 MAX_PARTS = 1_024
@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTools:
     """The tools that the model may call.
 
     tools       all of them, those that a call may be of
@@ -51,7 +51,7 @@ class Conversation:
     """
 
     messages: Sequence[Message]
-    offer: Offer = Offer()
+    offer: OfferedTools = OfferedTools()
     add_generation_prompt: bool = True
     continues: bool = False
     further: Mapping[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 # -- tools --------------------------------------------------------------------------------------------------------
 
 
-def offer_of(fields: Fields, *, is_flat: bool = False) -> Offer:
+def read_tools(fields: Fields, *, is_flat: bool = False) -> OfferedTools:
     """Return the tools on offer. Raises HttpError: 400 with the field's path.
 
     is_flat   a tool's name is beside its type, as the responses API has it
@@ -162,13 +162,13 @@ def offer_of(fields: Fields, *, is_flat: bool = False) -> Offer:
     parallel = fields.boolean("parallel_tool_calls", True)
     choice = _choice(fields, names, is_flat=is_flat)
     if choice == "none" or not given:
-        return Offer()
+        return OfferedTools()
     tools = tuple(tool for tool, _ in given)
     shown = tuple(shown for _, shown in given)
     if isinstance(choice, _Named):
         chosen = tuple(tool for tool in tools if tool.name == choice.name)
-        return Offer(chosen, shown, is_forced=True, parallel=False)
-    return Offer(tools, shown, is_forced=choice == "required", parallel=parallel)
+        return OfferedTools(chosen, shown, is_forced=True, parallel=False)
+    return OfferedTools(tools, shown, is_forced=choice == "required", parallel=parallel)
 
 
 def _tool(fields: Fields, *, is_flat: bool) -> tuple[Tool, Mapping[str, Any]]:

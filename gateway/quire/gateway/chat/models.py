@@ -14,7 +14,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest, QuireError
-from quire.gateway.chat.conversation import Conversation, Message, Offer
+from quire.gateway.chat.conversation import Conversation, Message, OfferedTools
 from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
 from quire.gateway.chat.tools import CallParser, Event, Text, ToolFormat, find_format, lark_of_calls
 from quire.gateway.errors import HttpError, http_error_of
@@ -52,7 +52,7 @@ class ChatModel:
             return list(messages)
         return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
 
-    def params_of(self, params: SamplingParams, offer: Offer) -> SamplingParams:
+    def params_of(self, params: SamplingParams, offer: OfferedTools) -> SamplingParams:
         """Return the parameters of an answer that may have calls. Raises HttpError: 400."""
         if not offer.tools:
             return params
@@ -70,7 +70,7 @@ class ChatModel:
         except InvalidRequest as error:
             raise http_error_of(error) from None
 
-    def parser_of(self, offer: Offer) -> CallParser | NoCalls:
+    def parser_of(self, offer: OfferedTools) -> CallParser | NoCalls:
         """Return what finds the calls in one sample's text."""
         if not offer.tools:
             return NoCalls()
@@ -163,7 +163,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class ConversationRequest:
     """A request for an answer to a conversation, as it was read."""
 
     backend: Backend
@@ -173,7 +173,7 @@ class ChatRequest:
 
 
 async def begin(
-    gateway: Gateway, caller: Caller, asked: ChatRequest, *, names: Mapping[str, str]
+    gateway: Gateway, caller: Caller, asked: ConversationRequest, *, names: Mapping[str, str]
 ) -> tuple[list[int], AsyncGenerator[Piece, None]]:
     """Return the tokens of a conversation, and the answers as they come. Raises HttpError.
 
@@ -191,7 +191,7 @@ async def begin(
 async def _pieces(
     gateway: Gateway,
     caller: Caller,
-    asked: ChatRequest,
+    asked: ConversationRequest,
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
     *,

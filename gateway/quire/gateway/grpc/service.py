@@ -60,7 +60,7 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """A request that was read. received_s is by time.perf_counter()."""
 
     backend: Backend
@@ -128,7 +128,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             if not 1 <= len(request.requests) <= limits.max_prompts:
                 raise CallEnded(invalid("requests", f"{len(request.requests)} entries", f"1 to {limits.max_prompts}"))
             read = [await _attempt(self._read(each)) for each in request.requests]
-            asked = [each for each in read if isinstance(each, Asked)]
+            asked = [each for each in read if isinstance(each, GenerationRequest)]
             _require("samples", sum(each.params.n for each in asked), limits.max_samples)
             _require("tokens", sum(each.num_answered_tokens for each in asked), MAX_BATCH_TOKENS)
             async with asyncio.TaskGroup() as group:
@@ -196,16 +196,18 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             raise CallEnded(status_of(Reason.MODEL_NOT_FOUND, message, {"model": model[:MAX_SHOWN]}))
         return backends[model] if model else self._gateway.models[0]
 
-    async def _read(self, request: engine_service_pb2.GenerateRequest) -> Asked:
+    async def _read(self, request: engine_service_pb2.GenerateRequest) -> GenerationRequest:
         """A request with its prompt's tokens. Raises QuireError, HttpError, CallEnded."""
         backend = self._backend(request.model)
         params, cache = decode_parameters(request.parameters), decode_cache(request.cache)
-        return Asked(backend, await _prompt_of(backend, request.prompt), params, cache)
+        return GenerationRequest(backend, await _prompt_of(backend, request.prompt), params, cache)
 
-    def _chunks(self, asking: Caller, asked: Asked) -> AsyncGenerator[Chunk, None]:
+    def _chunks(self, asking: Caller, asked: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         return self._gateway.generate(asking, asked.backend, asked.prompt_token_ids, asked.params, cache=asked.cache)
 
-    async def _complete(self, asking: Caller, asked: Asked | CallEnded) -> engine_service_pb2.GenerateBatchResult:
+    async def _complete(
+        self, asking: Caller, asked: GenerationRequest | CallEnded
+    ) -> engine_service_pb2.GenerateBatchResult:
         """The answer to one request of a batch."""
         if isinstance(asked, CallEnded):
             return engine_service_pb2.GenerateBatchResult(error=to_message(asked.error))
@@ -246,7 +248,7 @@ async def engine_server(
         yield server, servicer
 
 
-async def _attempt(reading: Coroutine[Any, Any, Asked]) -> Asked | CallEnded:
+async def _attempt(reading: Coroutine[Any, Any, GenerationRequest]) -> GenerationRequest | CallEnded:
     """A request of a batch, or why it is refused."""
     try:
         with answering():

@@ -12,7 +12,7 @@ from quire.gateway.errors import HttpError
 from quire.gateway.http.streams import CallerGone
 
 if TYPE_CHECKING:
-    from quire.gateway.gateway import Caller, GatewayLimits
+    from quire.gateway.gateway import Caller, RequestLimits
 
 TIMEOUT_S = 60.0
 """A body that has not come within this time is given up."""
@@ -27,7 +27,7 @@ class OpenBodies:
     The limit is for a caller's own, so that no caller's bodies keep out another caller's.
     """
 
-    def __init__(self, limits: "GatewayLimits") -> None:
+    def __init__(self, limits: "RequestLimits") -> None:
         self._limits = limits
         self._num_bytes: Counter[str] = Counter()
 

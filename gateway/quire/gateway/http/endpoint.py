@@ -20,8 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.errors import QuireError
 from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.fields import Fields, parse_body
 from quire.gateway.gateway import Caller, Gateway
-from quire.gateway.http.fields import Fields, parse_body
 from quire.gateway.http.streams import CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
 from quire.serving.tracing import HttpSpan, http_request
@@ -78,7 +78,7 @@ def error_response(error: HttpError) -> Response:
     return json_response(error.body, error.status, error.headers)
 
 
-class FrontApp:
+class HttpApp:
     """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
 
     def __init__(self, gateway: Gateway, routes: list[BaseRoute]) -> None:

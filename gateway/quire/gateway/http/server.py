@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.gateway.gateway import Gateway
-from quire.gateway.http.endpoint import FrontApp
+from quire.gateway.http.endpoint import HttpApp
 from quire.serving.addresses import (
     Address,
     AddressError,
@@ -92,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
 class HttpServer:
     """Serves an application on some addresses. Raises AddressError or AddressInUseError when it is started."""
 
-    def __init__(self, app: FrontApp, gateway: Gateway, *, tls: ServerTls | None) -> None:
+    def __init__(self, app: HttpApp, gateway: Gateway, *, tls: ServerTls | None) -> None:
         self._gateway = gateway
         self._tls = tls
         config = uvicorn.Config(

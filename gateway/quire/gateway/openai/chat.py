@@ -16,14 +16,14 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
-from quire.gateway.chat.conversation import Conversation, messages_of, offer_of
-from quire.gateway.chat.models import ChatRequest, Piece, begin
+from quire.gateway.chat.conversation import Conversation, messages_of, read_tools
+from quire.gateway.chat.models import ConversationRequest, Piece, begin
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
+from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.fields import MAX_INT32, Fields
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of, primed
 from quire.gateway.openai.completions import usage_of
 from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
@@ -36,7 +36,7 @@ _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
-class Chat(ChatRequest):
+class ChatCompletionRequest(ConversationRequest):
     """A request as it was read."""
 
     stream: bool
@@ -53,7 +53,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_chat(gateway, request.fields)
     prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    answer = _Answer(asked, prompt, request, gateway.token_texts(asked.backend))
+    answer = _ChatAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
         return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
@@ -64,13 +64,13 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_chat(gateway: Gateway, fields: Fields) -> Chat:
+def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"))
     _refuse(fields)
     conversation = Conversation(
         messages_of(fields),
-        offer_of(fields),
+        read_tools(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         continues=fields.boolean("continue_final_message"),
         further=_further(fields),
@@ -82,7 +82,7 @@ def read_chat(gateway: Gateway, fields: Fields) -> Chat:
     )
     if params.n > gateway.limits.max_samples:
         raise invalid("n", params.n, f"at most {gateway.limits.max_samples} samples")
-    asked = Chat(
+    asked = ChatCompletionRequest(
         backend=backend,
         conversation=conversation,
         params=params,
@@ -249,10 +249,12 @@ class _Message:
         return body | {"tool_calls": self.calls} if self.calls else body
 
 
-class _Answer:
+class _ChatAnswer:
     """The answer to one request, as a whole or event by event."""
 
-    def __init__(self, asked: Chat, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts) -> None:
+    def __init__(
+        self, asked: ChatCompletionRequest, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts
+    ) -> None:
         self._asked = asked
         self._prompt_token_ids = prompt_token_ids
         self._texts = texts

@@ -14,9 +14,9 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.gateway.errors import http_error_of, invalid
+from quire.gateway.fields import MAX_INT32, Fields, text_of
 from quire.gateway.gateway import Caller, Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.fields import MAX_INT32, Fields, text_of
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
 from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
 from quire.gateway.routing.backend import Backend
@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionRequest:
     """A request as it was read.
 
     echo               the answer begins with the prompt
@@ -63,14 +63,14 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = await read_completion(gateway, request.fields)
     streams = start(gateway, request.caller, asked)
-    answer = _Answer(asked, request, gateway.token_texts(asked.backend))
+    answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(streams))
         return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
     return json_response(answer.whole(await collected(streams)))
 
 
-def start(gateway: Gateway, caller: Caller, asked: Completion) -> list[AsyncGenerator[Chunk, None]]:
+def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[AsyncGenerator[Chunk, None]]:
     """Return a stream of chunks for each prompt. Raises HttpError naming the prompt if one can't be served."""
     streams = []
     for index, prompt in enumerate(asked.prompts):
@@ -87,7 +87,7 @@ def start(gateway: Gateway, caller: Caller, asked: Completion) -> list[AsyncGene
 # Reading.
 
 
-async def read_completion(gateway: Gateway, fields: Fields) -> Completion:
+async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"))
     stream, echo = fields.boolean("stream"), fields.boolean("echo")
@@ -112,7 +112,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> Completion:
     if len(prompts) * params.n > gateway.limits.max_samples:
         limit = f"at most {gateway.limits.max_samples} samples of all prompts together"
         raise invalid("n", params.n, limit)
-    return Completion(
+    return CompletionRequest(
         backend=backend,
         prompts=prompts,
         params=params,
@@ -185,7 +185,7 @@ async def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | N
 # Answering.
 
 
-class _Usage:
+class _RequestUsage:
     """Tokens of a request, counted as its chunks come."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -212,13 +212,13 @@ def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_generated_token
     }
 
 
-class _Answer:
+class _CompletionAnswer:
     """The answer to one request, as a whole or event by event."""
 
-    def __init__(self, asked: Completion, request: PostRequest, texts: TokenTexts) -> None:
+    def __init__(self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = _Usage(sum(len(prompt.token_ids) for prompt in asked.prompts))
+        self._usage = _RequestUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._began: set[int] = set()
         self._head = {

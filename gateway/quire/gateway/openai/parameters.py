@@ -21,7 +21,7 @@ from quire.compute.v1.sampling_ranges import (
     Range,
 )
 from quire.gateway.errors import HttpError, http_error_of, invalid
-from quire.gateway.http.fields import MAX_INT32, Fields, array_of, integer_of, text_of
+from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, text_of
 
 Made = TypeVar("Made")
 

@@ -22,14 +22,14 @@ from quire.gateway.chat.conversation import (
     Message,
     call_message,
     content_of,
-    offer_of,
+    read_tools,
 )
-from quire.gateway.chat.models import ChatRequest, Piece, begin
+from quire.gateway.chat.models import ConversationRequest, Piece, begin
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
+from quire.gateway.fields import MAX_INT32, Fields, text_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.fields import MAX_INT32, Fields, text_of
 from quire.gateway.http.streams import EventStream, event_of, primed
 from quire.gateway.openai.chat import (
     Usage,
@@ -55,7 +55,7 @@ _TEXT_KINDS = ("input_text", "output_text", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(ChatRequest):
+class ResponsesRequest(ConversationRequest):
     """A request as it was read; shown are fields that the answer repeats."""
 
     stream: bool
@@ -71,7 +71,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_request(gateway, request.fields)
     prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    answer = _Answer(asked, len(prompt), request, gateway.token_texts(asked.backend))
+    answer = _ResponsesAnswer(asked, len(prompt), request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
         return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, encode_error=answer.error_event)
@@ -84,7 +84,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_request(gateway: Gateway, fields: Fields) -> Asked:
+def read_request(gateway: Gateway, fields: Fields) -> ResponsesRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"))
     metadata = fields.mapping("metadata")
@@ -92,7 +92,7 @@ def read_request(gateway: Gateway, fields: Fields) -> Asked:
     instructions = fields.string("instructions")
     system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     conversation = Conversation(
-        [*system, *_input(fields)], offer_of(fields, is_flat=True), further=_further(fields.object("reasoning"))
+        [*system, *_input(fields)], read_tools(fields, is_flat=True), further=_further(fields.object("reasoning"))
     )
     max_tokens = fields.integer("max_output_tokens", low=1)
     params = sampling_of(fields, max_tokens=MAX_INT32, logprobs=_num_logprobs(fields, backend))
@@ -112,7 +112,7 @@ def read_request(gateway: Gateway, fields: Fields) -> Asked:
     if (options := fields.object("stream_options")) is not None:
         options.ignore("include_obfuscation")
         options.end()
-    asked = Asked(backend, conversation, params, cache_of(fields), stream, shown)
+    asked = ResponsesRequest(backend, conversation, params, cache_of(fields), stream, shown)
     fields.end()
     return asked
 
@@ -255,10 +255,12 @@ class _Call:
         return call | {"call_id": self.call_id, "name": self.name}
 
 
-class _Answer:
+class _ResponsesAnswer:
     """The answer to one request: its events, and at their end the answer whole."""
 
-    def __init__(self, asked: Asked, num_prompt_tokens: int, request: PostRequest, texts: TokenTexts) -> None:
+    def __init__(
+        self, asked: ResponsesRequest, num_prompt_tokens: int, request: PostRequest, texts: TokenTexts
+    ) -> None:
         self._asked = asked
         self._texts = texts
         self._request_id = request.id

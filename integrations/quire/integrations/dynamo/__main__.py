@@ -151,7 +151,7 @@ def chunk_of(chunk: Chunk) -> dict[str, Any]:
     return message
 
 
-class _Usage:
+class _RequestUsage:
     """The tokens of a request, for its last chunk."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -380,7 +380,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         try:
             params, caching = params_of(request)
             stream = self._engine.generate(tokens, params, cache=caching)
-            usage = _Usage(len(tokens))
+            usage = _RequestUsage(len(tokens))
             chunks: asyncio.Queue[Chunk | QuireError | None] = asyncio.Queue()
             reader = self._readers[context.id()] = asyncio.create_task(_read(stream, chunks))
             try:

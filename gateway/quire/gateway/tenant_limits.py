@@ -155,7 +155,7 @@ class _Account:
     filled_at: float = 0.0
 
 
-class TenantGate:
+class TenantRateLimiter:
     """Lets the requests of tenants in, by the limits of a file. Keeps nothing of tenants that never asked."""
 
     def __init__(
@@ -193,7 +193,7 @@ class TenantGate:
         """Return the number added to the priority of a tenant's requests; for KeyFile."""
         return self.limits_of(tenant).priority
 
-    def enter(self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams) -> "Admitted":
+    def admit(self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams) -> "TenantAdmission":
         """Let a request in, until the context that is returned ends. Raises HttpError: 429 with the time to wait."""
         limits = self.limits_of(caller.tenant)
         account = self._accounts.setdefault(caller.tenant, _Account())
@@ -213,7 +213,7 @@ class TenantGate:
                 )
                 raise HttpError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
             account.num_tokens -= num_reserved
-        return Admitted(account, num_prompt_tokens=num_prompt_tokens, num_reserved=num_reserved)
+        return TenantAdmission(account, num_prompt_tokens=num_prompt_tokens, num_reserved=num_reserved)
 
     def _fill(self, account: _Account, rate: int) -> None:
         now = self._clock()
@@ -234,7 +234,7 @@ def _require_place(tenant: str, name: str, count: int, limit: int | None) -> Non
         raise HttpError(429, message, code="rate_limit_exceeded")
 
 
-class Admitted:
+class TenantAdmission:
     """A request that was let in; a context that ends with the request."""
 
     __slots__ = ("_account", "_num_prompt", "_num_reserved", "_num_used", "_waits")

@@ -16,7 +16,7 @@ from quire.client import InvalidRequest, RequestFailed, SamplingParams
 from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Caller
 from quire.gateway.keys import KeyFile, check_exposure
-from quire.gateway.limits import TenantGate, read_limits
+from quire.gateway.tenant_limits import TenantRateLimiter, read_limits
 from quire.serving.addresses import AddressError, parse_listen_address
 from quire.serving.watched import FileError
 
@@ -59,8 +59,8 @@ class Clock:
         return self.now
 
 
-def gate(tmp_path: Path, text: str, **more: Any) -> TenantGate:
-    return TenantGate(write(tmp_path / "limits.toml", text), **more)
+def rate_limiter(tmp_path: Path, text: str, **more: Any) -> TenantRateLimiter:
+    return TenantRateLimiter(write(tmp_path / "limits.toml", text), **more)
 
 
 def test_a_key_stands_for_its_tenant(tmp_path: Path) -> None:
@@ -136,67 +136,67 @@ def test_limits_are_by_tenant(tmp_path: Path) -> None:
 )
 def test_a_file_of_limits_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(FileError, match=rf"limits\.toml{said}|limits\.toml:.*{said}"):
-        gate(tmp_path, text)
+        rate_limiter(tmp_path, text)
 
 
 def test_the_limits_of_the_docs_can_be_read(tmp_path: Path) -> None:
-    text = pages.block("docs/how-to/routing.md", test="tests/unit/gateway/test_gateway_limits.py").text
+    text = pages.block("docs/how-to/routing.md", test="tests/unit/gateway/test_tenant_limits.py").text
     table = read_limits(write(tmp_path / "limits.toml", text))
     assert table.default.tokens_per_minute == 100_000
     assert table.of("alice").weight == 3
 
 
 def test_requests_in_flight_and_those_that_wait_are_bounded(tmp_path: Path) -> None:
-    opened = gate(tmp_path, "[tenants.alice]\nmax_requests = 2\nmax_queued = 1\n")
-    with opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS) as first:
+    opened = rate_limiter(tmp_path, "[tenants.alice]\nmax_requests = 2\nmax_queued = 1\n")
+    with opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS) as first:
         with refused(429) as queued:
-            opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS)
+            opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS)
         assert "max_queued" in queued.error.message
         assert queued.error.headers["Retry-After"] == "1"
         assert queued.error.body["error"]["type"] == "rate_limit_error"
         first.generated(1)
-        with opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS) as second:
+        with opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS) as second:
             second.generated(1)
             with refused(429) as in_flight:
-                opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS)
+                opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS)
             assert "max_requests" in in_flight.error.message
-            with opened.enter(BOB, num_prompt_tokens=5, params=PARAMS):
+            with opened.admit(BOB, num_prompt_tokens=5, params=PARAMS):
                 pass
-        with opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS):
+        with opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS):
             pass
     for _ in range(5):  # a request that ends without a token does not wait for ever
-        with opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS):
+        with opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS):
             pass
 
 
 def test_tokens_that_were_reserved_and_not_used_are_given_back(tmp_path: Path) -> None:
     clock = Clock()
-    opened = gate(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=clock)
-    with opened.enter(ALICE, num_prompt_tokens=10, params=PARAMS) as ticket:  # reserves 50
+    opened = rate_limiter(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=clock)
+    with opened.admit(ALICE, num_prompt_tokens=10, params=PARAMS) as admission:  # reserves 50
         with refused(429) as full:
-            opened.enter(ALICE, num_prompt_tokens=10, params=PARAMS)
+            opened.admit(ALICE, num_prompt_tokens=10, params=PARAMS)
         assert full.error.retry_after_s == pytest.approx(40)
-        ticket.generated(5)
-    with opened.enter(ALICE, num_prompt_tokens=5, params=PARAMS):  # of the 45 that are left
+        admission.generated(5)
+    with opened.admit(ALICE, num_prompt_tokens=5, params=PARAMS):  # of the 45 that are left
         pass
     clock.now += 15
-    with opened.enter(ALICE, num_prompt_tokens=15, params=PARAMS):  # 40 and 15 more: all of them
+    with opened.admit(ALICE, num_prompt_tokens=15, params=PARAMS):  # 40 and 15 more: all of them
         pass
     clock.now += 3600
-    with refused(429), opened.enter(ALICE, num_prompt_tokens=20, params=PARAMS):
-        opened.enter(ALICE, num_prompt_tokens=1, params=PARAMS)
+    with refused(429), opened.admit(ALICE, num_prompt_tokens=20, params=PARAMS):
+        opened.admit(ALICE, num_prompt_tokens=1, params=PARAMS)
 
 
 def test_a_request_larger_than_the_bucket_is_served_and_paid_for(tmp_path: Path) -> None:
     clock = Clock()
-    opened = gate(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=clock)
-    with opened.enter(ALICE, num_prompt_tokens=100, params=SamplingParams(max_tokens=None)) as ticket:
-        ticket.generated(20)
+    opened = rate_limiter(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=clock)
+    with opened.admit(ALICE, num_prompt_tokens=100, params=SamplingParams(max_tokens=None)) as admission:
+        admission.generated(20)
     with refused(429) as early:
-        opened.enter(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+        opened.admit(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
     assert early.error.retry_after_s == pytest.approx(62)
     clock.now += 62.5
-    with opened.enter(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1)):
+    with opened.admit(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1)):
         pass
 
 
@@ -207,30 +207,30 @@ def test_a_request_larger_than_the_bucket_is_served_and_paid_for(tmp_path: Path)
 def test_a_request_that_failed_costs_nothing_and_a_cancelled_one_its_prompt(
     tmp_path: Path, error: BaseException, num_left: int
 ) -> None:
-    opened = gate(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=Clock())
-    with pytest.raises(type(error)), opened.enter(ALICE, num_prompt_tokens=10, params=PARAMS):
+    opened = rate_limiter(tmp_path, "[tenants.alice]\ntokens_per_minute = 60\n", clock=Clock())
+    with pytest.raises(type(error)), opened.admit(ALICE, num_prompt_tokens=10, params=PARAMS):
         raise error
-    opened.enter(ALICE, num_prompt_tokens=num_left - 1, params=SamplingParams(max_tokens=1))
+    opened.admit(ALICE, num_prompt_tokens=num_left - 1, params=SamplingParams(max_tokens=1))
     with refused(429):
-        opened.enter(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+        opened.admit(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
 
 
 def test_samples_of_a_request_are_reserved(tmp_path: Path) -> None:
-    opened = gate(tmp_path, "[tenants.alice]\ntokens_per_minute = 100\n", clock=Clock())
-    opened.enter(ALICE, num_prompt_tokens=10, params=SamplingParams(max_tokens=10, n=3))
-    opened.enter(ALICE, num_prompt_tokens=59, params=SamplingParams(max_tokens=1))
+    opened = rate_limiter(tmp_path, "[tenants.alice]\ntokens_per_minute = 100\n", clock=Clock())
+    opened.admit(ALICE, num_prompt_tokens=10, params=SamplingParams(max_tokens=10, n=3))
+    opened.admit(ALICE, num_prompt_tokens=59, params=SamplingParams(max_tokens=1))
     with refused(429):
-        opened.enter(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+        opened.admit(ALICE, num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
 
 
 def test_limits_and_weights_are_read_again(tmp_path: Path) -> None:
     told: list[Mapping[str, float]] = []
     path = tmp_path / "limits.toml"
-    opened = gate(tmp_path, "[tenants.alice]\nmax_requests = 1\nweight = 2\n", set_weights=told.append)
-    with opened.enter(ALICE, num_prompt_tokens=1, params=PARAMS):
+    opened = rate_limiter(tmp_path, "[tenants.alice]\nmax_requests = 1\nweight = 2\n", set_weights=told.append)
+    with opened.admit(ALICE, num_prompt_tokens=1, params=PARAMS):
         write(path, "[tenants.alice]\nmax_requests = 2\nweight = 3\npriority = 5\n")
-        with opened.enter(ALICE, num_prompt_tokens=1, params=PARAMS), refused(429):
-            opened.enter(ALICE, num_prompt_tokens=1, params=PARAMS)  # the first one still counts
+        with opened.admit(ALICE, num_prompt_tokens=1, params=PARAMS), refused(429):
+            opened.admit(ALICE, num_prompt_tokens=1, params=PARAMS)  # the first one still counts
     assert opened.priority_of("alice") == 5
     write(path, "[tenants.alice]\nmax_requests = 9\nweight = 3\n")
     assert opened.priority_of("alice") == 0

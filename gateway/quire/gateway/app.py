@@ -11,22 +11,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from quire.gateway.errors import HttpError
+from quire.gateway.fields import text_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http import page
-from quire.gateway.http.endpoint import FrontApp, PostRequest, json_response, post
-from quire.gateway.http.fields import text_of
+from quire.gateway.http.endpoint import HttpApp, PostRequest, json_response, post
 from quire.gateway.openai import chat, completions, responses
 from quire.gateway.openai.completions import encode, token_ids_of
 from quire.gateway.texts import decoded
 from quire.serving.metrics import build_family, version
 
 
-def make_app(gateway: Gateway) -> FrontApp:
+def make_app(gateway: Gateway) -> HttpApp:
     """Return the ASGI application of a gateway."""
     routes = _own_routes(gateway)
     for module in (completions, chat, responses, page):
         routes += module.routes(gateway)
-    return FrontApp(gateway, routes)
+    return HttpApp(gateway, routes)
 
 
 def _own_routes(gateway: Gateway) -> list[BaseRoute]:
