@@ -12,8 +12,9 @@ import click
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.sampling import SamplingParams
+from quire.gateway.callers import Admission, Caller, NoRateLimits
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Admission, Caller, Gateway, NoRateLimits
+from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import EngineBackend

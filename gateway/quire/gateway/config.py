@@ -7,7 +7,7 @@ import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.gateway.chat.tools import ToolFormat
-from quire.gateway.gateway import RequestLimits
+from quire.gateway.limits import RequestLimits
 from quire.serving.addresses import Address
 from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
 

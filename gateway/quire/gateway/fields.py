@@ -205,3 +205,14 @@ def object_of(path: str, value: Any) -> Fields:
     if not isinstance(value, dict):
         raise invalid(path, value, "an object")
     return Fields(value, path)
+
+
+def token_ids_of(path: str, values: list[Any]) -> list[int]:
+    """Return token ids; the model's vocabulary is looked at later. Raises HttpError."""
+    for kind in {type(value) for value in values}:
+        if kind is not int:
+            raise invalid(path, kind.__name__, "a list of integers, the token ids")
+    for value in (min(values), max(values)) if values else ():
+        if not 0 <= value <= MAX_INT32:
+            raise invalid(path, value, f"token ids from 0 to {MAX_INT32}")
+    return values

@@ -1,108 +1,25 @@
-"""The state that all endpoints share: models, callers, limits, measurements. All generate through Gateway.generate.
-
-app.py makes the Gateway and hands it to each module of endpoints: `routes(gateway) -> list[BaseRoute]`.
-"""
+"""The state that all endpoints share: models, callers, limits, measurements. All generate through Gateway.generate."""
 
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
+from quire.gateway.callers import Caller, Keys, NoKeys, NoRateLimits, RateLimiter
+from quire.gateway.chat.models import ChatModels
 from quire.gateway.errors import HttpError
-from quire.gateway.http.bodies import OpenBodies
+from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend
 from quire.gateway.texts import TokenTexts
 
 if TYPE_CHECKING:
     from quire.client.cache_client import CacheClient
-    from quire.gateway.chat.models import ChatModels
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller of a request, as its key says.
-
-    name           of the key, for logs; "": there are no keys
-    tenant         requests of one tenant share their part of the engine's steps; "": all callers are one
-    priority       is added to the request's own: an engine serves the higher one first
-    """
-
-    name: str = ""
-    tenant: str = ""
-    priority: int = 0
-
-
-NOBODY = Caller()
-
-
-class Keys(Protocol):
-    """Callers by the key that they show."""
-
-    def caller_of(self, key: str | None) -> Caller:
-        """Return the caller with this key, None being no key. Raises HttpError: 401, or 403."""
-
-
-class NoKeys:
-    """Keys of a gateway without keys: all callers are one caller, with any key."""
-
-    def caller_of(self, key: str | None) -> Caller:
-        """Return the one caller."""
-        return NOBODY
-
-
-class Admission(Protocol):
-    """A request that a tenant's limits have let in."""
-
-    def generated(self, num_tokens: int) -> None:
-        """Count generated tokens, as they come."""
-
-
-class RateLimiter(Protocol):
-    """Limits by tenant: requests in flight, tokens a minute."""
-
-    def admit(
-        self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractContextManager[Admission]:
-        """Let a request in until the context ends. Raises HttpError: 429 with the time to wait."""
-
-
-class _UnlimitedAdmission:
-    def generated(self, num_tokens: int) -> None:
-        pass
-
-
-class NoRateLimits:
-    """A rate_limiter without limits."""
-
-    def admit(
-        self, caller: Caller, *, num_prompt_tokens: int, params: SamplingParams
-    ) -> AbstractContextManager[Admission]:
-        """Accept every caller."""
-        return nullcontext(_UnlimitedAdmission())
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """The limits of one request, and of a caller's open bodies.
-
-    max_body_bytes     of a body
-    max_open_body_bytes   of all bodies of a caller that are being read, or have no answer yet
-    max_prompts        prompts of a request
-    max_samples        prompts times n
-    send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
-    """
-
-    max_body_bytes: int = 16 * 2**20
-    max_open_body_bytes: int = 256 * 2**20
-    max_prompts: int = 256
-    max_samples: int = 1024
-    send_timeout_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -127,7 +44,7 @@ class Gateway:
     is_draining: bool = False
     addresses: list[str] = field(default_factory=list)
     began_s: int = field(default_factory=lambda: int(time.time()))
-    chat_models: "ChatModels | None" = None
+    chat_models: ChatModels | None = None
     cache: "CacheClient | None" = None
     names_tenants: bool = False
     bodies: OpenBodies = field(init=False)

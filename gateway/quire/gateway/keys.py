@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from quire.client.engine.sampling import MAX_TENANT_LENGTH
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Caller
 from quire.serving.access import Role, TokenFile, digest_of, read_token_file
 from quire.serving.addresses import Address, AddressError, is_local
 from quire.serving.watched import FileError, WatchedFiles

@@ -29,8 +29,8 @@ from typing import Any, Self
 
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import QuireError
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Caller
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _COUNTS = ("max_requests", "max_queued", "tokens_per_minute")

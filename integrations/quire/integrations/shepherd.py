@@ -39,13 +39,14 @@ from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
 from quire.client.errors import QuireError
+from quire.gateway.callers import NOBODY
 from quire.gateway.chat.templates import find_file
-from quire.gateway.gateway import NOBODY, Gateway
+from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.errors import DOMAIN, Reason, answering, invalid, status_of
 from quire.gateway.grpc.messages import MAX_MESSAGE_TOKENS, bounded
-from quire.gateway.openai.parameters import MAX_TOKEN_IDS
+from quire.gateway.limits import MAX_TOKEN_IDS
 from quire.gateway.routing.backend import EngineBackend
-from quire.gateway.texts import encoded
+from quire.gateway.texts import encode_text
 from quire.integrations.kv_events.follower import PoolFollower
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change
 from quire.serving.access import Role
@@ -591,7 +592,7 @@ async def _prompt_of(backend: EngineBackend, request: Any) -> Sequence[int]:
         case "tokenized":
             return list(request.tokenized.input_ids)
         case "text" if backend.tokenizer is not None:
-            return await encoded(backend.tokenizer, request.text)
+            return await encode_text(backend.tokenizer, request.text)
         case "text":
             raise CallEnded(invalid("text", "given", "unset: this model has no tokenizer here"))
     raise CallEnded(invalid("input", "unset", "tokenized or text"))

@@ -13,8 +13,8 @@ import pages
 import pytest
 
 from quire.client import InvalidRequest, RequestFailed, SamplingParams
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Caller
 from quire.gateway.keys import KeyFile, check_exposure
 from quire.gateway.tenant_limits import TenantRateLimiter, read_limits
 from quire.serving.addresses import AddressError, parse_listen_address

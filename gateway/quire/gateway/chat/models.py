@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire.client.engine.caching import CacheParams
 from quire.client.engine.grammar import Grammar
-from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
-from quire.client.errors import InvalidRequest, QuireError
+from quire.client.errors import InvalidRequest
 from quire.gateway.chat.conversation import Conversation, Message, OfferedTools
 from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
 from quire.gateway.chat.tools import CallParser, Event, Text, ToolFormat, find_format, lark_of_calls
 from quire.gateway.errors import HttpError, http_error_of
-from quire.gateway.gateway import Caller, Gateway
-from quire.gateway.openai.completions import encode
 from quire.gateway.routing.backend import Backend
+from quire.gateway.texts import encode_field
 
 
 @dataclass(slots=True)
@@ -44,7 +40,7 @@ class ChatModel:
         except TemplateRefused as error:
             raise HttpError(400, str(error), code="chat_template_error", param=param) from None
         # The template writes the special tokens itself.
-        return await encode(param, text, tokenizer, add_special_tokens=False)
+        return await encode_field(param, text, tokenizer, add_special_tokens=False)
 
     def _for_template(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with the developer's as the system's, if the template has no developer role."""
@@ -130,12 +126,6 @@ class ChatModels:
             await model.templates.close()
 
 
-def chat_model_of(gateway: Gateway, backend: Backend) -> ChatModel:
-    """Return the chat model of a backend."""
-    assert gateway.chat_models is not None  # the gateway loads them before it listens
-    return gateway.chat_models.of(backend)
-
-
 def _special_ids(tokenizer: Tokenizer | None, markers: Sequence[str]) -> dict[str, int]:
     """Return the markers that are one special token, with its id."""
     found = {}
@@ -152,69 +142,3 @@ def tokenizer_of(backend: Backend) -> Tokenizer:
     if backend.tokenizer is None:
         raise HttpError(400, "the model has no tokenizer, so it can't chat", code="no_tokenizer", param="model")
     return backend.tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The news of one sample: a chunk, and the calls that were found in its text."""
-
-    chunk: Chunk
-    events: list[Event]
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationRequest:
-    """A request for an answer to a conversation, as it was read."""
-
-    backend: Backend
-    conversation: Conversation
-    params: SamplingParams
-    cache: CacheParams | None
-
-
-async def begin(
-    gateway: Gateway, caller: Caller, asked: ConversationRequest, *, names: Mapping[str, str]
-) -> tuple[list[int], AsyncGenerator[Piece, None]]:
-    """Return the tokens of a conversation, and the answers as they come. Raises HttpError.
-
-    names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
-    """
-    model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
-    params = model.params_of(asked.params, offer)
-    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
-    parsers = [model.parser_of(offer) for _ in range(params.n)]
-    if offer.is_forced:
-        names = {**names, "grammar": "tools"}
-    return prompt, _pieces(gateway, caller, asked, prompt, params, parsers=parsers, names=names)
-
-
-async def _pieces(
-    gateway: Gateway,
-    caller: Caller,
-    asked: ConversationRequest,
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    parsers: Sequence[CallParser | NoCalls],
-    names: Mapping[str, str],
-) -> AsyncGenerator[Piece, None]:
-    """Answers as they come, sample i read by parser i. Raises HttpError."""
-    try:
-        chunks = gateway.generate(caller, asked.backend, prompt_token_ids, params, cache=asked.cache)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                parser = parsers[chunk.index]
-                events = parser.push(chunk.text)
-                if chunk.finish_reason is not None:
-                    events += parser.finish()
-                yield Piece(chunk, events)
-    except QuireError as error:
-        raise _blaming(error, names) from error
-
-
-def _blaming(error: QuireError, names: Mapping[str, str]) -> HttpError:
-    """Return the HTTP answer for an error, with the field's name in the body."""
-    answer = http_error_of(error)
-    if answer.param is not None:
-        answer.param = names.get(answer.param, answer.param)
-    return answer

@@ -23,7 +23,7 @@ from quire.client.errors import InvalidRequest
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORDS
 from quire.engine.v1 import engine_service_pb2
-from quire.gateway.openai.parameters import MAX_TOKEN_IDS
+from quire.gateway.limits import MAX_TOKEN_IDS
 
 Entry = TypeVar("Entry")
 

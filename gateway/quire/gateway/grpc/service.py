@@ -23,8 +23,9 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest, QuireError
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError
-from quire.gateway.gateway import Caller, Gateway
+from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.errors import DOMAIN, MAX_SHOWN, Reason, answering, invalid, status_of, status_of_error
 from quire.gateway.grpc.messages import (
     Tally,
@@ -36,7 +37,7 @@ from quire.gateway.grpc.messages import (
     messages_of,
 )
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import decoded, encoded
+from quire.gateway.texts import decode_tokens, encode_text
 from quire.serving.access import ANYBODY, Role, Roles, caller
 from quire.serving.addresses import Address
 from quire.serving.errors import CallEnded, to_message
@@ -144,7 +145,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             backend = self._backend(request.model)
             tokenizer = _tokenizer_of(backend, "text")
             adds = not request.HasField("add_special_tokens") or request.add_special_tokens
-            token_ids = await encoded(tokenizer, request.text, add_special_tokens=adds)
+            token_ids = await encode_text(tokenizer, request.text, add_special_tokens=adds)
             return engine_service_pb2.TokenizeResponse(token_ids=token_ids, max_sequence_tokens=backend.max_model_len)
 
     async def Detokenize(  # noqa: N802
@@ -158,7 +159,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             if token_ids:
                 _check_token_ids((min(token_ids), max(token_ids)), tokenizer.vocabulary_size)
             skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-            text = await decoded(tokenizer, token_ids, skip_special_tokens=skips)
+            text = await decode_tokens(tokenizer, token_ids, skip_special_tokens=skips)
             return engine_service_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
@@ -263,7 +264,7 @@ async def _prompt_of(backend: Backend, prompt: engine_service_pb2.Prompt) -> Seq
         raise CallEnded(invalid("prompt", "unset", "text or token_ids"))
     if kind == "token_ids":
         return list(prompt.token_ids.token_ids)
-    return await encoded(_tokenizer_of(backend, "prompt.text"), prompt.text)
+    return await encode_text(_tokenizer_of(backend, "prompt.text"), prompt.text)
 
 
 def _tokenizer_of(backend: Backend, named: str) -> Tokenizer:

@@ -19,9 +19,11 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.errors import QuireError
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.fields import Fields, parse_body
-from quire.gateway.gateway import Caller, Gateway
+from quire.gateway.gateway import Gateway
+from quire.gateway.http.bodies import read_body
 from quire.gateway.http.streams import CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
 from quire.serving.tracing import HttpSpan, http_request
@@ -54,7 +56,7 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
         if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         with gateway.bodies.opened(caller) as count:
-            fields = parse_body(await gateway.bodies.read(raw, count))
+            fields = parse_body(await read_body(raw, count, max_bytes=gateway.limits.max_body_bytes))
             request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
             try:
                 return await while_connected(raw, handler(gateway, request))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.outputs import Chunk
-from quire.client.engine.prompt_logprobs import TokenLogprobs
-from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, messages_of, read_tools
-from quire.gateway.chat.models import ConversationRequest, Piece, begin
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
@@ -25,14 +19,20 @@ from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of, primed
-from quire.gateway.openai.completions import usage_of
-from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
+from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
+from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
+from quire.gateway.openai.parameters import (
+    cache_of,
+    ignore_bookkeeping,
+    include_usage_of,
+    replace_max_tokens,
+    sampling_of,
+)
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import TokenTexts, finite
+from quire.gateway.texts import TokenTexts
 
 # The engine's fields under the names of this endpoint.
 _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response_format"}
-_CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,6 @@ def _refuse(fields: Fields) -> None:
     fields.ignore("prediction")
 
 
-def ignore_bookkeeping(fields: Fields) -> None:
-    """Let fields be given that say nothing of the text."""
-    fields.ignore(*IGNORED, "prompt_cache_options")
-
-
 def _further(fields: Fields) -> Mapping[str, Any]:
     """Return the values that the template gets beside messages and tools."""
     given = dict(fields.mapping("chat_template_kwargs") or {})
@@ -146,13 +141,6 @@ def _max_tokens(fields: Fields) -> int | None:
     return min(given, default=None)
 
 
-def replace_max_tokens(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """Return parameters with this limit. Raises HttpError: 400 if min_tokens is above it."""
-    if max_tokens is not None and params.min_tokens > max_tokens:
-        raise invalid("min_tokens", params.min_tokens, f"at most max_tokens, {max_tokens}")
-    return replace(params, max_tokens=max_tokens)
-
-
 def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
     wanted = fields.boolean("logprobs")
     top = fields.integer("top_logprobs", low=0, high=backend.max_logprobs)
@@ -163,41 +151,6 @@ def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
 
 
 # Answering.
-
-
-def call_id() -> str:
-    """Return a new id of a call: nine letters and digits, which is all that Mistral's templates take."""
-    return "".join(secrets.choice(_CALL_ID_LETTERS) for _ in range(9))
-
-
-def logprob_entries(entries: Iterable[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return log-probabilities of tokens as chat completions and responses have them."""
-    return [
-        {
-            **_logprob(entry.token_id, entry.logprob, texts),
-            "top_logprobs": [_logprob(token_id, logprob, texts) for token_id, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-
-
-def _logprob(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    text = texts.of(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens of a request, counted as its chunks come."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-
-    def count(self, chunk: Chunk) -> None:
-        """Count a chunk's."""
-        self.num_cached_tokens += chunk.num_cached_tokens or 0
-        self.num_generated_tokens += len(chunk.token_ids)
 
 
 @dataclass(slots=True)
@@ -258,7 +211,7 @@ class _ChatAnswer:
         self._asked = asked
         self._prompt_token_ids = prompt_token_ids
         self._texts = texts
-        self._usage = Usage(len(prompt_token_ids))
+        self._usage = TokenUsage(len(prompt_token_ids))
         self._messages: dict[int, _Message] = {}
         self._head = {
             "id": f"chatcmpl-{request.id}",
@@ -266,11 +219,6 @@ class _ChatAnswer:
             "created": request.began_s,
             "model": asked.backend.model_names[0],
         }
-
-    @property
-    def _usage_body(self) -> dict[str, Any]:
-        usage = self._usage
-        return usage_of(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_generated_tokens)
 
     def _take(self, piece: Piece) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
         """Take a piece; return its message and its new content: a delta, and log-probabilities."""
@@ -295,7 +243,7 @@ class _ChatAnswer:
                 if (choice := self._delta_choice(piece)) is not None:
                     yield made.event_of(choice)
         if self._asked.include_usage:
-            yield event_of({**self._head, "choices": [], "usage": self._usage_body})
+            yield event_of({**self._head, "choices": [], "usage": self._usage.body})
         yield DONE
 
     def _delta_choice(self, piece: Piece) -> dict[str, Any] | None:
@@ -324,7 +272,7 @@ class _ChatAnswer:
         for piece in pieces:
             self._take(piece)
         choices = [self._choice(index, self._messages[index]) for index in sorted(self._messages)]
-        body = {**self._head, "choices": choices, "usage": self._usage_body}
+        body = {**self._head, "choices": choices, "usage": self._usage.body}
         return body | {"prompt_token_ids": self._prompt_token_ids} if self._asked.return_token_ids else body
 
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:

@@ -13,14 +13,16 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
+from quire.gateway.callers import Caller
 from quire.gateway.errors import http_error_of, invalid
-from quire.gateway.fields import MAX_INT32, Fields, text_of
-from quire.gateway.gateway import Caller, Gateway
+from quire.gateway.fields import MAX_INT32, Fields, text_of, token_ids_of
+from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
+from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import CompletionLogprobs, TokenTexts, decoded, encoded, prompt_logprobs_of
+from quire.gateway.texts import TokenTexts, decode_tokens, encode_field
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -147,7 +149,7 @@ async def _read_prompts(
             prompts.append(Prompt(token_ids, await _decoded(path, token_ids, tokenizer) if echo else ""))
         elif isinstance(each, str):
             text = text_of(path, each)
-            token_ids = await encode(path, text, tokenizer, add_special_tokens=add_special_tokens)
+            token_ids = await encode_field(path, text, tokenizer, add_special_tokens=add_special_tokens)
             prompts.append(Prompt(token_ids, text))
         else:
             raise invalid(path, each, "text or a list of token ids")
@@ -158,58 +160,13 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def token_ids_of(path: str, values: list[Any]) -> list[int]:
-    """Return token ids; the model's vocabulary is looked at later. Raises HttpError."""
-    for kind in {type(value) for value in values}:
-        if kind is not int:
-            raise invalid(path, kind.__name__, "a list of integers, the token ids")
-    for value in (min(values), max(values)) if values else ():
-        if not 0 <= value <= MAX_INT32:
-            raise invalid(path, value, f"token ids from 0 to {MAX_INT32}")
-    return values
-
-
-async def encode(path: str, text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the text's tokens. Raises HttpError if there is no tokenizer."""
-    if tokenizer is None:
-        raise invalid(path, "text", "token ids, since there is no tokenizer")
-    return await encoded(tokenizer, text, add_special_tokens=add_special_tokens)
-
-
 async def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         raise invalid("echo", True, f"false for {path} of token ids, since there is no tokenizer")
-    return await decoded(tokenizer, token_ids, skip_special_tokens=True)
+    return await decode_tokens(tokenizer, token_ids, skip_special_tokens=True)
 
 
 # Answering.
-
-
-class _RequestUsage:
-    """Tokens of a request, counted as its chunks come."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-
-    def count(self, chunk: Chunk, *, generates: bool = True) -> None:
-        self.num_cached_tokens += chunk.num_cached_tokens or 0
-        self.num_generated_tokens += len(chunk.token_ids) if generates else 0
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return usage_of(self.num_prompt_tokens, self.num_cached_tokens, self.num_generated_tokens)
-
-
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> dict[str, Any]:
-    """Return the `usage` object of completions and chat completions."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_generated_tokens,
-        "total_tokens": num_prompt_tokens + num_generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }
 
 
 class _CompletionAnswer:
@@ -218,7 +175,7 @@ class _CompletionAnswer:
     def __init__(self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = _RequestUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
+        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._began: set[int] = set()
         self._head = {

@@ -6,6 +6,7 @@ types that JSON has and these would misread, and names that differ, are looked a
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
@@ -22,11 +23,9 @@ from quire.compute.v1.sampling_ranges import (
 )
 from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, text_of
+from quire.gateway.limits import MAX_TOKEN_IDS
 
 Made = TypeVar("Made")
-
-MAX_TOKEN_IDS = 65_536
-"""Token ids in a list that is not a prompt."""
 
 _EXPECTED_S = Range(f"[0, {MAX_EXPECTED_S:.0f}]")
 
@@ -274,3 +273,15 @@ def _biases(fields: Fields) -> dict[int, Any]:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise invalid(path, key, "an object with token ids as keys")
     return {int(key): bias for key, bias in given.items()}
+
+
+def replace_max_tokens(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """Return parameters with this limit. Raises HttpError: 400 if min_tokens is above it."""
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise invalid("min_tokens", params.min_tokens, f"at most max_tokens, {max_tokens}")
+    return replace(params, max_tokens=max_tokens)
+
+
+def ignore_bookkeeping(fields: Fields) -> None:
+    """Let fields be given that say nothing of the text."""
+    fields.ignore(*IGNORED, "prompt_cache_options")

@@ -24,21 +24,15 @@ from quire.gateway.chat.conversation import (
     content_of,
     read_tools,
 )
-from quire.gateway.chat.models import ConversationRequest, Piece, begin
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields, text_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import EventStream, event_of, primed
-from quire.gateway.openai.chat import (
-    Usage,
-    call_id,
-    ignore_bookkeeping,
-    logprob_entries,
-    replace_max_tokens,
-)
-from quire.gateway.openai.parameters import cache_of, make, sampling_of
+from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
+from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
+from quire.gateway.openai.parameters import cache_of, ignore_bookkeeping, make, replace_max_tokens, sampling_of
 from quire.gateway.routing.backend import Backend
 from quire.gateway.texts import TokenTexts
 
@@ -264,7 +258,7 @@ class _ResponsesAnswer:
         self._asked = asked
         self._texts = texts
         self._request_id = request.id
-        self._usage = Usage(num_prompt_tokens)
+        self._usage = TokenUsage(num_prompt_tokens)
         self._numbers = count()
         self._open: _Text | _Call | None = None
         self._done: list[dict[str, Any]] = []

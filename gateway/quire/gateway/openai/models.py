@@ -1,0 +1,81 @@
+"""The models and their tokenizers: GET /v1/models, and POST /tokenize and /detokenize, as vLLM has them."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from quire.gateway.errors import HttpError
+from quire.gateway.fields import text_of, token_ids_of
+from quire.gateway.gateway import Gateway
+from quire.gateway.http.endpoint import PostRequest, json_response, post
+from quire.gateway.texts import decode_tokens, encode_field
+
+
+def routes(gateway: Gateway) -> list[BaseRoute]:
+    """Return the endpoints."""
+
+    async def models(request: Request) -> Response:
+        gateway.caller_of(request.headers.get("authorization"))
+        cards = [_card(gateway, name) for name in gateway.backends]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(request: Request) -> Response:
+        gateway.caller_of(request.headers.get("authorization"))
+        name = request.path_params["model"]
+        gateway.backend_of(name)
+        return json_response(_card(gateway, name))
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{model:path}", model, methods=["GET"]),
+        post(gateway, "/tokenize", tokenize),
+        post(gateway, "/detokenize", detokenize),
+    ]
+
+
+def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+    backend = gateway.backends[name]
+    return {
+        "id": name,
+        "object": "model",
+        "created": gateway.began_s,
+        "owned_by": "quire",
+        "root": backend.model_names[0],
+        "parent": None,
+        "max_model_len": backend.max_model_len,
+        "pools": list(backend.pools),
+    }
+
+
+async def tokenize(gateway: Gateway, request: PostRequest) -> Response:
+    """POST /tokenize with a prompt: its tokens."""
+    fields = request.fields
+    backend = gateway.backend_of(fields.string("model"))
+    prompt = text_of("prompt", fields.require("prompt"))
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    has_texts = fields.boolean("return_token_strs")
+    fields.end()
+    token_ids = await encode_field("prompt", prompt, backend.tokenizer, add_special_tokens=add_special_tokens)
+    texts = gateway.token_texts(backend)
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": backend.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [texts.of(token_id) for token_id in token_ids] if has_texts else None,
+        }
+    )
+
+
+async def detokenize(gateway: Gateway, request: PostRequest) -> Response:
+    """POST /detokenize with tokens: their text."""
+    fields = request.fields
+    backend = gateway.backend_of(fields.string("model"))
+    fields.require("tokens")
+    token_ids = token_ids_of("tokens", fields.array("tokens", max_length=gateway.limits.max_body_bytes) or [])
+    fields.end()
+    if backend.tokenizer is None:
+        raise HttpError(400, "there is no tokenizer", code="unsupported_value")
+    return json_response({"prompt": await decode_tokens(backend.tokenizer, token_ids, skip_special_tokens=False)})
