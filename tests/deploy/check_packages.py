@@ -67,7 +67,7 @@ IN_WHEEL = (
         "quire/lab/__init__.py",
         "quire/serving/systemd.py",
     ),
-    *(f"quire/integrations/{name}" for name in ("shepherd.py", "dynamo/__main__.py", "kv_events/__main__.py")),
+    *(f"quire/integrations/{name}" for name in ("shepherd/service.py", "dynamo/__main__.py", "kv_events/__main__.py")),
     *("quire/cache/v1/cache_service.proto", "quire/compute/v1/worker_service_pb2.py"),
 )
 # No package at the top level but quire, and nothing that only a checkout needs.

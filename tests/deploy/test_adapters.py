@@ -53,7 +53,7 @@ class Adapter:
 ADAPTERS = (
     Adapter(
         "shepherd",
-        ("integrations/quire/integrations/shepherd.py",),
+        ("integrations/quire/integrations/shepherd",),
         (
             "tests/gateway/test_shepherd.py",
             "tests/gateway/test_shepherd_gateway.py",
@@ -200,7 +200,7 @@ def test_tested_versions_are_the_same_everywhere() -> None:
     assert f"ai-dynamo=={dynamo}" in EXTRAS["dynamo"]
     indexer = constant("integrations/quire/integrations/kv_events/__main__.py", "TESTED_CONSUMER")
     assert indexer.replace(" ", "==") in required
-    proto = constant("integrations/quire/integrations/shepherd.py", "TESTED_PROTO")
+    proto = constant("integrations/quire/integrations/shepherd/service.py", "TESTED_PROTO")
     assert f"smg-grpc-proto=={proto}" in EXTRAS["shepherd"]
     smg = SMG.partition("==")[2]
     comparison = pages.read("docs/how-to/many-machines.md")

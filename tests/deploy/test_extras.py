@@ -23,8 +23,8 @@ FOLDERS = {
     "gateway": ("client", "gateway", "serving", "protos"),
     "worker": ("worker", "kernels", "serving", "protos"),
 }
-# Files that can be deleted with their extra: no other extra has what they import.
-ADAPTERS = {"shepherd": "integrations/quire/integrations/shepherd.py"}
+# Folders that can be deleted with their extra: no other extra has what they import.
+ADAPTERS = {"shepherd": "integrations/quire/integrations/shepherd"}
 # Not part of `all`: installed in an environment of its own.
 APART = {"dynamo": ("client", "integrations/quire/integrations/dynamo", "serving", "protos")}
 DISTRIBUTIONS = packages_distributions()
@@ -48,9 +48,8 @@ def required(extra: str) -> set[str]:
 
 
 def imported(folder: str) -> Iterator[str]:
-    """Distributions that a folder's files, or one file, import, inside functions too."""
-    adapters = {ROOT / file for file in ADAPTERS.values()}
-    for path in set((ROOT / folder).rglob("*.py")) - adapters or {ROOT / folder}:
+    """Distributions that a folder's files import, inside functions too."""
+    for path in (ROOT / folder).rglob("*.py"):
         if "node_modules" in path.parts:
             continue
         for node in ast.walk(syntax.parse(path.read_text())):

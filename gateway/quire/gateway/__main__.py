@@ -114,7 +114,7 @@ async def _open_shepherd(
 ) -> AsyncGenerator[tuple[Server, Drain], None]:
     """Within the block the pool is served as a worker of Shepherd Model Gateway. Raises CannotStartError."""
     try:
-        from quire.integrations.shepherd import shepherd_server  # its messages come with an extra
+        from quire.integrations.shepherd.service import shepherd_server  # its messages come with an extra
     except (ImportError, RuntimeError) as error:
         raise CannotStartError(f"--shepherd needs the extra quire-kv[shepherd]: {error}") from error
     async with shepherd_server(gateway, address, pool=flags.pool, security=options.security) as (server, servicer):
