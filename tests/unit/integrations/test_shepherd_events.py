@@ -9,8 +9,8 @@ from typing import Any
 from smg_grpc_proto.generated import common_pb2
 
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, CachedBlock
-from quire.integrations.shepherd import service
-from quire.integrations.shepherd.service import MAX_UNSENT_TOKENS, EventBatches, Subscriber
+from quire.integrations.shepherd import events
+from quire.integrations.shepherd.events import MAX_UNSENT_TOKENS, EventBatches, Subscriber
 
 BLOCK_SIZE = 16
 # As long as no message may be: the limit of many gRPC clients.
@@ -101,5 +101,5 @@ def test_a_slow_subscriber_gets_a_snapshot_instead_of_a_growing_list() -> None:
     while not subscriber.needs_snapshot:
         subscriber.put([change])
         num_puts += 1
-    assert (num_puts - 1) * service._size_of(change) <= MAX_UNSENT_TOKENS < num_puts * service._size_of(change)
+    assert (num_puts - 1) * events._size_of(change) <= MAX_UNSENT_TOKENS < num_puts * events._size_of(change)
     assert subscriber.take() == []

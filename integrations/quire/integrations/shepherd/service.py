@@ -1,14 +1,8 @@
-"""VllmEngine over a Gateway: Shepherd Model Gateway (smg) takes this process for one of its workers, over one pool.
+"""VllmEngine over a gateway: smg takes this process for one of its workers, over one pool.
 
     async with shepherd_server(gateway, address, pool="main", security=options) as (server, servicer):
         await server.announce_serving()
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
-
-All that Quire knows of smg is in this file. The messages are those of the package smg-grpc-proto.
-
-A stream of KV events begins with a snapshot of the pool's blocks, and so does each recovery: when the pool has a new
-epoch or no worker, and when a subscriber reads too slowly. So no cursor and no history is kept. smg takes the
-sequence numbers of a snapshot as they are, so that each stream counts from 1.
 
 While the pool has no worker, calls end with UNAVAILABLE, as those of an engine that has died: smg then sends
 requests to its other workers. A stream of events ends so too, once smg was told that no block is left.
@@ -19,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import io
 import logging
 import math
 import time
-import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -33,22 +24,23 @@ from typing import Any
 import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
-from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
-from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
 from quire.client.errors import QuireError
 from quire.gateway.callers import NOBODY
-from quire.gateway.chat.templates import find_file
 from quire.gateway.gateway import Gateway
-from quire.gateway.grpc.errors import DOMAIN, Reason, answering, invalid, status_of
-from quire.gateway.grpc.messages import MAX_MESSAGE_TOKENS, bounded
-from quire.gateway.limits import MAX_TOKEN_IDS
+from quire.gateway.grpc.errors import DOMAIN, Reason, invalid, status_of
 from quire.gateway.routing.backend import EngineBackend
-from quire.gateway.texts import encode_text
 from quire.integrations.kv_events.follower import PoolFollower
-from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change
+from quire.integrations.kv_events.replica import Change
+from quire.integrations.shepherd.events import EventBatches, Subscriber
+from quire.integrations.shepherd.messages import (
+    GenerateMessages,
+    answering_smg,
+    decode_parameters,
+    prompt_of,
+    unimplemented,
+)
+from quire.integrations.shepherd.tokenizer import archive_of
 from quire.serving.access import Role
 from quire.serving.addresses import Address
 from quire.serving.errors import CallEnded, ErrorStatus
@@ -68,38 +60,11 @@ HEARTBEAT_S = 1.0
 """Between two load records on a stream without events. smg excludes a worker that was silent for 15 s."""
 FAILOVER_AFTER_S = 2.0
 """Requests end this long after the pool's worker was found to be away, for smg to repeat them elsewhere."""
-MAX_UNSENT_TOKENS = 1_000_000
-"""Tokens of stored blocks, and removed blocks, that wait for a subscriber. With more it gets a new snapshot."""
 
 _METHODS = tuple(method.name for method in vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods)
 _GENERATE = f"/{SERVICE_NAME}/Generate"
-# Tokens of stored blocks, and removed blocks, in a message: at most 640 KiB.
-_MAX_BATCH_TOKENS = 65_536
 _WATCH_S = 0.25
 _TOKENIZER_CHUNK_BYTES = 2**20
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "config.json", "generation_config.json"),
-)
-# Fields that SamplingParams has under the same name and with the same meaning: always set, set if present, and set
-# if they are not 0, which stands for "not given" there.
-_PLAIN = (
-    *("top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
-)
-_OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
-_ZERO_IS_DEFAULT = ("top_p", "repetition_penalty", "n")
-# What a request must not have, and the reason.
-_NO_MEDIA, _NO_TRANSFER = "unset: models take text only here", "unset: KV is not transferred between workers here"
-_REFUSED = {
-    "mm_inputs": _NO_MEDIA,
-    "extra_mm_inputs": _NO_MEDIA,
-    "media_refs": _NO_MEDIA,
-    "kv_transfer_params": _NO_TRANSFER,
-    "kv_transfer_params_json": _NO_TRANSFER,
-}
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TIMEOUT: "length"}
-_ABORTED = "abort"
 
 
 def describe_version() -> str:
@@ -142,153 +107,6 @@ class RunningRequest:
             await self._chunks.aclose()
 
 
-@dataclass(slots=True)
-class _Sample:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class GenerateMessages:
-    """The messages of a request: of each chunk, if it is streamed, and of each sample's end."""
-
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, *, is_stream: bool) -> None:
-        self._prompt = prompt
-        self._params = params
-        self._is_stream = is_stream
-        self._num_cached_tokens = 0
-        self._input_logprobs: Any = None
-        self._open = {index: _Sample() for index in range(params.n)}
-
-    def of_chunk(self, chunk: Chunk) -> Iterator[Any]:
-        """Yield the messages of a chunk."""
-        self._num_cached_tokens += chunk.num_cached_tokens or 0
-        if chunk.prompt_logprobs is not None:
-            self._input_logprobs = _encode_input_logprobs(self._prompt, chunk.prompt_logprobs)
-        sample = self._open[chunk.index]
-        sample.token_ids += chunk.token_ids
-        if self._is_stream:
-            yield from self._parts_of(chunk)
-        else:
-            sample.logprobs += chunk.logprobs or ()
-        if chunk.finish_reason is not None:
-            yield self._complete(chunk.index, _FINISH_REASONS[chunk.finish_reason])
-
-    def of_abort(self) -> Iterator[Any]:
-        """Yield the messages of the samples that have not ended."""
-        for index in list(self._open):
-            yield self._complete(index, _ABORTED)
-
-    def _parts_of(self, chunk: Chunk) -> Iterator[Any]:
-        for first in range(0, len(chunk.token_ids), MAX_MESSAGE_TOKENS):
-            part = slice(first, first + MAX_MESSAGE_TOKENS)
-            token_ids = chunk.token_ids[part]
-            yield vllm_engine_pb2.GenerateResponse(
-                chunk=vllm_engine_pb2.GenerateStreamChunk(
-                    token_ids=token_ids,
-                    prompt_tokens=len(self._prompt),
-                    completion_tokens=len(token_ids),  # of this message: smg adds them up
-                    cached_tokens=self._num_cached_tokens,
-                    output_logprobs=_encode_output_logprobs((chunk.logprobs or ())[part]),
-                    input_logprobs=self._input_logprobs if not first and chunk.prompt_logprobs is not None else None,
-                    index=chunk.index,
-                )
-            )
-
-    def _complete(self, index: int, reason: str) -> Any:
-        sample = self._open.pop(index)
-        is_stop_token = reason == "stop" and sample.token_ids and sample.token_ids[-1] in self._params.stop_token_ids
-        return vllm_engine_pb2.GenerateResponse(
-            complete=vllm_engine_pb2.GenerateComplete(
-                output_ids=sample.token_ids,
-                finish_reason=reason,
-                prompt_tokens=len(self._prompt),
-                completion_tokens=len(sample.token_ids),
-                cached_tokens=self._num_cached_tokens,
-                output_logprobs=_encode_output_logprobs(sample.logprobs),
-                input_logprobs=self._input_logprobs,
-                index=index,
-                matched_token_id=sample.token_ids[-1] if is_stop_token else None,
-            )
-        )
-
-
-class Subscriber:
-    """The changes that a stream of KV events has not sent yet."""
-
-    def __init__(self) -> None:
-        self._changes: list[Change] = []
-        self._num_unsent_tokens = 0
-        self.needs_snapshot = True
-        self.news = asyncio.Event()
-
-    def put(self, changes: Iterable[Change]) -> None:
-        """Add changes. A subscriber that needs a snapshot anyway, or is told to clear, gets them with the snapshot."""
-        self.news.set()
-        for change in changes:
-            self.needs_snapshot = self.needs_snapshot or isinstance(change, AllCleared)
-            if not self.needs_snapshot:
-                self._changes.append(change)
-                self._num_unsent_tokens += _size_of(change)
-        if self._num_unsent_tokens > MAX_UNSENT_TOKENS:
-            log.warning("a subscriber of KV events reads too slowly: it gets a snapshot")
-            self.needs_snapshot = True
-        if self.needs_snapshot:
-            self.take()
-
-    def take(self) -> list[Change]:
-        """Return the changes, and begin anew."""
-        taken, self._changes = self._changes, []
-        self._num_unsent_tokens = 0
-        return taken
-
-
-class EventBatches:
-    """The batches of one stream, numbered from 1, each with a load record."""
-
-    def __init__(self) -> None:
-        self._sequence_number = 0
-        self._num_events = 0
-        self._num_records = 0
-
-    def snapshot(self, chains: Iterable[BlocksStored], load: Any) -> Iterator[Any]:
-        """Yield the chunks of a snapshot, one at least. They replace all blocks that the subscriber knows."""
-        pieces = list(_pieces(chains)) or [[]]
-        num_blocks = sum(len(change.blocks) for piece in pieces for change in piece if isinstance(change, BlocksStored))
-        for index, piece in enumerate(pieces):
-            events = [] if index else [common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())]
-            events += [_encode_change(change, event_id=0) for change in piece]
-            chunk = common_pb2.KvSnapshotChunk(index=index, count=len(pieces), blocks=num_blocks)
-            yield self._batch(events, load, snapshot=chunk)
-
-    def changes(self, changes: Iterable[Change], load: Any) -> Iterator[Any]:
-        """Yield the batches of some changes."""
-        for piece in _pieces(changes):
-            events = []
-            for change in piece:
-                self._num_events += 1
-                events.append(_encode_change(change, event_id=self._num_events))
-            yield self._batch(events, load)
-
-    def heartbeat(self, load: Any) -> Any:
-        """Return a batch with a load record alone; it has the number of the batch before it."""
-        load.load_only = True
-        self._sequence_number -= 1
-        return self._batch([], load)
-
-    def _batch(self, events: list[Any], load: Any, *, snapshot: Any = None) -> Any:
-        self._sequence_number += 1
-        self._num_records += 1
-        load.sample = self._num_records
-        return common_pb2.KvEventBatch(
-            sequence_number=self._sequence_number,
-            timestamp=time.time(),
-            events=events,
-            dp_rank=0,
-            snapshot=snapshot,
-            load=load,
-        )
-
-
 class ShepherdServicer:
     """The engine as a worker of smg."""
 
@@ -326,10 +144,10 @@ class ShepherdServicer:
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Stream the messages of all samples."""
-        with _answering():
+        with answering_smg():
             backend = self._backend()
             self._last_request_s = time.time()
-            prompt, params = await _prompt_of(backend, request), _decode_parameters(request)
+            prompt, params = await prompt_of(backend, request), decode_parameters(request)
             answer = GenerateMessages(prompt, params, is_stream=request.stream)
             chunks = self._gateway.generate(NOBODY, backend, prompt, params)
             with self._opened(request.request_id, chunks) as opened:
@@ -358,7 +176,7 @@ class ShepherdServicer:
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Describe the model."""
-        with _answering():
+        with answering_smg():
             backend = self._backend()
             model = backend.model
             return vllm_engine_pb2.GetModelInfoResponse(
@@ -375,7 +193,7 @@ class ShepherdServicer:
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Describe the engine."""
-        with _answering():
+        with answering_smg():
             backend = self._backend()
             return vllm_engine_pb2.GetServerInfoResponse(
                 server_type="vllm-grpc",
@@ -392,7 +210,7 @@ class ShepherdServicer:
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Return the load of the one rank, 0."""
-        with _answering():
+        with answering_smg():
             load = self._load(self._backend())
             asks_for_it = not request.HasField("dp_rank") or request.dp_rank == 0
             of_rank = vllm_engine_pb2.SchedulerLoad(
@@ -415,7 +233,7 @@ class ShepherdServicer:
 
     async def FlushCache(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Empty the pool's prefix cache. Running requests keep their blocks, so nothing is waited for."""
-        with _answering():
+        with answering_smg():
             self._backend()
             if not 0 <= request.timeout_s < math.inf:
                 raise CallEnded(invalid("timeout_s", request.timeout_s, "at least 0, and finite"))
@@ -427,12 +245,12 @@ class ShepherdServicer:
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Stream the tokenizer's files as a zip archive, for an smg that can't read tokenizer_path."""
-        with _answering():
+        with answering_smg():
             source = self._backend().tokenizer_source
-            archive = await asyncio.to_thread(_archive, source)
+            archive = await asyncio.to_thread(archive_of, source)
             if not archive:
                 message = f"no tokenizer is at {source!r}, as far as this process can read it"
-                raise CallEnded(_unimplemented(message))
+                raise CallEnded(unimplemented(message))
         last = (len(archive) - 1) // _TOKENIZER_CHUNK_BYTES
         for index in range(last + 1):
             data = archive[index * _TOKENIZER_CHUNK_BYTES : (index + 1) * _TOKENIZER_CHUNK_BYTES]
@@ -441,7 +259,7 @@ class ShepherdServicer:
 
     async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
         """Stream a snapshot of the pool's blocks, then each change; a load record each HEARTBEAT_S at least."""
-        with _answering():
+        with answering_smg():
             backend = self._backend()
         stream, subscriber = EventBatches(), Subscriber()
         self._subscribers.add(subscriber)
@@ -462,11 +280,11 @@ class ShepherdServicer:
 
     async def Embed(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Refuse: there are no embeddings here."""
-        raise CallEnded(_unimplemented("the models that are served here generate text, and make no embeddings"))
+        raise CallEnded(unimplemented("the models that are served here generate text, and make no embeddings"))
 
     async def StartProfile(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Refuse: profiles are made otherwise."""
-        raise CallEnded(_unimplemented("profiles are made at the worker: see docs/how-to/read-a-profile.md"))
+        raise CallEnded(unimplemented("profiles are made at the worker: see docs/how-to/read-a-profile.md"))
 
     async def StopProfile(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Refuse: profiles are made otherwise."""
@@ -555,193 +373,3 @@ async def shepherd_server(
         server.run_alongside(servicer.follower.run())
         server.run_alongside(servicer.end_requests_in_outages())
         yield server, servicer
-
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Make the call's status of an error that the block raises, with the names that fields have in these messages."""
-    try:
-        with answering():
-            yield
-    except CallEnded as ended:
-        raise CallEnded(_renamed(ended.error)) from None
-
-
-def _renamed(error: ErrorStatus) -> ErrorStatus:
-    """Return a status with the name that its field has in VllmEngine's messages, in place of EngineService's."""
-    named = error.metadata.get("field", "")
-    if not named.startswith("parameters."):
-        return error
-    rest = named.removeprefix("parameters.").removeprefix("grammar.")
-    ours = f"sampling_params.{'grammar' if rest in ('ebnf', 'lark') else rest}"
-    return replace(error, message=error.message.replace(named, ours, 1), metadata={**error.metadata, "field": ours})
-
-
-def _unimplemented(message: str) -> ErrorStatus:
-    return ErrorStatus(grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", message, DOMAIN)
-
-
-async def _prompt_of(backend: EngineBackend, request: Any) -> Sequence[int]:
-    """Return the prompt's tokens. Raises CallEnded, and InvalidRequest for text that can't be encoded."""
-    for name, limit in _REFUSED.items():
-        if getattr(request, name) if name == "extra_mm_inputs" else request.HasField(name):
-            raise CallEnded(invalid(name, "given", limit))
-    if request.data_parallel_rank:
-        raise CallEnded(invalid("data_parallel_rank", request.data_parallel_rank, "0, the one rank there is"))
-    match request.WhichOneof("input"):
-        case "tokenized":
-            return list(request.tokenized.input_ids)
-        case "text" if backend.tokenizer is not None:
-            return await encode_text(backend.tokenizer, request.text)
-        case "text":
-            raise CallEnded(invalid("text", "given", "unset: this model has no tokenizer here"))
-    raise CallEnded(invalid("input", "unset", "tokenized or text"))
-
-
-def _decode_parameters(request: Any) -> SamplingParams:
-    """Return the sampling parameters of a request. Raises InvalidRequest, CallEnded."""
-    given = request.sampling_params
-    values = {name: getattr(given, name) for name in _PLAIN}
-    values |= {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
-    values |= {name: getattr(given, name) for name in _ZERO_IS_DEFAULT if getattr(given, name)}
-    values.setdefault("max_tokens", None)
-    if given.HasField("truncate_prompt_tokens"):
-        limit = "unset: prompts are not truncated here"
-        raise CallEnded(invalid("sampling_params.truncate_prompt_tokens", given.truncate_prompt_tokens, limit))
-    return SamplingParams(
-        stop=tuple(given.stop),
-        stop_token_ids=bounded("stop_token_ids", given.stop_token_ids, MAX_TOKEN_IDS, "tokens"),
-        logit_bias=dict(given.logit_bias),
-        grammar=_decode_grammar(given),
-        **values,
-    )
-
-
-def _decode_grammar(given: Any) -> Grammar | None:
-    """Return the grammar of a constraint; None without one. Raises InvalidRequest, CallEnded."""
-    match given.WhichOneof("constraint"):
-        case None:
-            return None
-        case "structural_tag":
-            limit = "unset: give json_schema, regex, grammar, json_object or choice"
-            raise CallEnded(invalid("sampling_params.structural_tag", "given", limit))
-        case "grammar":
-            return Grammar(ebnf=given.grammar) if "::=" in given.grammar else Grammar(lark=given.grammar)
-        case "choice":
-            return Grammar(choice=list(given.choice.choices))
-        case kind:
-            values: dict[str, Any] = {kind: getattr(given, kind)}
-            return Grammar(**values)
-
-
-def _encode_output_logprobs(entries: Sequence[TokenLogprobs]) -> Any:
-    """Return the log-probabilities of generated tokens as a message; None of no tokens."""
-    if not entries:
-        return None
-    return vllm_engine_pb2.OutputLogProbs(
-        token_logprobs=[entry.logprob for entry in entries],
-        token_ids=[entry.token_id for entry in entries],
-        top_logprobs=list(map(_encode_top, entries)),
-    )
-
-
-def _encode_input_logprobs(prompt: Sequence[int], entries: PromptLogprobs) -> Any:
-    """Return those of a prompt's tokens. The first token has none."""
-    return vllm_engine_pb2.InputLogProbs(
-        token_logprobs=[
-            vllm_engine_pb2.InputTokenLogProb(value=None if entry is None else entry.logprob) for entry in entries
-        ],
-        token_ids=prompt,
-        top_logprobs=[vllm_engine_pb2.TopLogProbs() if entry is None else _encode_top(entry) for entry in entries],
-    )
-
-
-def _encode_top(entry: TokenLogprobs) -> Any:
-    return vllm_engine_pb2.TopLogProbs(
-        values=[logprob for _, logprob in entry.top], token_ids=[token_id for token_id, _ in entry.top]
-    )
-
-
-def _archive(source: str) -> bytes:
-    """Return a zip archive of a tokenizer's files; nothing if there are none. Blocks on files and the network."""
-    found = [path for name in _TOKENIZER_FILES if (path := find_file(source, name)) is not None]
-    if not any(path.name == _TOKENIZER_FILES[0] for path in found):
-        return b""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in found:
-            # The date is always the same: equal files have equal digests.
-            archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
-
-
-def _hash_of(prefix_hash: bytes) -> int:
-    return int.from_bytes(prefix_hash[:8], "big", signed=True)
-
-
-def _size_of(change: Change) -> int:
-    """Return the tokens of stored blocks, or the number of removed ones."""
-    match change:
-        case BlocksStored(blocks=blocks):
-            return sum(len(block.token_ids) for block in blocks)
-        case BlocksRemoved(prefix_hashes=hashes):
-            return len(hashes)
-        case AllCleared():
-            return 0
-
-
-def _pieces(changes: Iterable[Change]) -> Iterator[list[Change]]:
-    """Yield the changes in lists of at most _MAX_BATCH_TOKENS; longer changes are divided."""
-    piece: list[Change] = []
-    room = _MAX_BATCH_TOKENS
-    for part in (part for change in changes for part in _divided(change)):
-        size = _size_of(part)
-        if piece and size > room:
-            yield piece
-            piece, room = [], _MAX_BATCH_TOKENS
-        piece.append(part)
-        room -= size
-    if piece:
-        yield piece
-
-
-def _divided(change: Change) -> Iterator[Change]:
-    match change:
-        case BlocksStored(blocks=blocks):
-            count = max(1, _MAX_BATCH_TOKENS // len(blocks[0].token_ids))
-            for first in range(0, len(blocks), count):
-                parent = blocks[first - 1].prefix_hash if first else change.parent_hash
-                yield replace(change, parent_hash=parent, blocks=blocks[first : first + count])
-        case BlocksRemoved(prefix_hashes=hashes):
-            for first in range(0, len(hashes), _MAX_BATCH_TOKENS):
-                yield BlocksRemoved(hashes[first : first + _MAX_BATCH_TOKENS])
-        case AllCleared():
-            yield change
-
-
-def _encode_change(change: Change, *, event_id: int) -> Any:
-    match change:
-        case BlocksStored():
-            return common_pb2.KvCacheEvent(event_id=event_id, stored=_encode_stored(change))
-        case BlocksRemoved(prefix_hashes=hashes):
-            removed = common_pb2.KvBlocksRemoved(
-                block_hashes=list(map(_hash_of, hashes)), tier=common_pb2.KV_CACHE_TIER_DEVICE
-            )
-            return common_pb2.KvCacheEvent(event_id=event_id, removed=removed)
-        case AllCleared():
-            return common_pb2.KvCacheEvent(event_id=event_id, cleared=common_pb2.KvCacheCleared())
-
-
-def _encode_stored(change: BlocksStored) -> Any:
-    """Return a message. A salt keeps blocks from requests of smg, which have none."""
-    return common_pb2.KvBlocksStored(
-        blocks=[
-            common_pb2.KvBlock(
-                block_hash=_hash_of(block.prefix_hash), token_ids=block.token_ids, block_size=len(block.token_ids)
-            )
-            for block in change.blocks
-        ],
-        parent_block_hash=None if change.parent_hash == ROOT else _hash_of(change.parent_hash),
-        tier=common_pb2.KV_CACHE_TIER_DEVICE,
-        cache_salt=change.salt.hex() or None,
-    )
