@@ -1,4 +1,4 @@
-"""Which service an engine waits for, and how long at most: said on standard error while requests wait."""
+"""Lines on standard error while requests wait: the service that is unavailable, and how long the engine waits at most."""
 
 import asyncio
 import contextlib

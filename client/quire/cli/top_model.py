@@ -203,7 +203,7 @@ class Place:
         return rows_of(look, self.tab, self.filter)
 
     def selected_index(self, rows: Sequence[Entry]) -> int:
-        """Which of the rows is selected; 0 if there are none."""
+        """Index of the selected row; 0 if there are no rows."""
         for index, row in enumerate(rows):
             if key_of(row) == self.selected:
                 return index

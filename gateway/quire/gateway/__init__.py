@@ -1,1 +1,21 @@
-"""The gateway: HTTP and gRPC for callers that need text and no leases, plans or steps."""
+"""The gateway, `quire serve`: HTTP and gRPC for callers that need text, and no leases, plans or steps.
+
+    caller                        gateway                                   pools of a model
+    JSON over HTTP, or a      ->  decode: texts and fields to tokens    ->  one engine for each pool, or a
+    message over gRPC             and parameters                            router that chooses among several
+    events or messages        <-  encode                                <-  chunks of tokens and text
+
+    __main__.py        the process: flags (config.py), wiring, start to exit
+    app.py             the HTTP application: all endpoints
+    openai/, grpc/     the endpoints
+    http/              the frame of each HTTP endpoint, the server, the page and the process's state
+    gateway.py         the state that all endpoints share; each request passes Gateway.generate
+    keys.py            API keys of a file: the caller of a request
+    tenant_limits.py   rate limits of a file, by tenant
+    metrics.py         measurements
+    chat/              from a conversation to a prompt, and from text to tool calls
+    routing/           the backend that generates: an engine, or a router over several pools
+    limits.py, fields.py, texts.py, callers.py, errors.py   values that all levels share
+
+Each module imports modules of the lines below it alone. The contract "gateway" in pyproject.toml has the levels.
+"""

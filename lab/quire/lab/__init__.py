@@ -5,6 +5,17 @@ From a notebook:
     from quire.lab import compare, read_config, run
     outcome = run(read_config("lab.toml"))
     print(outcome.metrics["first_token_p50_s"])
+
+    __main__.py       the commands
+    config.py         an experiment, from TOML
+    experiment.py     runs with seeds, and their comparison; processes.py runs several at a time
+    load.py           the requests of a run: traces.py, sessions.py; requests.py and tokens.py are their values
+    simulation.py     one run: a queue of events in virtual time
+    routers.py        the choice of a pool for a request
+    pool.py           a pool: cachemgr's books, an engine's scheduler, a worker whose steps take the time of step_times.py
+    measures.py       the results; report.py writes them
+    eviction.py       judges an eviction policy: eviction_loads.py, replay.py, eviction_report.py
+    policy_files.py   policies of the user, from files; errors.py: errors of the input
 """
 
 from quire.cachemgr.eviction import EvictionPolicy

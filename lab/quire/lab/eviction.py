@@ -183,7 +183,7 @@ def by_kind(pairs: Iterable[Pair]) -> list[Summary]:
 
 
 def worst(pairs: Iterable[Pair], count: int) -> list[Pair]:
-    """Those with the lowest means."""
+    """Return the pairs with the lowest means."""
     return sorted(pairs, key=lambda pair: pair.hits.mean)[:count]
 
 

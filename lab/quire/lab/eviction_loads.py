@@ -1,7 +1,7 @@
 """The loads on which eviction policies are judged: recorded traces, whole and rearranged, and made ones.
 
-A load is a list of prompts, each a list of block ids; an id stands for the whole prefix up to its block. The same on
-every machine. A third of the loads is held out: the constants of `lineage` were chosen without them.
+A load is a list of prompts, each a list of block ids; an id stands for the whole prefix up to its block. The loads
+are the same on every machine. A third of the loads is held out: the constants of `lineage` were chosen without them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def choose_recipes(folder: Path | None, pattern: str) -> list[Recipe]:
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """Those with large blocks first."""
+    """Return the traces of a folder, those with large blocks first."""
     files = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
     if not files:
         raise ConfigError.of_field("--traces", str(folder), "a folder with files *.jsonl or *.jsonl.gz")
@@ -191,7 +191,7 @@ def _by_quarters(*paths: Path) -> list[list[Prompt]]:
 
 
 def _disjoint(parts: list[list[Prompt]]) -> list[list[Prompt]]:
-    """The same with ids of their own."""
+    """Return the parts with ids of their own, so that no two parts share a block."""
     moved, first = [], 0
     for part in parts:
         moved.append([Prompt(each.num_tokens, [block + first for block in each.block_ids]) for each in part])

@@ -137,12 +137,12 @@ class SimulatedPool:
 
     @property
     def num_found(self) -> int:
-        """The same if a router asked for it, else 0."""
+        """Tokens of the prompt found in the prefix cache, if a router asked for them, else 0."""
         return self._num_found or 0
 
     @property
     def load(self) -> PoolLoad:
-        """The same values that the gateway's router reads."""
+        """Load of the pool for the prompt, with the values that the gateway's router reads."""
         return self.use.load(self.num_cached, messages.counts_of(self._ledger), self._fleet.block_size)
 
     # The engine.

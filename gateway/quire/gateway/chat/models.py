@@ -74,7 +74,7 @@ class ChatModel:
 
 
 class NoCalls:
-    """Stands for a CallParser where there are no tools: all is text."""
+    """A CallParser for a request without tools: all text is text."""
 
     num_calls = 0
 

@@ -17,7 +17,7 @@ MAX_SHOWN = 100
 
 
 class Reason(StrEnum):
-    """Why; the names of quire.engine.v1.ErrorReason without their prefix."""
+    """Reasons of refusals: the names of quire.engine.v1.ErrorReason without their prefix."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     EMPTY_PROMPT = "EMPTY_PROMPT"

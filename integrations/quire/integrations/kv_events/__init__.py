@@ -1,5 +1,13 @@
-"""Changes of the prefix caches, for routers that keep an index of them.
+"""Changes of the prefix caches, for routers that keep an index of them. `quire events` publishes them over ZMQ.
 
-replica.py    pure: a copy of a pool's findable blocks, which turns WatchBlocks into ordered changes
-follower.py   keeps the copy of one pool up to date, through outages and new epochs
+    cachemgr                      quire events                          router
+    WatchBlocks: snapshot     ->  copy of the pool's findable blocks
+    and changes                   changes in order                  ->  index: which pool has which prefix
+
+    __main__.py    the process of `quire events`
+    follower.py    keeps the copy of one pool up to date, through outages and new epochs
+    replica.py     pure: the copy, which turns WatchBlocks into ordered changes
+    encoding.py    changes as vLLM's KV events
+    publisher.py   sends them over ZMQ, and again to consumers that missed some
+    metrics.py     counters
 """
