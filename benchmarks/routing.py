@@ -29,7 +29,8 @@ from report import Findings, benchmark, percent, plain, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import WORKER_START_TIMEOUT_S, ServiceProcess
 from quire.client import CacheClient, CacheParams, EngineConfig, SamplingParams
 from quire.gateway.routing.router import Router
 

@@ -36,7 +36,7 @@ import uvloop
 from google.protobuf import duration_pb2
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc, grant_pb2
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 from quire.client.channel import decode_rpc_error, open_channel
 
 POOL = "benchmark"

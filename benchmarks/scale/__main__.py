@@ -33,7 +33,7 @@ from report import Findings, benchmark, plain, summary, table
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 
 HERE = Path(__file__).parent
 TRACE_FILES = {"sharegpt128_B16.jsonl.gz": 16, "mooncake_conversation_2000.jsonl.gz": 512}

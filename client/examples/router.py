@@ -18,7 +18,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from quire.cli.launch import WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import WORKER_START_TIMEOUT_S, ServiceProcess
 from quire.client import CacheClient, Engine, EngineConfig, SamplingParams
 from quire.gateway.routing.choosing import PoolLoad, cheapest
 

@@ -14,7 +14,8 @@ from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
 from deadlines import DEADLINE_S
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.client import CacheClient, Engine, SamplingParams
 
 THIS = "tests/conformance/test_docs_go.py"

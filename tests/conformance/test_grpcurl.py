@@ -15,7 +15,8 @@ from conformance import page
 from conformance.foreign import ROOT, find
 from deadlines import DEADLINE_S
 
-from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices
+from quire.cli.service_process import ServiceProcess
 
 PAGE = ROOT / "docs/how-to/grpcurl.md"
 GATEWAY = "quire.gateway"

@@ -11,7 +11,8 @@ import pytest
 from conformance.foreign import BUILD_TIMEOUT_S, ROOT, find
 from deadlines import DEADLINE_S
 
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.client import LLM, SamplingParams
 
 THIS, PAGE = "tests/conformance/test_javascript.py", "docs/reference/engine-service.md"

@@ -24,7 +24,8 @@ from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS
 from model_zoo import save
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2, grant_pb2
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 TOKENS = f"""

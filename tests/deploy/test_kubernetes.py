@@ -29,7 +29,7 @@ from deploy.tools import DEPLOY, ROOT, find, parse_service
 from integration.protocol_client import await_that
 from package_environments import SMG, environment
 
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
 from quire.serving.addresses import is_local
 

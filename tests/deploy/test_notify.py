@@ -18,7 +18,7 @@ import pytest
 from deadlines import DEADLINE_S
 from grpc_health.v1 import health_pb2
 
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 from quire.serving.systemd import ServiceManager
 
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")

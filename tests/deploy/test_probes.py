@@ -19,7 +19,7 @@ from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2
 
-from quire.cli.launch import ServiceExitedError, ServiceProcess
+from quire.cli.service_process import ServiceExitedError, ServiceProcess
 
 STAND_IN = str(Path(__file__).parents[1] / "integration" / "stand_in.py")
 DEMO_MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")

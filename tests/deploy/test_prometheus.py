@@ -38,7 +38,8 @@ from prometheus_client.metrics_core import Metric
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.metrics import metric_families as cachemgr_families
 from quire.cachemgr.service.servicer import CacheServicer
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.engine.metrics import EngineLook, Measured
 from quire.client.engine.metrics import families as engine_families

@@ -11,7 +11,8 @@ from deadlines import DEADLINE_S
 from grpc import insecure_channel
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 POOLS = ("one", "two")

@@ -27,14 +27,8 @@ from conformance.page import Shell, commands
 from pages import ROOT, Block
 
 from quire.cli.commands import quire
-from quire.cli.launch import (
-    CACHEMGR_START_TIMEOUT_S,
-    GATEWAY_START_TIMEOUT_S,
-    WORKER_START_TIMEOUT_S,
-    GatewayProcess,
-    LocalServices,
-    ServiceProcess,
-)
+from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, GATEWAY_START_TIMEOUT_S, LocalServices
+from quire.cli.service_process import WORKER_START_TIMEOUT_S, GatewayProcess, ServiceProcess
 
 FILES = ("python", "toml", "rust")
 TIMEOUTS_S = {"cachemgr": CACHEMGR_START_TIMEOUT_S, "worker": WORKER_START_TIMEOUT_S, "serve": GATEWAY_START_TIMEOUT_S}

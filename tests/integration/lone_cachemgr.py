@@ -26,7 +26,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 
 BLOCK_SIZE = GEOMETRY["block_size_tokens"]
 NUM_USABLE = 12

@@ -9,7 +9,8 @@ import pytest
 from deadlines import DEADLINE_S
 from integration.protocol_client import NUM_BLOCKS, WORKER_ARGS, LeaseHolder, Pair, draw_tokens
 
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 
 CLOCK_SET_BACK = str(Path(__file__).with_name("clock_set_back.py"))
 PROMPT = draw_tokens(21, seed=1)

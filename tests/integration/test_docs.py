@@ -26,7 +26,8 @@ from integration.test_tracing import Collector
 from pages import ROOT, SHELL, Block
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, WORKER_START_TIMEOUT_S, LocalServices, ServiceProcess
+from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices
+from quire.cli.service_process import WORKER_START_TIMEOUT_S, ServiceProcess
 from quire.client import CacheClient, Engine, SamplingParams
 
 THIS = "tests/integration/test_docs.py"

@@ -25,7 +25,8 @@ from integration.protocol_client import (
     await_that,
 )
 
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.client import Engine, SamplingParams
 from quire.engine.v1 import engine_service_pb2 as pb
 from quire.engine.v1 import engine_service_pb2_grpc

@@ -33,7 +33,8 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 CreateLease = Callable[..., LeaseHolder]

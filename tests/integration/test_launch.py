@@ -15,14 +15,9 @@ import psutil
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.cli.launch import (
-    LaunchError,
-    LocalServices,
-    ServiceExitedError,
-    ServiceProcess,
-    ServiceTimeoutError,
-    signals_held,
-)
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import LaunchError, ServiceExitedError, ServiceProcess, ServiceTimeoutError
+from quire.cli.signals import signals_held
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 STAND_INS: dict[str, Any] = {"cachemgr_target": STAND_IN, "worker_target": STAND_IN}
@@ -280,7 +275,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_nothing(folder: Path, parent
         lines = 0
         def trace(frame, event, argument):
             global lines
-            if not frame.f_code.co_filename.endswith("launch.py"):
+            if not frame.f_code.co_filename.endswith(("launch.py", "service_process.py", "cli/signals.py")):
                 return None
             lines += event == "line"
             if lines == {model}:

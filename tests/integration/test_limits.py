@@ -27,7 +27,7 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, cache_service_pb2_grpc
-from quire.cli.launch import ServiceExitedError, ServiceProcess
+from quire.cli.service_process import ServiceExitedError, ServiceProcess
 
 TOKENS = f"""
 alice client {sha256("t-alice")}

@@ -27,7 +27,8 @@ from integration.protocol_client import (
 )
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "/quire.test.StandIn"

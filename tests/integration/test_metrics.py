@@ -24,7 +24,8 @@ from integration.protocol_client import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "how-to" / "operations.md"
 METRICS_FLAGS = ("--metrics-listen", "127.0.0.1:0")

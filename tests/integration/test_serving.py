@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
-from quire.cli.launch import ServiceExitedError, ServiceProcess
+from quire.cli.service_process import ServiceExitedError, ServiceProcess
 from quire.serving.receiving import MAX_MESSAGE_BYTES, SMALL_MESSAGE_BYTES
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))

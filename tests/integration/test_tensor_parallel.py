@@ -22,7 +22,8 @@ from integration.test_metrics import page_of
 from model_zoo import build, save
 from sharded import BOUND, compare
 
-from quire.cli.launch import LocalServices, ServiceExitedError, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceExitedError, ServiceProcess
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams
 from quire.worker.tensor_parallel.orders import HEADER_LENGTH
 

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from integration.protocol_client import CHANNEL_OPTIONS, RefusedError
 
-from quire.cli.launch import ServiceExitedError, ServiceProcess
+from quire.cli.service_process import ServiceExitedError, ServiceProcess
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 SERVICE = "quire.test.StandIn"

@@ -20,7 +20,7 @@ from integration.test_equality import NUM_NEW, expected_tokens, make_prompts
 from integration.test_tensor_parallel import NUM_BLOCKS, WORKER_ARGS
 from model_zoo import build
 
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 from quire.client import Completion, Engine, SamplingParams
 
 PORT = 29500

@@ -16,7 +16,7 @@ from deadlines import DEADLINE_S
 from integration.protocol_client import WORKER_ARGS, RefusedError, ask
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc, grant_pb2
-from quire.cli.launch import ServiceProcess
+from quire.cli.service_process import ServiceProcess
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 KEY = b"k" * 32

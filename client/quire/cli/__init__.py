@@ -1,13 +1,24 @@
-"""The entry point of `quire`. Small, so that Ctrl-C is answered in one line from the first moment on."""
+"""The command line `quire`. Each command's code is imported when the command runs, so that --help answers at once.
 
-import contextlib
+__init__.py       the entry point, with ending.py: Ctrl-C is answered in one line from the first moment on
+commands.py       the commands, with their flags and help; command_line.py: their group, and errors as messages
+
+up.py             `quire up` (up_flags.py), with launch.py: the services, and service_process.py: one of them
+demo.py           `quire demo`
+generate.py       `quire generate` (request_flags.py); outages.py
+chat.py           `quire chat`
+stats.py          `quire stats`, from snapshot.py, drawn by render.py
+top.py            `quire top`: its state in top_model.py, its screen in top_view.py
+administer.py     `quire leases`, `lookup`, `explain`, `pin`, `reset`, `audit`
+token.py, bench.py
+signals.py        signals that end a command in order; guarded.py: a child that ends with its parent
+"""
+
 import os
 import signal
 import sys
-from types import FrameType
-from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+from quire.cli.ending import end_process, leave_at_once
 
 
 def main() -> None:
@@ -15,38 +26,13 @@ def main() -> None:
     if sys.stdout is None:  # closed by the parent process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, leave_at_once)
     from quire.cli.commands import quire
 
     try:
         quire()
     except SystemExit as leave:
         end_process(leave.code)
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, so that the program can clean up."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def end_process(code: str | int | None) -> NoReturn:
-    """Ends the process without an orderly exit, which gRPC, once interrupted, can block for ever.
-
-    Call it when all cleanup is done, while the exception that ends the command still keeps gRPC's objects from being
-    destroyed.
-    """
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it was closed
-            stream.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    os.write(2, b"Interrupted.\n")
-    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

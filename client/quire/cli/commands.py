@@ -7,31 +7,25 @@ command line or value; 130 for Ctrl-C.
 import functools
 import importlib.util
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import click
 
-from quire.cachemgr.flags import OWN_FLAGS
-from quire.cli import EXIT_INTERRUPTED, end_process, raise_on_interrupt
+from quire.cli.command_line import CommandLine, explain
 from quire.cli.request_flags import REQUEST_FLAGS, RequestCommand, flag_names, request_of
-from quire.client.errors import InvalidRequest, QuireError, Unavailable
-from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
+from quire.cli.up_flags import addresses_as_written, as_arguments, service_options
+from quire.client.errors import InvalidRequest
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN
 from quire.serving.flags import (
     DIAL_FLAGS,
     LISTEN_ADDRESS,
-    Flag,
     add_flags,
     cachemgr_option,
     command_settings,
     dial_flags,
     option,
-    options_of,
-    server_flags,
 )
 from quire.serving.runtime_folder import serving_folder
 
@@ -48,57 +42,6 @@ _MARKS = {
 }
 # Everything a service's own parser should see, help included.
 _PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-_SERVICES = ("cachemgr", "worker")
-# Flags of a service that `quire up` does not take.
-_NOT_OF_UP = {
-    "--cachemgr": "the worker's cachemgr is the one that is started here",
-    "--check": "it is done at each start",
-}
-
-
-class CommandLine(click.Group):
-    """The group of all commands, in the order they are declared; every error becomes one message and a status."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order of this file, the first ones to use first."""
-        return list(self.commands)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. Expected errors end without a traceback."""
-        try:
-            raise_on_interrupt()
-            return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit itself is not to be interrupted
-            click.echo(str(interrupt) or "Interrupted.", err=True)
-            end_process(EXIT_INTERRUPTED)
-        except QuireError as error:
-            raise explain(error) from error
-
-
-def explain(error: QuireError, *, flags: Mapping[str, str] = MappingProxyType({})) -> click.ClickException:
-    """Return the error as the command line shows it. A wrong value names its flag; flags has those of other names."""
-    field, limit = error.metadata.get("field", ""), error.metadata.get("limit", "")
-    if isinstance(error, InvalidRequest) and field and limit:
-        what = "PROMPT" if field == "prompt" else flags.get(field, f"--{field.replace('_', '-')}")
-        if error.reason == "INVALID_ARGUMENT" and not field.endswith("grammar"):
-            return click.BadParameter(f"{error.metadata.get('value')} must be {limit}", param_hint=f"'{what}'")
-        return click.BadParameter(error.message, param_hint=f"'{what}'")
-    if error.reason == "UNREACHABLE":
-        return click.ClickException(error.message)
-    for away in (error, error.__cause__):
-        if isinstance(away, Unavailable):
-            return click.ClickException(_describe_away(error, away))
-    return click.ClickException(f"{error.message} ({error.reason})")
-
-
-def _describe_away(error: QuireError, away: Unavailable) -> str:
-    """Describe a service that failed meanwhile, in one line; only the cause is kept of gRPC's text."""
-    from quire.cli.snapshot import cause_of
-
-    cause = "no answer in time" if away.reason == "DEADLINE_EXCEEDED" else cause_of(away)
-    told = error.message.replace(str(away), cause).replace(away.message, cause)
-    return f"a service is unavailable: {told}. `quire stats` shows if cachemgr answers, and which worker is attached."
 
 
 def _require(*extras: str) -> None:
@@ -115,93 +58,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # its parent package is not installed
         return False
-
-
-def _as_written(_: click.Context, __: click.Parameter, given: tuple[Address, ...]) -> tuple[str, ...]:
-    return tuple(map(str, given))
-
-
-def _known_ports(_: click.Context, __: click.Parameter, given: str | tuple[str, ...] | None) -> Any:
-    """Refuse port 0: the command would not print the port that it becomes."""
-    for address in (given,) if isinstance(given, str) else given or ():
-        if not address.startswith("unix:") and address.endswith(":0"):
-            raise click.BadParameter(f"{address} leaves the port open; name one")
-    return given
-
-
-def _own_addresses() -> list[click.Option]:
-    """The addresses to listen on. Each service has its own, as --cachemgr-listen and --worker-listen."""
-    return [each for each in options_of(server_flags(default_listen="")) if each.type is LISTEN_ADDRESS]
-
-
-def _passed_on() -> Iterator[tuple[str, click.Option, tuple[str, ...]]]:
-    """The services' flags that `quire up` has: its name here, the service's option, and which services get it.
-
-    All other flags go to the worker.
-    """
-    for each in options_of(server_flags(default_listen="")):
-        if each.type is not LISTEN_ADDRESS and each.opts[0] not in _NOT_OF_UP:
-            yield each.opts[0], each, _SERVICES
-    yield from ((each.opts[0], each, ("cachemgr",)) for each in options_of(OWN_FLAGS))
-    for service in _SERVICES:
-        yield from ((f"--{service}{each.opts[0][1:]}", each, (service,)) for each in _own_addresses())
-
-
-def _service_options(command: Any) -> Any:
-    """Adds the services' flags that `quire up` knows.
-
-    The command receives those that were given as `cachemgr_flags` and `worker_flags`, ready for the services.
-    """
-    passed_on = list(_passed_on())
-
-    @functools.wraps(command)
-    def with_services(*args: Any, worker_flags: tuple[str, ...], **values: Any) -> Any:
-        _refuse_others(worker_flags)
-        given: dict[str, list[str]] = {service: [] for service in _SERVICES}
-        for flag, of_service, services in passed_on:
-            passed = _as_arguments(of_service.opts[0], values.pop(_name_of(flag)))
-            for service in services:
-                given[service] += passed
-        flags = {f"{service}_flags": tuple(found) for service, found in given.items()}
-        flags["worker_flags"] += worker_flags
-        return command(*args, **flags, **values)
-
-    return add_flags([_flag_of_up(*each) for each in passed_on])(with_services)
-
-
-def _flag_of_up(flag: str, of_service: click.Option, services: tuple[str, ...]) -> Flag:
-    """A flag as the service has it, but for its value, which goes to the service as it is written, and its default."""
-    is_as_written = not isinstance(of_service.type, click.Choice | click.types.BoolParamType)
-    return option(
-        flag,
-        type=str if is_as_written else of_service.type,
-        is_flag=of_service.is_flag,
-        multiple=of_service.multiple,
-        callback=_known_ports if of_service.type is LISTEN_ADDRESS else None,
-        metavar=of_service.metavar,
-        help=of_service.help if services == _SERVICES else f"{services[0]}: {of_service.help}",
-    )
-
-
-def _refuse_others(worker_flags: tuple[str, ...]) -> None:
-    """Raises click.UsageError for a flag that can't be passed on to the worker."""
-    own = (each.opts[0] for each in _own_addresses())
-    refused = _NOT_OF_UP | {flag: f"give --cachemgr{flag[1:]} and --worker{flag[1:]}" for flag in own}
-    for flag, instead in refused.items():
-        if any(each == flag or each.startswith(f"{flag}=") for each in worker_flags):
-            raise click.UsageError(f"{flag} can't be passed on: {instead}.")
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _as_arguments(flag: str, value: str | tuple[str, ...] | bool | None) -> list[str]:
-    """Return a flag as it is written on a command line; nothing if it was not given."""
-    if isinstance(value, bool):
-        return [flag] if value else []
-    values = (value,) if isinstance(value, str) else value or ()
-    return [part for each in values for part in (flag, each)]
 
 
 _cachemgr_option = cachemgr_option(envvar="QUIRE_CACHEMGR")
@@ -259,7 +115,7 @@ def quire() -> None:
     type=LISTEN_ADDRESS,
     multiple=True,
     default=(DEFAULT_HTTP_LISTEN,),
-    callback=_as_written,
+    callback=addresses_as_written,
     metavar="ADDRESS",
     help="Address at which the gateway serves HTTP: host:port or unix:/path. May be given several times.",
 )
@@ -271,7 +127,7 @@ def quire() -> None:
     show_default="as the worker names its model",
     help="gateway: The model's name in HTTP requests. May be given several times.",
 )
-@_service_options
+@service_options
 @option(
     "--logs",
     type=click.Choice(("files", "terminal")),
@@ -312,7 +168,7 @@ def up(
         runtime_dir=runtime_dir,
         cachemgr_flags=cachemgr_flags,
         worker_flags=worker_flags,
-        gateway_flags=_as_arguments("--served-model-name", served_model_name),
+        gateway_flags=as_arguments("--served-model-name", served_model_name),
         http_listen=None if no_http else http_listen,
         logs_here=logs == "terminal",
     )

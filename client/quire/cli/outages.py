@@ -1,4 +1,4 @@
-"""Lines on standard error while requests wait: the service that is unavailable, and how long the engine waits at most."""
+"""Lines on standard error while requests wait: the unavailable service, and how long the engine waits at most."""
 
 import asyncio
 import contextlib

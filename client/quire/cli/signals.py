@@ -1,9 +1,10 @@
-"""Signals that end a command in order: it restores the terminal and frees its resources first."""
+"""Signals: they end a command in order, after it restored the terminal and freed its resources, or wait for a block."""
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ def ending_on(*numbers: int) -> Iterator[None]:
     """
     ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, _exit)
+        signal.signal(number, exit_on_signal)
     try:
         yield
     finally:
@@ -57,5 +58,60 @@ def run_until_signal(main: Coroutine[Any, Any, Answer]) -> Answer:
         raise SystemExit(128 + received[0]) from None
 
 
-def _exit(number: int, _: FrameType | None) -> None:
+@contextlib.contextmanager
+def signals_held(on_signal: Callable[[], None] | None = None) -> Iterator[None]:
+    """Within the block SIGINT and SIGTERM are only noted, and `on_signal` is called; they are delivered at its end.
+
+    In other threads than the main one it does nothing: Python runs signal handlers in the main thread.
+    """
+    if not in_main_thread():
+        yield
+        return
+    noted: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.append(number)
+        if on_signal is not None:
+            on_signal()
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in previous.items():
+        if handler is not None:  # one that C code installed can't be put back
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if handler is not None and signal.getsignal(number) is note:
+                signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+@contextlib.contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Within the block the first SIGINT raises KeyboardInterrupt, and later ones do nothing.
+
+    It does nothing in other threads than the main one, and where SIGINT has another handler than Python's own.
+    """
+    if not in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def exit_on_signal(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -14,15 +14,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
-from quire.cli.launch import (
-    GatewayProcess,
-    LaunchError,
-    LocalServices,
-    ServiceProcess,
-    is_answered,
-    signals_held,
-)
-from quire.cli.signals import ending_on
+from quire.cli.launch import LocalServices, is_answered
+from quire.cli.service_process import GatewayProcess, LaunchError, ServiceProcess
+from quire.cli.signals import ending_on, signals_held
 from quire.serving.addresses import TcpAddress, explain_bind_failure, parse_listen_address
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 

@@ -1,12 +1,12 @@
 """The Python client: Engine and LLM for text, thin clients for everything else.
 
-    engine/            continuous batching over both services: prompts in, chunks out
-    cache_client.py    cachemgr's calls        -> cachemgr
-    worker_client.py   the worker's calls      -> worker
-    channel.py         connections, deadlines, retries, ordered streams
-    credentials.py     TLS and tokens
-    errors.py          the exceptions of all of them
-    block_kinds.py     the kinds in which blocks are drawn
+engine/            continuous batching over both services: prompts in, chunks out
+cache_client.py    cachemgr's calls        -> cachemgr
+worker_client.py   the worker's calls      -> worker
+channel.py         connections, deadlines, retries, ordered streams
+credentials.py     TLS and tokens
+errors.py          the exceptions of all of them
+block_kinds.py     the kinds in which blocks are drawn
 """
 
 from quire.client.cache_client import CacheApi, CacheClient

@@ -12,7 +12,7 @@ From a notebook:
     load.py           the requests of a run: traces.py, sessions.py; requests.py and tokens.py are their values
     simulation.py     one run: a queue of events in virtual time
     routers.py        the choice of a pool for a request
-    pool.py           a pool: cachemgr's books, an engine's scheduler, a worker whose steps take the time of step_times.py
+    pool.py           a pool: cachemgr's books, an engine's scheduler, and a worker; step_times.py: its times
     measures.py       the results; report.py writes them
     eviction.py       judges an eviction policy: eviction_loads.py, replay.py, eviction_report.py
     policy_files.py   policies of the user, from files; errors.py: errors of the input

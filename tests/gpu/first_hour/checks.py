@@ -28,7 +28,8 @@ from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from gpu_desk.test_start_and_steps import CAPTURED
 from model_zoo import save
 
-from quire.cli.launch import LaunchError, LocalServices
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import LaunchError
 from quire.client import Engine, SamplingParams
 from quire.client.worker_client import WorkerClient
 from quire.worker.run.executor import Outcome

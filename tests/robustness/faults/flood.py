@@ -35,7 +35,8 @@ from robustness.faults.raw import UnfinishedCall
 from robustness.fuzz.names import varint
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.compute.v1 import worker_service_pb2
 
 MODEL = Path(__file__).parents[3] / "deploy/demo/model"

@@ -37,7 +37,8 @@ from rich.table import Table
 from robustness.fuzz.names import varint
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 MODEL = Path(__file__).parents[3] / "deploy/demo/model"

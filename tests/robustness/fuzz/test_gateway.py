@@ -14,7 +14,8 @@ from robustness.fuzz.drive import LANES, Answer, judge
 from robustness.fuzz.messages import Generator, Message
 from robustness.fuzz.surface import GATEWAY, Method, methods
 
-from quire.cli.launch import LocalServices, ServiceProcess
+from quire.cli.launch import LocalServices
+from quire.cli.service_process import ServiceProcess
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = str(ROOT / "tests/integration/engine_gateway.py")

@@ -1,9 +1,9 @@
 """The frame of HTTP: what every endpoint needs before and after its own code. It knows no endpoint of `openai`.
 
-    server.py     sockets, TLS, limits of connections and headers
-    endpoint.py   the application: a request's id, its caller, errors, a line in the log
-    bodies.py     the body, within a limit and a time
-    streams.py    answers as server-sent events; work ends when its caller disconnects
-    status.py     /health, /ready, /metrics, /version
-    page.py       the page at `/`, with its files in page/
+server.py     sockets, TLS, limits of connections and headers
+endpoint.py   the application: a request's id, its caller, errors, a line in the log
+bodies.py     the body, within a limit and a time
+streams.py    answers as server-sent events; work ends when its caller disconnects
+status.py     /health, /ready, /metrics, /version
+page.py       the page at `/`, with its files in page/
 """

@@ -1,0 +1,295 @@
+"""One service as a child process: start, wait until it serves, end, the end of its log.
+
+exceptions      LaunchError
+                  ServiceExitedError     the process ended before it was serving
+                  ServiceTimeoutError    it lives, but did not say SERVING in time
+"""
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from quire.cli.signals import signals_held
+
+STOP_TIMEOUT_S = 10.0
+_GUARDED = Path(__file__).with_name("guarded.py")
+_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_LINES = 30
+_POLL_S = 0.05
+_EXIT_POLL_S = 0.01
+WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+class LaunchError(Exception):
+    """A service could not be started."""
+
+
+class ServiceExitedError(LaunchError):
+    """The process ended before it was serving; the message has the end of its log."""
+
+
+class ServiceTimeoutError(LaunchError):
+    """The process lives but its health did not become SERVING in time; the message has the end of its log."""
+
+
+class ServiceProcess:
+    """One service: a command, its address, and its process if it runs.
+
+    name      for messages ("cachemgr")
+    target    module or .py file to run with this interpreter
+    address   the address of its health check ("unix:/run/q/worker.sock")
+    log_path  file that gets its stdout and stderr; None: they go to ours
+    """
+
+    def __init__(
+        self, name: str, *, target: str, arguments: Sequence[str], address: str, log_path: Path | None = None
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.log_path = log_path
+        self._target = target
+        self._arguments = tuple(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_running = False
+        self._on_exit: Callable[[], None] | None = None
+        self._watch: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None before the first start. After an exit it is the last process's."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the last process, negative for a signal; None while it runs or before the first start."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process exists."""
+        return self._is_running
+
+    def start(self) -> None:
+        """Starts the process; does not wait for it. Raises LaunchError if it runs already."""
+        if self.is_running:
+            raise LaunchError(f"{self.name} runs already (pid {self.pid})")
+        with signals_held():
+            self._spawn()
+
+    def wait_serving(self, timeout_s: float) -> None:
+        """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
+        # On a thread of its own: a KeyboardInterrupt out of the midst of a call leaves gRPC's locks taken for ever.
+        # It ends by itself when the process does, and is waited for then: gRPC is not to be left in the midst of
+        # something when the interpreter ends.
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def watch() -> None:
+            try:
+                self._watch_health(timeout_s)
+            except BaseException as error:
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        self._watch = threading.Thread(target=watch, name=f"health-{self.name}", daemon=True)
+        self._watch.start()
+        error = outcome.get()
+        if error is not None:
+            raise error
+
+    def _watch_health(self, timeout_s: float) -> None:
+        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            call = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            watch: Any = call(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=timeout_s)
+            with self._called_on_exit(watch.cancel):
+                self._await_serving(watch, timeout_s)
+
+    def wait_exited(self, timeout_s: float | None = None) -> bool:
+        """Waits until the process has ended. Returns False if the time ran out."""
+        # By looking again and again: an interrupt in the midst of threading.Event.wait can leave its lock taken.
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._is_running:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(_EXIT_POLL_S, left_s))
+        return True
+
+    def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int | None:
+        """Ends it with SIGTERM, after `timeout_s` with SIGKILL; returns its exit status. Nothing to do: fine."""
+        if self.is_running and self._process is not None:
+            self._process.terminate()
+            if not self.wait_exited(timeout_s):
+                self.kill()
+        self._await_watch()
+        return self.returncode
+
+    def kill(self) -> int | None:
+        """Ends it with SIGKILL and waits; returns its exit status. Nothing to do: fine."""
+        if self.is_running and self._process is not None:
+            self._process.kill()
+            self.wait_exited()
+        return self.returncode
+
+    def _await_watch(self) -> None:
+        if self._watch is not None and self._watch.is_alive():
+            self._watch.join(STOP_TIMEOUT_S)
+
+    def restart(self, timeout_s: float = WORKER_START_TIMEOUT_S) -> None:
+        """Ends it if it runs, starts it with the same command and waits until it serves. Raises LaunchError."""
+        self.terminate()
+        self.start()
+        self.wait_serving(timeout_s)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, empty if it has none of its own."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+
+    def _spawn(self) -> None:
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-P", str(_GUARDED), str(read_fd), self._target, *self._arguments]
+        try:
+            with contextlib.ExitStack() as stack:
+                output = None if self.log_path is None else stack.enter_context(self.log_path.open("ab"))
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(read_fd,),
+                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                )
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        self._process = process
+        self._is_running = True
+        threading.Thread(target=self._reap, args=(process, write_fd), name=f"reap-{self.name}", daemon=True).start()
+
+    def _reap(self, process: subprocess.Popen[bytes], write_fd: int) -> None:
+        process.wait()
+        os.close(write_fd)
+        self._is_running = False
+        callback = self._on_exit
+        if callback is not None:
+            callback()
+
+    @contextlib.contextmanager
+    def _called_on_exit(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Calls back if the process ends, or has ended; perhaps twice, perhaps a moment after the block.
+
+        Both sides write, then read, so no lock is needed. One could stay locked if Ctrl-C came at the wrong moment.
+        """
+        self._on_exit = callback
+        try:
+            if not self._is_running:
+                callback()
+            yield
+        finally:
+            self._on_exit = None
+
+    def _await_serving(self, watch: Any, timeout_s: float) -> None:
+        try:
+            for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError:
+            pass  # the code says how it ended
+        finally:
+            watch.cancel()
+        timed_out = watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # A stream that broke otherwise means that the process is about to end.
+        self._raise_not_serving(timeout_s, "" if timed_out else f"answered {watch.code()}")
+
+    def _raise_not_serving(self, timeout_s: float, answered: str = "") -> NoReturn:
+        """Raise ServiceExitedError or ServiceTimeoutError; `answered` is what else the process did, if anything."""
+        if self.wait_exited(STOP_TIMEOUT_S if answered else 0.0):
+            raise ServiceExitedError(f"{self.name} {_describe_exit(self.returncode)} at start{self._tail_text()}")
+        what = answered or f"was not serving within {timeout_s:g} s"
+        raise ServiceTimeoutError(f"{self.name} (pid {self.pid}) {what}{self._tail_text()}")
+
+    def _tail_text(self) -> str:
+        tail = self.log_tail()
+        return f"; the end of its log:\n{tail}" if tail else ""
+
+
+class GatewayProcess(ServiceProcess):
+    """The gateway, with its health check over HTTP on its unix socket."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.urls: tuple[str, ...] = ()
+        """The URLs at which it serves HTTP over TCP, once it serves."""
+
+    def _watch_health(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.wait_exited(_POLL_S) and time.monotonic() < deadline:
+            if (addresses := self._ask_ready()) is not None:
+                self.urls = tuple(each for each in addresses if not each.startswith("unix:"))
+                return
+        self._raise_not_serving(timeout_s)
+
+    def _ask_ready(self) -> list[str] | None:
+        """Return where it serves; None if it does not yet."""
+        connection = _UnixConnection(self.address.removeprefix("unix:"))
+        try:
+            connection.request("GET", "/ready")
+            answer = connection.getresponse()
+            found: list[str] | None = json.loads(answer.read())["addresses"] if answer.status == 200 else None
+            return found
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return None
+        finally:
+            connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=STOP_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _describe_exit(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"ended with status {returncode}"
