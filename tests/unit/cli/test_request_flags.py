@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 
-from quire.cli.commands import explain
+from quire.cli.command_line import explain
 from quire.cli.request_flags import REQUEST_FLAGS, flag_names, request_of
 from quire.client import CacheParams, CacheUse, Grammar, InvalidRequest, Retention, SamplingParams
 from quire.serving.flags import add_flags

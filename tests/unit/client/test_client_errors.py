@@ -12,7 +12,7 @@ from deadlines import DEADLINE_S
 from google.rpc import error_details_pb2, status_pb2
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2
-from quire.cli.commands import explain
+from quire.cli.command_line import explain
 from quire.cli.snapshot import UnreachableError, answering
 from quire.client import channel
 from quire.client.cache_client import CacheClient, keep_lease_alive
