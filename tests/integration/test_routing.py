@@ -19,7 +19,8 @@ from integration.fleet import MODEL, Fleet, started
 from integration.protocol_client import await_that
 
 from quire.client import EngineConfig, Grammar, SamplingParams, Tokenizer
-from quire.gateway.routing.router import Router, RouterConfig
+from quire.gateway.routing.members import RouterConfig
+from quire.gateway.routing.router import Router
 
 TOKENIZER = Tokenizer.load(str(MODEL))
 HOT: dict[str, Any] = {"temperature": 100.0, "ignore_eos": True}

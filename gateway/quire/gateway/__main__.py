@@ -31,7 +31,8 @@ from quire.gateway.http.server import HttpServer
 from quire.gateway.keys import KeyFile, check_exposure
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend, EngineBackend
-from quire.gateway.routing.router import Router, RouterConfig
+from quire.gateway.routing.members import RouterConfig
+from quire.gateway.routing.router import Router
 from quire.gateway.tenant_limits import TenantRateLimiter
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.dialing import DialOptions

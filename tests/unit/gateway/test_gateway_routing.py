@@ -26,7 +26,8 @@ from quire.client import (
     SamplingParams,
     WorkerUnavailable,
 )
-from quire.gateway.routing.router import Router, RouterConfig, _SameModel
+from quire.gateway.routing.members import RouterConfig, SameModel
+from quire.gateway.routing.router import Router
 
 PROMPT = TOKENIZER.encode("once\n")
 
@@ -111,7 +112,7 @@ class LocalRouter(Router):
     def _connect_cache(self, **_: Any) -> Any:
         return Cache(self.fleet)
 
-    def _worker_kind(self, address: str, **_: Any) -> Any:
+    def _connect_worker(self, address: str, **_: Any) -> Any:
         return self.fleet[address]
 
     async def text_of(self, params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
@@ -215,7 +216,7 @@ def test_the_last_pool_with_another_model_is_not_used_until_it_has_its_own_again
 def test_an_engine_takes_no_lease_on_another_model() -> None:
     async def body() -> None:
         a = Pool("a", fingerprint="others")
-        client = _SameModel(Cache({"a": a}), "weights")
+        client = SameModel(Cache({"a": a}), "weights")
         with pytest.raises(WorkerUnavailable, match="another model"):
             await client.create_lease("a", ttl_s=5.0)
         with pytest.raises(WorkerUnavailable, match="another model"):
