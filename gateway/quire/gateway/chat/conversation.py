@@ -60,7 +60,7 @@ class Conversation:
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def messages_of(fields: Fields) -> list[Message]:
+def read_messages(fields: Fields) -> list[Message]:
     """Return the messages of a chat completion. Raises HttpError: 400 with the field's path."""
     fields.require("messages")
     given = fields.objects("messages", max_length=MAX_MESSAGES) or []
@@ -82,7 +82,7 @@ def _message(fields: Fields) -> Message:
         message["tool_call_id"] = fields.string("tool_call_id")
     if "tool_calls" not in message or fields.has("content"):
         fields.require("content")
-        message["content"] = content_of(fields, "content", kinds=("text",))
+        message["content"] = read_content(fields, "content", kinds=("text",))
     fields.take("content")
     fields.end()
     return message
@@ -101,7 +101,7 @@ def _read_answer(fields: Fields, message: Message) -> None:
     fields.ignore("refusal", "annotations")
 
 
-def content_of(fields: Fields, name: str, *, kinds: Sequence[str]) -> str:
+def read_content(fields: Fields, name: str, *, kinds: Sequence[str]) -> str:
     """Return a content as one text: parts are joined by line feeds. Raises HttpError for a part that is no text."""
     path, value = fields.path_of(name), fields.take(name)
     if isinstance(value, str):

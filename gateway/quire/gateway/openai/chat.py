@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from quire.client.engine.sequence import FinishReason
-from quire.gateway.chat.conversation import Conversation, messages_of, read_tools
+from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
@@ -69,7 +69,7 @@ def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
     backend = gateway.backend_of(fields.string("model"))
     _refuse(fields)
     conversation = Conversation(
-        messages_of(fields),
+        read_messages(fields),
         read_tools(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         continues=fields.boolean("continue_final_message"),

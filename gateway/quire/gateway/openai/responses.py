@@ -21,7 +21,7 @@ from quire.gateway.chat.conversation import (
     Conversation,
     Message,
     call_message,
-    content_of,
+    read_content,
     read_tools,
 )
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
@@ -194,7 +194,7 @@ def _add_item(item: Fields, messages: list[Message]) -> None:
         item.require("role")
         role = item.choice("role", ROLES[:-1])
         item.require("content")
-        messages.append({"role": role, "content": content_of(item, "content", kinds=_TEXT_KINDS)})
+        messages.append({"role": role, "content": read_content(item, "content", kinds=_TEXT_KINDS)})
     elif kind == "function_call":
         texts = {}
         for name in ("call_id", "name", "arguments"):
@@ -206,7 +206,7 @@ def _add_item(item: Fields, messages: list[Message]) -> None:
     else:
         item.require("call_id")
         item.require("output")
-        output = content_of(item, "output", kinds=_TEXT_KINDS)
+        output = read_content(item, "output", kinds=_TEXT_KINDS)
         messages.append({"role": "tool", "tool_call_id": item.string("call_id"), "content": output})
     item.end()
 
