@@ -106,7 +106,7 @@ def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Tab
 
 
 def run_pin(place: Place, prefix: Prefix, *, tenant: str | None, ttl_s: float | None, as_json: bool) -> None:
-    """Keep the cached blocks of a prompt, and print what is kept; tenant None is the caller's."""
+    """Keep the cached blocks of a prompt, and print the pin; tenant None is the caller's."""
 
     async def pin(cache: CacheClient) -> pb.PinPrefixResponse:
         token_ids = await _tokens_of(place, prefix)

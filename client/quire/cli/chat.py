@@ -60,7 +60,7 @@ class Conversation:
         return self.model
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer's pieces as they come; what came of it joins the messages, also after an interruption.
+        """Yield the answer's pieces as they come. Then they join the messages, also after an interruption.
 
         Raises GatewayError; the question is forgotten if nothing came.
         """

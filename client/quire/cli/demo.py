@@ -1,4 +1,4 @@
-"""`quire demo`: both services, prompts that share a system prompt, and what the cache did with them.
+"""`quire demo`: both services, prompts that share a system prompt, and the blocks that the cache saved.
 
     start        cachemgr and worker as processes on unix sockets
     generate     all prompts at once; meanwhile cachemgr is asked for the state of its pool, and the fullest one is kept

@@ -234,7 +234,7 @@ async def _stream_live(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
 
 
 async def _stream_whole(chunks: AsyncIterator[Chunk], count: int) -> list[Chunk]:
-    """Each sample as soon as it and all before it have ended; at the end what there is of the others."""
+    """Each sample as soon as it and all before it have ended; at the end the unfinished ones."""
     seen: list[Chunk] = []
     texts, reasons = [""] * count, [""] * count
     num_printed = 0

@@ -1,4 +1,4 @@
-"""One look at a pool through cachemgr's own calls: what `quire stats` and the demo show. No figure is made up here."""
+"""One look at a pool through cachemgr's own calls, for `quire stats` and the demo. No figure is made up here."""
 
 import asyncio
 import contextlib

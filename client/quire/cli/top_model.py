@@ -86,7 +86,7 @@ class Trend:
         self._seen.append((at_s, statistics))
 
     def rates(self) -> Rates:
-        """Over the last RATE_WINDOW_S, or what there is of them."""
+        """Rates over the last RATE_WINDOW_S, or over a shorter time after the start."""
         if len(self._seen) < 2:
             return Rates()
         end_s, last = self._seen[-1]

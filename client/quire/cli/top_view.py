@@ -284,7 +284,7 @@ def _state_bar(statistics: pb.PoolStatistics, options: ConsoleOptions, width: in
 
 
 def _shares(sizes: Sequence[int], width: int) -> list[int]:
-    """Cells for each size, `width` together: at least one for what is not 0, if there is room for all."""
+    """Cells for each size, `width` together: at least one for a size that is not 0, if there is room for all."""
     total = sum(sizes)
     if not total:
         return [0] * len(sizes)

@@ -162,7 +162,7 @@ def _check_flags(services: LocalServices) -> None:
 
 
 def _complaint(said: str) -> str:
-    """Return what click wrote of an error, without the lines about usage."""
+    """Return click's message of an error, without the lines about usage."""
     return said.rpartition("Error: ")[2].strip() or "it can't check its flags"
 
 

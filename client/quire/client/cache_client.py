@@ -230,7 +230,7 @@ class CacheClient:
         salt: bytes | None = None,
         token_ids: Iterable[int] | None = None,
     ) -> pb.ResetPrefixCacheResponse:
-        """See CacheService.ResetPrefixCache: of the pool, a tenant, a salt, or what begins with tokens.
+        """See CacheService.ResetPrefixCache: of the pool, a tenant, a salt, or prompts that begin with tokens.
 
         Raises NotFound, InvalidRequest (also for tokens that are none: they would reset the pool), AccessDenied.
         """
@@ -260,7 +260,7 @@ class CacheClient:
             request.page_token = page.next_page_token
 
     async def hang_up(self) -> None:
-        """End the stream of plans; those that wait get Unavailable. The next plan opens another one."""
+        """End the stream of plans; plans that wait get Unavailable. The next plan opens another one."""
         await self._plans.close()
 
     async def close(self) -> None:

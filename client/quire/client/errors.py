@@ -174,7 +174,7 @@ class RequestFailed(QuireError):
 
 
 class EngineStopped(QuireError):
-    """The engine is closed, or its loop has died; `__cause__` says of what."""
+    """The engine is closed, or its loop has died; `__cause__` is the error that ended it."""
 
     default_reason = "ENGINE_STOPPED"
 

@@ -110,7 +110,7 @@ class WorkerClient:
         return await unary(self._stub.ChecksumBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
 
     async def hang_up(self) -> None:
-        """End the stream of steps; those that wait get Unavailable. The next step opens another one."""
+        """End the stream of steps; steps that wait get Unavailable. The next step opens another one."""
         await self._steps.close()
 
     async def close(self) -> None:

@@ -174,7 +174,7 @@ def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, Key
 async def _open_backend(
     flags: GatewayOptions, credentials: Credentials
 ) -> AsyncGenerator[tuple[Backend, SetWeights], None]:
-    """Within the block there is a backend, and what sets its tenants' weights; entering it waits for the services."""
+    """Within the block there is a backend, and a function that sets tenants' weights. Entry waits for the services."""
     config = EngineConfig(
         pool=flags.pool,
         lease_ttl_s=flags.lease_ttl,
@@ -206,7 +206,7 @@ Opened = tuple[Backend, SetWeights, Callable[[], Awaitable[None]]]
 
 
 async def _open_pool(flags: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
-    """Return an engine on the one pool, and what closes it."""
+    """Return an engine on the one pool, a function that sets its weights, and one that closes it."""
     policy = PriorityPolicy()
     address, tokenizer = flags.cachemgr, flags.tokenizer
     engine = Engine.connect(
@@ -232,7 +232,7 @@ async def _open_pool(flags: GatewayOptions, credentials: Credentials, config: En
 
 
 async def _open_router(flags: GatewayOptions, credentials: Credentials, config: EngineConfig) -> Opened:
-    """Return a router over all pools of the model, and what closes it."""
+    """Return a router over all pools of the model, a function that sets its weights, and one that closes it."""
     router = Router(
         flags.cachemgr,
         model=flags.model,
@@ -252,7 +252,7 @@ async def _open_router(flags: GatewayOptions, credentials: Credentials, config: 
 
 
 def _tracing() -> Tracing | None:
-    """Return what makes the engines' spans; None without --otlp-endpoint."""
+    """Return the maker of the engines' spans; None without --otlp-endpoint."""
     found = provider()
     return None if found is None else Tracing(found)
 

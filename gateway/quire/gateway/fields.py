@@ -43,7 +43,7 @@ class Fields:
         self._path = path
         self._read: set[str] = set()
         self.aliases: dict[str, str] = {}
-        """Paths of what errors of the engine call by its own names: "grammar", "salt"."""
+        """Paths of fields by the names that errors of the engine have for them: "grammar", "salt"."""
 
     def path_of(self, name: str) -> str:
         """Return the path of a field, for `param`."""

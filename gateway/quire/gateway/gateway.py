@@ -30,8 +30,8 @@ class Gateway:
     is_draining  new requests are refused
     addresses    the URLs at which it serves
     began_s      when it began, seconds since 1970
-    chat_models  what the models need to chat; set before the first request
-    cache        cachemgr, for those who look at the cache; None: nobody can
+    chat_models  templates and tool formats of the models; set before the first request
+    cache        cachemgr, for the page; None: there is no page
     bodies       of the requests over HTTP
     names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """

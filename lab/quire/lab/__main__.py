@@ -1,4 +1,4 @@
-"""The process of `quire lab`: its commands, and what they print."""
+"""The process of `quire lab`: its commands, and their output."""
 
 from __future__ import annotations
 

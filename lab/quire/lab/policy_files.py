@@ -1,4 +1,4 @@
-"""Policies from files: "FILE.py:CLASS". Errors name the file, the line, and what was expected."""
+"""Policies from files: "FILE.py:CLASS". Errors name the file, the line, and the expected value."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _class_of(field: str, choice: str, folder: Path, methods: _Methods, names: t
 
 
 def _load(field: str, path: Path) -> ModuleType:
-    """Run a file as a module of its own. Its folder is searched for what it imports."""
+    """Run a file as a module of its own. Its imports are searched in its folder."""
     if not path.is_file():
         raise ConfigError.of_field(field, str(path), "a file that is there")
     spec = importlib.util.spec_from_file_location(f"quire_lab_{path.stem}", path)
@@ -150,7 +150,7 @@ def _line_of(kind: Any, name: str) -> int:
 
 
 def wrong_result(choice: str, folder: Path, policy: object, method: str, said: str) -> ConfigError:
-    """The error for a method of a file's policy that returned what it must not."""
+    """Return the error for a method of a file's policy that returned a wrong value."""
     path = folder / choice.rpartition(":")[0]
     return ConfigError(f"{path}:{_line_of(type(policy), method)}: {said}")
 

@@ -1,4 +1,4 @@
-"""Prompts, driven one at a time through cachemgr's books: what the prefix cache finds under an eviction policy."""
+"""Prompts, driven one at a time through cachemgr's books: hits of the prefix cache under an eviction policy."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def read_prompts(path: Path) -> tuple[int, list[Prompt]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Callable[[TextIO], Iterator[Any]], TextIO]]:
-    """The form of a trace, and its file. What can't be read becomes a ConfigError."""
+    """The form of a trace, and its file. A line that can't be read becomes a ConfigError."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             form = _form_of(file.read(1024))

@@ -30,7 +30,7 @@ Message = dict[str, Any]
 class OfferedTools:
     """The tools that the model may call.
 
-    tools       all of them, those that a call may be of
+    tools       the tools that a call may be of
     shown       how the template gets them
     is_forced   the answer is calls, and nothing else
     parallel    several calls in one answer are allowed
@@ -44,7 +44,7 @@ class OfferedTools:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as the template gets them, and what else the prompt is made of.
+    """Messages as the template gets them, and the other parts of the prompt.
 
     continues   the model continues the last message, and begins no other
     further     values that the template gets by name
@@ -89,7 +89,7 @@ def _message(fields: Fields) -> Message:
 
 
 def _read_answer(fields: Fields, message: Message) -> None:
-    """Read what only an assistant's message has."""
+    """Read the fields that only an assistant's message has."""
     for name in ("reasoning_content", "reasoning"):
         if (reasoning := fields.string(name)) is not None:
             message["reasoning_content"] = reasoning

@@ -1,4 +1,4 @@
-"""The needs of a model that chats, beside an engine: its template, and the format of its tool calls."""
+"""Models that chat: the template of each, and the format of its tool calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ChatModel:
             raise http_error_of(error) from None
 
     def parser_of(self, offer: OfferedTools) -> CallParser | NoCalls:
-        """Return what finds the calls in one sample's text."""
+        """Return the parser that finds the calls in one sample's text."""
         if not offer.tools:
             return NoCalls()
         return CallParser(self.tool_format, [tool.name for tool in offer.tools], parallel=offer.parallel)

@@ -84,7 +84,7 @@ def load_templates(source: str | None, *, template_file: Path | None = None) -> 
 
 
 def _templates_of(value: Any) -> dict[str, str]:
-    """Return what `chat_template` in tokenizer_config.json says: one template, or a list of named ones."""
+    """Return the value of `chat_template` in tokenizer_config.json: one template, or a list of named ones."""
     if value is None:
         return {}
     if isinstance(value, str):

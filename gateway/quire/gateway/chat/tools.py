@@ -227,7 +227,7 @@ class CallParser:
         """Return the text that was held back at the end of the text: a call that has no arguments yet is text."""
         left, self._buffer = self._buffer, ""
         if self._state is _State.AFTER and self._form.closing.startswith(left.strip()):
-            left = ""  # the text was cut in what closes the call
+            left = ""  # the text was cut within the end of the call
         events = self._text(left)
         space, self._space = self._space, ""
         return _joined([*events, Text(space)] if space and not self._follows_call else events)
@@ -334,7 +334,7 @@ class CallParser:
         return []
 
     def _after_step(self) -> list[Event] | None:
-        """Skip what closes a call, and find out if another follows at once."""
+        """Skip the end of a call, and find out if another call follows at once."""
         begun = self._buffer.lstrip()
         if not begun or (self._form.closing.startswith(begun) and begun != self._form.closing):
             return None

@@ -1,4 +1,4 @@
-"""The frame of HTTP: what every endpoint needs before and after its own code. It knows no endpoint of `openai`.
+"""The frame of HTTP: the code that runs before and after each endpoint's own. It knows no endpoint of `openai`.
 
 server.py     sockets, TLS, limits of connections and headers
 endpoint.py   the application: a request's id, its caller, errors, a line in the log

@@ -77,14 +77,14 @@ class _Look:
 
 
 class _Shared(Generic[Asked, Found]):
-    """A question that many ask each second and that is put to cachemgr once: its answers, by what was asked."""
+    """A call that many viewers need each second and that is sent to cachemgr once: its answers, by arguments."""
 
     def __init__(self, ask: Callable[Asked, Awaitable[Found]]) -> None:
         self._ask = ask
         self._answers: dict[tuple[Any, ...], tuple[float, asyncio.Future[Found]]] = {}
 
     async def __call__(self, *args: Asked.args, **kwargs: Asked.kwargs) -> Found:
-        """Return an answer that is not older than the interval of looks. Raises what the question raises."""
+        """Return an answer that is not older than the interval of looks. Raises the errors of the call."""
         loop, key = asyncio.get_running_loop(), (*args, *kwargs.items())
         now = loop.time()
         asked_at, answer = self._answers.get(key, (-_INTERVAL_S, None))
@@ -96,7 +96,7 @@ class _Shared(Generic[Asked, Found]):
 
 
 class Live:
-    """The cache as it changes, for those that look at the page."""
+    """The cache as it changes, for the viewers of the page."""
 
     def __init__(self, gateway: Gateway, cache: CacheClient) -> None:
         self._gateway = gateway

@@ -1,4 +1,4 @@
-"""The HTTP server of a gateway: sockets, TLS, limits of connections and headers, and the end of it all."""
+"""The HTTP server of a gateway: sockets, TLS, limits of connections and headers, drain and end."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; refuse headers that are too long."""
+        """Parse the data; refuse headers that are too long."""
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self._is_in_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)

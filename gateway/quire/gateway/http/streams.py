@@ -41,7 +41,7 @@ def event_of(value: Any, *, name: str | None = None) -> bytes:
 
 
 class ChoiceEvents:
-    """The events of one stream, which are the same but for their choice. What all have in common is encoded once."""
+    """The events of one stream, which differ in their choice alone. Their common part is encoded once."""
 
     def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
         """The fields before `choices`, at least one, and those behind it."""

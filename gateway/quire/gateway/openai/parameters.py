@@ -51,7 +51,7 @@ IGNORED = (
 
 
 def sampling_of(fields: Fields, **given: Any) -> SamplingParams:
-    """Return the sampling parameters of a body; `given` are those that the endpoint reads under other names.
+    """Return the sampling parameters of a body; `given` are parameters that the endpoint reads under other names.
 
     Raises HttpError: 400 with the field's path.
     """
@@ -190,7 +190,7 @@ def cache_of(fields: Fields) -> CacheParams | None:
 
 
 def _hints(hints: Fields) -> dict[str, Any]:
-    """Return what `kv_hints` says, as fields of CacheParams."""
+    """Return the hints of `kv_hints` as fields of CacheParams."""
     hints.refuse("actions", "give expected_in_s, not_expected or retention")  # vLLM's envelope
     expected_s = hints.number("expected_in_s", allowed=_EXPECTED_S)
     if hints.boolean("not_expected"):

@@ -335,7 +335,7 @@ class Router:
         return chosen, loads[chosen.name].num_cached
 
     def _candidates(self, without: set[Member]) -> list[Member]:
-        """Return the pools that can be used; without one, those that a request may wait for."""
+        """Return the pools that can be used; without one, the pools that a request may wait for."""
         now = asyncio.get_running_loop().time()
         members = [member for member in self._members.values() if member not in without]
         usable = [member for member in members if member.is_usable(now)]

@@ -93,7 +93,7 @@ class BackendOptions:
 
 
 def params_of(request: Request) -> tuple[SamplingParams, CacheParams]:
-    """Return a request's parameters. Raises InvalidRequest, also for what a pool can't do: nothing is left out."""
+    """Return a request's parameters. Raises InvalidRequest, also for a parameter that a pool can't apply."""
     sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     outputs = request.get("output_options") or {}
     refused = [name for name in _REFUSED if request.get(name)]
@@ -290,7 +290,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
 
     @classmethod
     async def open(cls, options: BackendOptions, credentials: Credentials) -> tuple[QuireEngine, WorkerConfig]:
-        """Wait for the services, and take a lease. Raises click.ClickException for what no retry cures."""
+        """Wait for the services, and take a lease. Raises click.ClickException for errors that no retry cures."""
         cache = CacheClient(options.cachemgr, credentials=credentials, retry=ONCE)
         told = ""
         while True:
@@ -336,7 +336,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         return self._options.served_model_name or self._engine.model.model
 
     async def start(self, worker_id: int) -> DynamoConfig:
-        """Return what the router has to know of the pool."""
+        """Return the pool's data for the router."""
         model = self._engine.model
         log.info("pool %s is Dynamo's worker %d", self._engine.pool, worker_id)
         return DynamoConfig(
@@ -418,7 +418,7 @@ async def _check_content(cache: CacheClient, pool: str) -> None:
 
 
 async def _read(stream: AsyncGenerator[Chunk, None], chunks: asyncio.Queue[Chunk | QuireError | None]) -> None:
-    """Pass chunks on, then the error if there was one, then None. Cancelling it frees what the request holds."""
+    """Pass chunks on, then the error if there was one, then None. Cancelling it frees the request's blocks."""
     try:
         async with contextlib.aclosing(stream):
             async for chunk in stream:
@@ -435,7 +435,7 @@ def _say_failure(task: asyncio.Task[Any]) -> None:
 
 
 def check_versions() -> str | None:
-    """Return what is installed, if it is another version than the tested one."""
+    """Return the installed version, if it is another one than the tested one."""
     installed = {name: metadata.version(name) for name in _PACKAGES}
     if set(installed.values()) == {TESTED}:
         return None

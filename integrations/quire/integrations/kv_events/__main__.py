@@ -152,7 +152,7 @@ class Publishers:
         raise AssertionError("it ends by an exception alone")
 
     def close(self) -> None:
-        """Close all sockets. Gives what was sent the time to arrive."""
+        """Close all sockets. Sent messages have time to arrive."""
         self._context.destroy(linger=LINGER_MS)
 
     async def _new_pools(self) -> list[str]:

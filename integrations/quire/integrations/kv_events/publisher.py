@@ -34,10 +34,10 @@ MAX_KEPT_BYTES = 64 * 2**20
 SNAPSHOT_INTERVAL_S = 1.0
 _MAX_BATCH_BLOCKS = 4_096
 _MAX_QUEUED_BATCHES = 100_000
-"""For each consumer. It misses what comes beyond, and sees the gap."""
+"""Messages that wait for one consumer. It misses further ones, and sees the gap."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 LINGER_MS = 500
-"""The most that closing waits for what was sent."""
+"""The most time that closing waits for sent messages."""
 _SUBSCRIBED = 1
 _SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
@@ -141,7 +141,7 @@ class PoolPublisher:
             tasks.create_task(self._send_snapshots())
 
     def close(self) -> None:
-        """Close the sockets; what was sent may still arrive. Idempotent."""
+        """Close the sockets; sent messages may still arrive. Idempotent."""
         self._publishing.close(linger=LINGER_MS)
         self._replaying.close(linger=0)
 

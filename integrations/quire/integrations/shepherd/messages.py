@@ -30,7 +30,7 @@ _PLAIN = (
 )
 _OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed")
 _ZERO_IS_DEFAULT = ("top_p", "repetition_penalty", "n")
-# What a request must not have, and the reason.
+# Fields that a request must not have, and the reason.
 _NO_MEDIA, _NO_TRANSFER = "unset: models take text only here", "unset: KV is not transferred between workers here"
 _REFUSED = {
     "mm_inputs": _NO_MEDIA,

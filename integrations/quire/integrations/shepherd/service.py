@@ -99,7 +99,7 @@ class RunningRequest:
             self._reading = None
 
     async def end(self, error: ErrorStatus | None = None) -> None:
-        """Free what the request holds, also while its reader waits for a chunk or writes one."""
+        """Free the request's blocks, also while its reader waits for a chunk or writes one."""
         self._is_ended, self.error = True, error
         if self._reading is not None:
             self._reading.reschedule(asyncio.get_running_loop().time())
@@ -126,7 +126,7 @@ class ShepherdServicer:
         self.follower = PoolFollower(gateway.cache, pool, self._publish)
 
     async def drain(self) -> None:
-        """Refuses new requests; returns when those that have begun have ended."""
+        """Refuses new requests; returns when the requests that have begun have ended."""
         self._gateway.is_draining = True
         await self._none_open.wait()
 
@@ -161,7 +161,7 @@ class ShepherdServicer:
                 yield message
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """End requests by their ids; those that are not open are fine."""
+        """End requests by their ids; ids that are not open are ignored."""
         request_ids = set(request.request_ids)
         for opened in [opened for opened, request_id in self._open.items() if request_id in request_ids]:
             await opened.end()
