@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::books::Books;
-use crate::books::expiry::{LET_IN_S, page_key};
+use crate::books::expiry::{GRACE_S, page_key};
 use crate::books::explain::{Explanation, Miss};
 use crate::books::geometry::{Geometry, MAX_LAYER_GROUPS};
 use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
@@ -225,7 +225,7 @@ struct LeaseView {
     tenant: String,
     ttl_s: f64,
     expires_at: f64,
-    was_let_in: bool,
+    had_grace: bool,
     is_ending: bool,
     next_step: u64,
     settled_step: u64,
@@ -356,7 +356,7 @@ impl PyLedger {
             tenant: String::from_utf8_lossy(&lease.tenant_name).into_owned(),
             ttl_s: lease.ttl,
             expires_at: lease.expires_at,
-            was_let_in: lease.was_let_in,
+            had_grace: lease.had_grace,
             is_ending: lease.is_ending,
             next_step: lease.next_step,
             settled_step: lease.settled_step,
@@ -564,8 +564,8 @@ impl PyLedger {
 
     /// Adopts an open lease of an earlier epoch; its sequences are lost.
     fn adopt_lease(&mut self, py: Python<'_>, lease: &LeaseView) -> PyResult<()> {
-        let LeaseView { lease_id, tenant, ttl_s, expires_at, was_let_in, .. } = lease;
-        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), *ttl_s, *expires_at, *was_let_in))
+        let LeaseView { lease_id, tenant, ttl_s, expires_at, had_grace, .. } = lease;
+        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), *ttl_s, *expires_at, *had_grace))
     }
 
     /// The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND).
@@ -1028,7 +1028,7 @@ mod _core {
         module.add("POLICIES", POLICIES.to_vec())?;
         module.add("WrongVictims", module.py().get_type::<eviction::WrongVictims>())?;
         module.add("DEFAULT_POLICY", POLICIES[0])?;
-        module.add("LET_IN_S", LET_IN_S)?;
+        module.add("GRACE_S", GRACE_S)?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;
         module.add("REMEMBERED_PLANS", REMEMBERED_PLANS)?;
         module.add("MAX_LAYER_GROUPS", MAX_LAYER_GROUPS)?;

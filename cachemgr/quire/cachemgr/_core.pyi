@@ -23,7 +23,7 @@ DEFAULT_POLICY: str
 class WrongVictims(ValueError):
     """An eviction policy in Python returned other blocks than `evict` must return."""
 
-LET_IN_S: float
+GRACE_S: float
 """The time that a held event loop gives every lease: pending renewals are read before it ends. Once for each renewal.
 """
 
@@ -159,8 +159,8 @@ class Lease:
     @property
     def expires_at(self) -> float: ...
     @property
-    def was_let_in(self) -> bool:
-        """True if it got LET_IN_S since its last renewal."""
+    def had_grace(self) -> bool:
+        """True if it got GRACE_S since its last renewal."""
 
     @property
     def is_ending(self) -> bool:

@@ -235,7 +235,7 @@ class ServiceProcess:
         self._raise_not_serving(timeout_s, "" if timed_out else f"answered {watch.code()}")
 
     def _raise_not_serving(self, timeout_s: float, answered: str = "") -> NoReturn:
-        """Raise ServiceExitedError or ServiceTimeoutError. `answered`: the status of its health; "": the time is over."""
+        """Raise ServiceExitedError or ServiceTimeoutError. `answered`: its health; "": the time is over."""
         if self.wait_exited(STOP_TIMEOUT_S if answered else 0.0):
             raise ServiceExitedError(f"{self.name} {_describe_exit(self.returncode)} at start{self._tail_text()}")
         what = answered or f"was not serving within {timeout_s:g} s"

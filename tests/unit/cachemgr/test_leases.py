@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planning import Planned, StepRequest, plan_step
 
-from quire.cachemgr._core import LET_IN_S, REMEMBERED_PLANS, Ledger
+from quire.cachemgr._core import GRACE_S, REMEMBERED_PLANS, Ledger
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.service.expiry import TICK_S, UNNOTICED_S, HeldTime
@@ -65,7 +65,7 @@ def test_time_in_which_the_loop_was_held_is_found() -> None:
 
 def test_a_look_that_comes_in_time_adds_up_to_no_held_time() -> None:
     """A loop that is held for less than this is not noticed; leases are ended so much later instead."""
-    assert TICK_S < UNNOTICED_S < LET_IN_S
+    assert TICK_S < UNNOTICED_S < GRACE_S
     held_time = HeldTime(0.0)
     assert [held_time.look(number * TICK_S) for number in range(1, 9)] == [0.0] * 8
 
@@ -81,13 +81,13 @@ def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late
         assert now < 10.0 * (TICK_S + late_s) / TICK_S + 10.0
 
 
-def test_a_lease_is_let_in_once_also_across_epochs() -> None:
+def test_a_lease_gets_the_grace_time_once_also_across_epochs() -> None:
     before, after = ledger_with(a=1.0), ledger_with()
     before.extend_leases(0.0, 2.0)
     after.adopt_lease(before.lease("a"))
     after.extend_leases(0.5, 3.0)
-    assert after.lease("a").expires_at == 2.5 + LET_IN_S
-    assert after.next_expiry() == 2.0 + LET_IN_S
+    assert after.lease("a").expires_at == 2.5 + GRACE_S
+    assert after.next_expiry() == 2.0 + GRACE_S
 
 
 # -- what was answered ----------------------------------------------------------------------------------------------

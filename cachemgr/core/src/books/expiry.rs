@@ -10,7 +10,7 @@ use crate::books::leases::Lease;
 pub const SPARE_ENTRIES: usize = 256;
 /// When the loop was held, no lease ends within this time, in seconds: renewals that wait are read first. Once for each
 /// renewal.
-pub const LET_IN_S: f64 = 1.0;
+pub const GRACE_S: f64 = 1.0;
 
 impl Lease {
     /// True if it has not ended.
@@ -19,14 +19,14 @@ impl Lease {
     }
 
     pub fn renew(&mut self, now: f64) {
-        (self.expires_at, self.was_let_in) = (now + self.ttl, false);
+        (self.expires_at, self.had_grace) = (now + self.ttl, false);
     }
 
     /// Adds the time in which no renewal could be read, and once the time to read those that wait.
     pub fn extend(&mut self, held: f64, now: f64) {
         self.expires_at += held;
-        if !self.was_let_in && self.expires_at < now + LET_IN_S {
-            (self.expires_at, self.was_let_in) = (now + LET_IN_S, true);
+        if !self.had_grace && self.expires_at < now + GRACE_S {
+            (self.expires_at, self.had_grace) = (now + GRACE_S, true);
         }
     }
 }

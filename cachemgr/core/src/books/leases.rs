@@ -49,9 +49,9 @@ pub struct Lease {
     /// In seconds of the caller's clock.
     #[serde(skip)]
     pub expires_at: f64,
-    /// It got LET_IN_S since its last renewal. A loop that is slow for long must not keep a dead client's lease.
+    /// It got GRACE_S since its last renewal. A loop that is slow for long must not keep a dead client's lease.
     #[serde(skip)]
-    pub was_let_in: bool,
+    pub had_grace: bool,
     /// The last plans that had a request id, for a repetition.
     answers: VecDeque<Answer>,
 }

@@ -5,10 +5,10 @@ use crate::books::expiry::{ExpiryQueue, page_key};
 use crate::books::leases::Lease;
 
 impl Books {
-    /// Sets a lease's expiry. `was_let_in`: the value from an earlier epoch.
-    pub fn set_expiry(&mut self, lease_id: &str, expires_at: f64, was_let_in: bool) {
+    /// Sets a lease's expiry. `had_grace`: the value from an earlier epoch.
+    pub fn set_expiry(&mut self, lease_id: &str, expires_at: f64, had_grace: bool) {
         let Some(lease) = self.leases.get_mut(lease_id) else { return };
-        (lease.expires_at, lease.was_let_in) = (expires_at, was_let_in);
+        (lease.expires_at, lease.had_grace) = (expires_at, had_grace);
         self.expiry.add(lease_id, &self.leases);
     }
 
@@ -58,7 +58,7 @@ impl Books {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::books::expiry::{LET_IN_S, SPARE_ENTRIES};
+    use crate::books::expiry::{GRACE_S, SPARE_ENTRIES};
     use crate::books::tests::geometry;
 
     fn books_with(leases: &[(&str, f64)]) -> Books {
@@ -124,17 +124,17 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_let_in_once_for_each_renewal() {
+    fn a_lease_gets_the_grace_time_once_for_each_renewal() {
         let mut books = books_with(&[("a", 1.0)]);
         let lease = books.open_lease_mut("a").unwrap();
         lease.extend(0.0, 2.0);
-        assert_eq!(lease.expires_at, 2.0 + LET_IN_S);
+        assert_eq!(lease.expires_at, 2.0 + GRACE_S);
         lease.extend(0.5, 3.0);
-        assert_eq!(lease.expires_at, 2.5 + LET_IN_S);
+        assert_eq!(lease.expires_at, 2.5 + GRACE_S);
         lease.renew(3.0);
         assert_eq!(lease.expires_at, 13.0);
         lease.extend(0.0, 14.0);
-        assert_eq!(lease.expires_at, 14.0 + LET_IN_S);
+        assert_eq!(lease.expires_at, 14.0 + GRACE_S);
     }
 
     #[test]

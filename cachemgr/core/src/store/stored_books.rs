@@ -116,17 +116,17 @@ impl StoredBooks {
         self.make(&Change::Advance { now })
     }
 
-    /// A new lease without sequences, with an expiry. `was_let_in`: the value from an earlier epoch.
+    /// A new lease without sequences, with an expiry. `had_grace`: the value from an earlier epoch.
     pub fn open_lease(
         &mut self,
         lease_id: &str,
         tenant: &[u8],
         ttl: f64,
         expires_at: f64,
-        was_let_in: bool,
+        had_grace: bool,
     ) -> Result<()> {
         self.make(&Change::OpenLease { lease_id: lease_id.into(), tenant: tenant.into(), ttl })?;
-        self.books.set_expiry(lease_id, expires_at, was_let_in);
+        self.books.set_expiry(lease_id, expires_at, had_grace);
         Ok(())
     }
 
