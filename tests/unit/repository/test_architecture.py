@@ -52,6 +52,8 @@ def test_the_packages_import_what_the_contracts_allow() -> None:
         ("client/quire/client/errors.py", "from quire.serving.server import run", "what needs no extra"),
         ("client/quire/client/channel.py", "from quire.client.engine.llm import LLM", "on top of the thin clients"),
         ("client/quire/client/engine/room.py", "import logging as log", "modules that decide"),
+        ("gateway/quire/gateway/texts.py", "from quire.gateway.gateway import Gateway", "gateway are in levels"),
+        ("gateway/quire/gateway/chat/tools.py", "import quire.gateway.chat.models", "in one direction"),
         ("kernels/quire/kernels/rope_table.py", "import quire.worker.config", "kernels know tensors alone"),
     ],
 )
