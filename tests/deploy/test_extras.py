@@ -17,7 +17,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
-    "cachemgr": ("cachemgr", "serving", "protos"),
+    "cachemgr": ("cachemgr/quire", "serving", "protos"),
     "client": ("client", "protos"),
     "events": ("integrations/quire/integrations/kv_events", "serving", "protos"),
     "lab": ("lab", "protos"),
