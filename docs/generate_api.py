@@ -12,6 +12,8 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
+from quire.cache.v1 import error_pb2
+
 PROTOS = Path(__file__).parent.parent / "protos"
 HEADER = """# API reference
 
@@ -105,13 +107,26 @@ def document_enum(file: descriptor_pb2.FileDescriptorProto, index: int, comments
     enum = file.enum_type[index]
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     yield f"### {enum.name}\n\n{comments.get((ENUMS, index), '')}\n"
+    domain = enum.options.Extensions[error_pb2.error_domain]
+    if domain:
+        yield f"The domain of these reasons in an `ErrorInfo` is `{domain}`.\n"
     rows = (
-        (f"`{value.name.removeprefix(prefix)}`", comments.get((ENUMS, index, CHILDREN, number), ""))
+        (f"`{value.name.removeprefix(prefix)}`", *status(value), comments.get((ENUMS, index, CHILDREN, number), ""))
         for number, value in enumerate(enum.value)
         if value.number
     )
-    yield from table((f"`{prefix}…`", "meaning"), rows)
+    header = ("code", "retry after") if domain else ()
+    yield from table((f"`{prefix}…`", *header, "meaning"), rows)
     yield ""
+
+
+def status(value: descriptor_pb2.EnumValueDescriptorProto) -> tuple[str, ...]:
+    """The status of a reason of errors: its gRPC code, and the retry delay. Of another value: nothing."""
+    options = value.options.Extensions
+    if error_pb2.status_code not in options:
+        return ()
+    code = error_pb2.StatusCode.Name(options[error_pb2.status_code]).removeprefix("STATUS_CODE_")
+    return code, f"{options[error_pb2.retry_delay_ms]} ms" if error_pb2.retry_delay_ms in options else ""
 
 
 def document() -> Iterator[str]:

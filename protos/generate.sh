@@ -13,6 +13,7 @@ protoc() { python -m grpc_tools.protoc -I. "$@"; }
 find quire -name '*_pb2*.py*' -delete
 protoc --python_out=. --mypy_out=. $messages
 protoc --grpc_python_out=. --mypy_grpc_out=. $services
+python generate_reasons.py
 if command -v protoc-gen-prost >/dev/null; then
   protoc --prost_out=../cachemgr/core/src/wire --prost_opt=disable_comments=.,flat_output_dir=true quire/cache/v1/*.proto
 fi

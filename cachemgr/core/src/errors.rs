@@ -3,59 +3,29 @@
 use std::borrow::Cow;
 use std::fmt::Display;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Why something is refused; the names of `quire.cache.v1.ErrorReason` without their prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Reason {
-    InvalidArgument,
-    EmptyPrompt,
-    SequenceTooLong,
-    TokenOutOfRange,
-    PositionOutOfRange,
-    SequenceNotFound,
-    PrefixNotCached,
-    SequenceExists,
-    NothingToCompute,
-    OutOfBlocks,
-    OutOfHostBlocks,
-    SequenceOffloaded,
-    SequenceBusy,
-    TooManySequences,
-    TooManySteps,
-    TokenBudgetSpent,
-    QuotaExceeded,
-    PinBudgetSpent,
-    RequestIdReused,
-    EpochChanged,
-    RoleMissing,
-}
+/// The reason why something is refused.
+pub use crate::wire::messages::ErrorReason as Reason;
 
 impl Reason {
+    /// The name without its prefix, as in an error's `reason`.
     pub fn name(self) -> &'static str {
-        match self {
-            Reason::InvalidArgument => "INVALID_ARGUMENT",
-            Reason::EmptyPrompt => "EMPTY_PROMPT",
-            Reason::SequenceTooLong => "SEQUENCE_TOO_LONG",
-            Reason::TokenOutOfRange => "TOKEN_OUT_OF_RANGE",
-            Reason::PositionOutOfRange => "POSITION_OUT_OF_RANGE",
-            Reason::SequenceNotFound => "SEQUENCE_NOT_FOUND",
-            Reason::PrefixNotCached => "PREFIX_NOT_CACHED",
-            Reason::SequenceExists => "SEQUENCE_EXISTS",
-            Reason::NothingToCompute => "NOTHING_TO_COMPUTE",
-            Reason::OutOfBlocks => "OUT_OF_BLOCKS",
-            Reason::OutOfHostBlocks => "OUT_OF_HOST_BLOCKS",
-            Reason::SequenceOffloaded => "SEQUENCE_OFFLOADED",
-            Reason::SequenceBusy => "SEQUENCE_BUSY",
-            Reason::TooManySequences => "TOO_MANY_SEQUENCES",
-            Reason::TooManySteps => "TOO_MANY_STEPS",
-            Reason::TokenBudgetSpent => "TOKEN_BUDGET_SPENT",
-            Reason::QuotaExceeded => "QUOTA_EXCEEDED",
-            Reason::PinBudgetSpent => "PIN_BUDGET_SPENT",
-            Reason::RequestIdReused => "REQUEST_ID_REUSED",
-            Reason::EpochChanged => "EPOCH_CHANGED",
-            Reason::RoleMissing => "ROLE_MISSING",
-        }
+        self.as_str_name().trim_start_matches("ERROR_REASON_")
+    }
+}
+
+/// In the state directory a reason is its number in the contract.
+impl Serialize for Reason {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        i32::from(*self).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Reason {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Reason, D::Error> {
+        Reason::try_from(i32::deserialize(deserializer)?).map_err(Error::custom)
     }
 }
 

@@ -1,53 +1,17 @@
 """Refusals of the core.
 
 A refusal is a value. A refused item of a plan has it in the answer; a refused call raises it inside `CallRefused`. In
-both cases the state is unchanged. The table in `statuses.py` maps refusals to gRPC statuses.
+both cases the state is unchanged. `statuses.py` makes gRPC statuses of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+
+from quire.cache.v1.reasons import Reason as Reason
 
 SHOWN_NAME_LENGTH = 128
 """The most characters that an error quotes of an unknown name."""
-
-
-class Reason(StrEnum):
-    """Why; the names of quire.cache.v1.ErrorReason without their prefix."""
-
-    INVALID_ARGUMENT = "INVALID_ARGUMENT"
-    REQUEST_ID_REUSED = "REQUEST_ID_REUSED"
-    EMPTY_PROMPT = "EMPTY_PROMPT"
-    SEQUENCE_TOO_LONG = "SEQUENCE_TOO_LONG"
-    TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE"
-    POSITION_OUT_OF_RANGE = "POSITION_OUT_OF_RANGE"
-    POOL_NOT_FOUND = "POOL_NOT_FOUND"
-    LEASE_NOT_FOUND = "LEASE_NOT_FOUND"
-    SEQUENCE_NOT_FOUND = "SEQUENCE_NOT_FOUND"
-    PREFIX_NOT_CACHED = "PREFIX_NOT_CACHED"
-    SEQUENCE_EXISTS = "SEQUENCE_EXISTS"
-    EPOCH_CHANGED = "EPOCH_CHANGED"
-    CURSOR_EXPIRED = "CURSOR_EXPIRED"
-    NOTHING_TO_COMPUTE = "NOTHING_TO_COMPUTE"
-    POOL_ALREADY_ATTACHED = "POOL_ALREADY_ATTACHED"
-    TERM_SUPERSEDED = "TERM_SUPERSEDED"
-    SEQUENCE_OFFLOADED = "SEQUENCE_OFFLOADED"
-    SEQUENCE_BUSY = "SEQUENCE_BUSY"
-    OUT_OF_BLOCKS = "OUT_OF_BLOCKS"
-    OUT_OF_HOST_BLOCKS = "OUT_OF_HOST_BLOCKS"
-    TOO_MANY_SEQUENCES = "TOO_MANY_SEQUENCES"
-    TOO_MANY_STEPS = "TOO_MANY_STEPS"
-    TOKEN_BUDGET_SPENT = "TOKEN_BUDGET_SPENT"
-    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
-    PIN_BUDGET_SPENT = "PIN_BUDGET_SPENT"
-    TOO_MANY_LEASES = "TOO_MANY_LEASES"
-    OVERLOADED = "OVERLOADED"
-    POOL_DETACHED = "POOL_DETACHED"
-    SHUTTING_DOWN = "SHUTTING_DOWN"
-    CREDENTIALS_MISSING = "CREDENTIALS_MISSING"
-    TOKEN_REJECTED = "TOKEN_REJECTED"
-    ROLE_MISSING = "ROLE_MISSING"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,69 +41,8 @@ type Error struct {
 
 // Reason is why a server refused: the name of an ErrorReason of the contract
 // without its prefix. It is an error so that errors.Is(err, reason) can be asked.
+// reasons.go has the constants.
 type Reason string
-
-// Of cachemgr.
-const (
-	ErrInvalidArgument     Reason = "INVALID_ARGUMENT"
-	ErrRequestIDReused     Reason = "REQUEST_ID_REUSED"
-	ErrEmptyPrompt         Reason = "EMPTY_PROMPT"
-	ErrSequenceTooLong     Reason = "SEQUENCE_TOO_LONG"
-	ErrTokenOutOfRange     Reason = "TOKEN_OUT_OF_RANGE"
-	ErrPositionOutOfRange  Reason = "POSITION_OUT_OF_RANGE"
-	ErrPoolNotFound        Reason = "POOL_NOT_FOUND"
-	ErrLeaseNotFound       Reason = "LEASE_NOT_FOUND"
-	ErrSequenceNotFound    Reason = "SEQUENCE_NOT_FOUND"
-	ErrPrefixNotCached     Reason = "PREFIX_NOT_CACHED"
-	ErrSequenceExists      Reason = "SEQUENCE_EXISTS"
-	ErrEpochChanged        Reason = "EPOCH_CHANGED" // of workers too
-	ErrCursorExpired       Reason = "CURSOR_EXPIRED"
-	ErrNothingToCompute    Reason = "NOTHING_TO_COMPUTE"
-	ErrPoolAlreadyAttached Reason = "POOL_ALREADY_ATTACHED"
-	ErrTermSuperseded      Reason = "TERM_SUPERSEDED"
-	ErrSequenceOffloaded   Reason = "SEQUENCE_OFFLOADED"
-	ErrSequenceBusy        Reason = "SEQUENCE_BUSY"
-	ErrOutOfBlocks         Reason = "OUT_OF_BLOCKS"
-	ErrOutOfHostBlocks     Reason = "OUT_OF_HOST_BLOCKS"
-	ErrTooManySequences    Reason = "TOO_MANY_SEQUENCES"
-	ErrTooManySteps        Reason = "TOO_MANY_STEPS"
-	ErrTokenBudgetSpent    Reason = "TOKEN_BUDGET_SPENT"
-	ErrQuotaExceeded       Reason = "QUOTA_EXCEEDED"
-	ErrPinBudgetSpent      Reason = "PIN_BUDGET_SPENT"
-	ErrTooManyLeases       Reason = "TOO_MANY_LEASES"
-	ErrOverloaded          Reason = "OVERLOADED"
-)
-
-// Of workers.
-const (
-	ErrTokensMismatch  Reason = "TOKENS_MISMATCH"
-	ErrBlockOutOfRange Reason = "BLOCK_OUT_OF_RANGE"
-	ErrBadSignature    Reason = "BAD_SIGNATURE"
-	ErrLeaseFenced     Reason = "LEASE_FENCED"
-	ErrStepOutOfOrder  Reason = "STEP_OUT_OF_ORDER"
-	ErrPriorStepFailed Reason = "PRIOR_STEP_FAILED"
-	ErrStepFailed      Reason = "STEP_FAILED"
-)
-
-// Of engines. They have some of cachemgr's too: ErrInvalidArgument,
-// ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange and ErrOverloaded.
-const (
-	ErrModelNotFound    Reason = "MODEL_NOT_FOUND"
-	ErrQueueFull        Reason = "QUEUE_FULL"
-	ErrLimitExceeded    Reason = "LIMIT_EXCEEDED"
-	ErrTooSlow          Reason = "TOO_SLOW"
-	ErrServiceAway      Reason = "SERVICE_AWAY"
-	ErrGenerationFailed Reason = "GENERATION_FAILED"
-)
-
-// Of several.
-const (
-	ErrPoolDetached       Reason = "POOL_DETACHED"
-	ErrShuttingDown       Reason = "SHUTTING_DOWN"
-	ErrCredentialsMissing Reason = "CREDENTIALS_MISSING"
-	ErrTokenRejected      Reason = "TOKEN_REJECTED"
-	ErrRoleMissing        Reason = "ROLE_MISSING"
-)
 
 // ErrUnavailable is no reason of the contract: every error with the code
 // UNAVAILABLE is it, whatever its reason. The server is away, was restarted or

@@ -12,12 +12,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/protoadapt"
-	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	cachev1 "github.com/quire-kv/quire/client/go/quire/cache/v1"
-	computev1 "github.com/quire-kv/quire/client/go/quire/compute/v1"
-	enginev1 "github.com/quire-kv/quire/client/go/quire/engine/v1"
 )
 
 func refused(t *testing.T, code codes.Code, details ...protoadapt.MessageV1) error {
@@ -113,41 +110,5 @@ func TestARefusalIsAnError(t *testing.T) {
 	var said *Error
 	if !errors.Is(err, ErrSequenceNotFound) || !errors.As(err, &said) || said.Code != codes.NotFound || said.InAnswer {
 		t.Errorf("%#v", err)
-	}
-}
-
-// Of the constants, every one has to be in here.
-var reasons = []Reason{
-	ErrInvalidArgument, ErrRequestIDReused, ErrEmptyPrompt, ErrSequenceTooLong, ErrTokenOutOfRange, ErrPositionOutOfRange,
-	ErrPoolNotFound, ErrLeaseNotFound, ErrSequenceNotFound, ErrPrefixNotCached, ErrSequenceExists, ErrEpochChanged,
-	ErrCursorExpired, ErrNothingToCompute, ErrPoolAlreadyAttached, ErrTermSuperseded, ErrSequenceOffloaded, ErrSequenceBusy,
-	ErrOutOfBlocks, ErrOutOfHostBlocks, ErrTooManySequences, ErrTooManySteps, ErrTokenBudgetSpent, ErrQuotaExceeded, ErrPinBudgetSpent, ErrTooManyLeases, ErrOverloaded,
-	ErrTokensMismatch, ErrBlockOutOfRange, ErrBadSignature, ErrLeaseFenced, ErrStepOutOfOrder, ErrPriorStepFailed,
-	ErrModelNotFound, ErrQueueFull, ErrLimitExceeded, ErrTooSlow, ErrServiceAway, ErrGenerationFailed,
-	ErrStepFailed, ErrPoolDetached, ErrShuttingDown, ErrCredentialsMissing, ErrTokenRejected, ErrRoleMissing,
-}
-
-func TestTheReasonsAreThoseOfTheContract(t *testing.T) {
-	ours, theirs := map[Reason]bool{}, map[Reason]bool{}
-	for _, reason := range reasons {
-		ours[reason] = true
-	}
-	for _, enum := range []protoreflect.EnumDescriptor{
-		cachev1.ErrorReason(0).Descriptor(), computev1.ErrorReason(0).Descriptor(),
-		enginev1.ErrorReason(0).Descriptor(),
-	} {
-		for index := 1; index < enum.Values().Len(); index++ { // 0 is never sent
-			theirs[Reason(enum.Values().Get(index).Name()[len("ERROR_REASON_"):])] = true
-		}
-	}
-	for reason := range theirs {
-		if !ours[reason] {
-			t.Errorf("%s has no constant", reason)
-		}
-	}
-	for reason := range ours {
-		if !theirs[reason] {
-			t.Errorf("%s is no reason of the contract", reason)
-		}
 	}
 }

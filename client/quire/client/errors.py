@@ -24,6 +24,10 @@ text. An error that ends a request of the engine also has the number of tokens t
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from quire.cache.v1 import reasons as cachemgr
+from quire.cache.v1.error_reason import ErrorReason
+from quire.compute.v1 import reasons as worker
+
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
@@ -192,51 +196,39 @@ def after_delivery(error: QuireError, delivered: Sequence[int]) -> QuireError:
     return copy
 
 
-# Both services: ErrorReason without its prefix -> class. A test holds this against the enums of the contract.
+_CLASS_OF_CODE: Mapping[str, type[QuireError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "FAILED_PRECONDITION": InvalidRequest,
+    "ALREADY_EXISTS": InvalidRequest,
+    "NOT_FOUND": NotFound,
+    "RESOURCE_EXHAUSTED": OutOfRoom,
+    "INTERNAL": StepFailed,
+    "UNAVAILABLE": Unavailable,
+    "UNAUTHENTICATED": AccessDenied,
+    "PERMISSION_DENIED": AccessDenied,
+}
+# The reasons whose class does not follow from their code.
+_CLASS_OF_REASON: Mapping[ErrorReason, type[QuireError]] = {
+    cachemgr.Reason.LEASE_NOT_FOUND: LeaseLost,
+    worker.Reason.LEASE_FENCED: LeaseLost,
+    cachemgr.Reason.EPOCH_CHANGED: EpochChanged,
+    cachemgr.Reason.CURSOR_EXPIRED: CursorExpired,
+    cachemgr.Reason.SEQUENCE_BUSY: OutOfRoom,
+    worker.Reason.TOKENS_MISMATCH: StepRefused,
+    worker.Reason.BAD_SIGNATURE: StepRefused,
+    worker.Reason.STEP_OUT_OF_ORDER: StepRefused,
+    worker.Reason.PRIOR_STEP_FAILED: StepFailed,
+    # For AttachPool, which clients do not call.
+    cachemgr.Reason.POOL_ALREADY_ATTACHED: ProtocolViolation,
+    cachemgr.Reason.TERM_SUPERSEDED: ProtocolViolation,
+}
 REASONS: Mapping[str, type[QuireError]] = MappingProxyType(
     {
-        "INVALID_ARGUMENT": InvalidRequest,
-        "REQUEST_ID_REUSED": InvalidRequest,
-        "EMPTY_PROMPT": InvalidRequest,
-        "SEQUENCE_TOO_LONG": InvalidRequest,
-        "TOKEN_OUT_OF_RANGE": InvalidRequest,
-        "POSITION_OUT_OF_RANGE": InvalidRequest,
-        "NOTHING_TO_COMPUTE": InvalidRequest,
-        "SEQUENCE_OFFLOADED": InvalidRequest,
-        "SEQUENCE_EXISTS": InvalidRequest,
-        "BLOCK_OUT_OF_RANGE": InvalidRequest,
-        "POOL_NOT_FOUND": NotFound,
-        "SEQUENCE_NOT_FOUND": NotFound,
-        "PREFIX_NOT_CACHED": NotFound,
-        "OUT_OF_BLOCKS": OutOfRoom,
-        "OUT_OF_HOST_BLOCKS": OutOfRoom,
-        "SEQUENCE_BUSY": OutOfRoom,
-        "TOO_MANY_SEQUENCES": OutOfRoom,
-        "TOO_MANY_STEPS": OutOfRoom,
-        "TOKEN_BUDGET_SPENT": OutOfRoom,
-        "QUOTA_EXCEEDED": OutOfRoom,
-        "PIN_BUDGET_SPENT": OutOfRoom,
-        "TOO_MANY_LEASES": OutOfRoom,
-        "OVERLOADED": OutOfRoom,
-        "LEASE_NOT_FOUND": LeaseLost,
-        "LEASE_FENCED": LeaseLost,
-        "EPOCH_CHANGED": EpochChanged,
-        "CURSOR_EXPIRED": CursorExpired,
-        "TOKENS_MISMATCH": StepRefused,
-        "BAD_SIGNATURE": StepRefused,
-        "STEP_OUT_OF_ORDER": StepRefused,
-        "STEP_FAILED": StepFailed,
-        "PRIOR_STEP_FAILED": StepFailed,
-        "POOL_DETACHED": Unavailable,
-        "SHUTTING_DOWN": Unavailable,
-        "CREDENTIALS_MISSING": AccessDenied,
-        "TOKEN_REJECTED": AccessDenied,
-        "ROLE_MISSING": AccessDenied,
-        # For AttachPool, which clients do not call.
-        "POOL_ALREADY_ATTACHED": ProtocolViolation,
-        "TERM_SUPERSEDED": ProtocolViolation,
+        reason.value: _CLASS_OF_REASON.get(reason) or _CLASS_OF_CODE[reason.status_code]
+        for reason in (*cachemgr.Reason, *worker.Reason)
     }
 )
+"""The exception for each reason of cachemgr and of workers."""
 
 
 def error_of_reason(

@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 
+from quire.cache.v1.reasons import Reason
 from quire.serving.errors import ErrorStatus
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
@@ -222,13 +223,13 @@ def is_open(method: str) -> bool:
 def credentials_missing(domain: str) -> ErrorStatus:
     """The error for a call without credentials."""
     message = "the call has neither a client certificate nor a token (metadata authorization: Bearer TOKEN)"
-    return ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIALS_MISSING", message, domain)
+    return ErrorStatus.of(Reason.CREDENTIALS_MISSING, message, domain)
 
 
 def token_rejected(domain: str) -> ErrorStatus:
     """The error for a call with unknown credentials."""
     message = "the call's authorization is not a bearer token that this server knows"
-    return ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, "TOKEN_REJECTED", message, domain)
+    return ErrorStatus.of(Reason.TOKEN_REJECTED, message, domain)
 
 
 def role_missing(method: str, needed: Roles, name: str, domain: str) -> ErrorStatus:
@@ -236,4 +237,4 @@ def role_missing(method: str, needed: Roles, name: str, domain: str) -> ErrorSta
     roles = ",".join(sorted(needed))
     message = f"{name!r} has none of the roles that {method} needs: {roles}"
     metadata = {"method": method, "roles": roles, "name": name}
-    return ErrorStatus(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING", message, domain, metadata)
+    return ErrorStatus.of(Reason.ROLE_MISSING, message, domain, metadata)

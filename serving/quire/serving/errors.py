@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from quire.cache.v1 import error_pb2
+from quire.cache.v1.error_reason import ErrorReason
 from quire.serving.logs import REQUEST_ID_KEY, current_call
 
 Request = TypeVar("Request")
@@ -26,10 +27,6 @@ Handler = Callable[[Any, Request, grpc.aio.ServicerContext[Any, Any]], Awaitable
 MAX_TEXT = 256
 """The most characters of a message, and of a value of its metadata. They may quote the caller, and a status with more
 than 8 KiB of trailers does not arrive: each character may take 12 bytes in the message and 6 in the details."""
-OVERLOADED_RETRY_DELAY_S = 0.1
-"""The retry delay of an overloaded server."""
-AWAY_RETRY_DELAY_S = 1.0
-"""The retry delay for an unavailable server or worker: a restart takes seconds, not milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,20 @@ class ErrorStatus:
     def __post_init__(self) -> None:
         if self.code is grpc.StatusCode.OK:
             raise ValueError("an error can't have the code OK")
+
+    @classmethod
+    def of(
+        cls,
+        reason: ErrorReason,
+        message: str,
+        domain: str,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        retry_delay_s: float | None = None,
+    ) -> "ErrorStatus":
+        """Return the status of a reason: its code, and its retry delay if `retry_delay_s` is None."""
+        delay_s = reason.retry_delay_s if retry_delay_s is None else retry_delay_s
+        return cls(grpc.StatusCode[reason.status_code], reason.value, message, domain, metadata or {}, delay_s)
 
 
 class CallEnded(Exception):

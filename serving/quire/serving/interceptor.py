@@ -30,9 +30,10 @@ from typing import Any
 
 import grpc
 
+from quire.cache.v1.reasons import Reason
 from quire.serving import tracing
 from quire.serving.access import Access, Evidence, caller, evidence_of, is_open, set_caller
-from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, CallEnded, ErrorStatus, abort
+from quire.serving.errors import CallEnded, ErrorStatus, abort
 from quire.serving.logs import REQUEST_ID_KEY, Call, begin_call, describe_exception
 from quire.serving.receiving import Decode, MalformedRequestError, Receiver
 
@@ -337,31 +338,18 @@ async def _write_answers(behavior: Callable[..., Any], request: Any, context: An
 
 def shutting_down(domain: str) -> ErrorStatus:
     """The end of a stream when the server stops."""
-    return ErrorStatus(
-        grpc.StatusCode.UNAVAILABLE,
-        "SHUTTING_DOWN",
-        "the server is shutting down",
-        domain,
-        retry_delay_s=AWAY_RETRY_DELAY_S,
-    )
+    return ErrorStatus.of(Reason.SHUTTING_DOWN, "the server is shutting down", domain)
 
 
 def overloaded(domain: str, limit: int) -> ErrorStatus:
     """The error for a call above the limit of open calls."""
-    return ErrorStatus(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "OVERLOADED",
-        f"{limit} calls are open already",
-        domain,
-        {"limit": str(limit)},
-        OVERLOADED_RETRY_DELAY_S,
-    )
+    return ErrorStatus.of(Reason.OVERLOADED, f"{limit} calls are open already", domain, {"limit": str(limit)})
 
 
 def malformed_request(domain: str) -> ErrorStatus:
     """The error for bytes that are no message."""
     message = "the bytes received are not a message of this method's request type"
-    return ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, {"field": "request"})
+    return ErrorStatus.of(Reason.INVALID_ARGUMENT, message, domain, {"field": "request"})
 
 
 def unexpected(domain: str) -> ErrorStatus:

@@ -17,8 +17,9 @@ from weakref import WeakValueDictionary
 
 import grpc
 
+from quire.cache.v1.reasons import Reason
 from quire.serving.access import caller, is_open
-from quire.serving.errors import OVERLOADED_RETRY_DELAY_S, CallEnded, ErrorStatus
+from quire.serving.errors import CallEnded, ErrorStatus
 from quire.serving.runtime import MemoryTrim
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -153,12 +154,11 @@ def request_too_large(domain: str, num_bytes: int, limit: int) -> ErrorStatus:
     """The answer to a message with more bytes than its method takes."""
     message = f"the request has {num_bytes} bytes; this method takes at most {limit} bytes"
     metadata = {"field": "request", "value": f"{num_bytes} bytes", "limit": f"at most {limit} bytes"}
-    return ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", message, domain, metadata)
+    return ErrorStatus.of(Reason.INVALID_ARGUMENT, message, domain, metadata)
 
 
 def incomplete_request(domain: str) -> ErrorStatus:
     """The answer to a message that did not arrive in time. The sender may be slow: a retry may succeed."""
     limit = f"complete within {ARRIVAL_TIMEOUT_S:g} s, or {SMALL_CONTENDED_TIMEOUT_S:g} s while others wait"
     message = f"the request is incomplete; must be {limit}"
-    code, delay_s = grpc.StatusCode.RESOURCE_EXHAUSTED, OVERLOADED_RETRY_DELAY_S
-    return ErrorStatus(code, "OVERLOADED", message, domain, {"limit": limit}, delay_s)
+    return ErrorStatus.of(Reason.OVERLOADED, message, domain, {"limit": limit})

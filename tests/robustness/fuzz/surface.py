@@ -11,11 +11,11 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
 
 from quire.cache.v1 import cache_service_pb2, error_pb2
-from quire.cachemgr.service import statuses
+from quire.cache.v1 import reasons as cache_reasons
+from quire.compute.v1 import reasons as worker_reasons
 from quire.compute.v1 import worker_service_pb2
 from quire.engine.v1 import engine_service_pb2
-from quire.gateway.grpc import errors as engine_errors
-from quire.worker.grant import errors
+from quire.engine.v1 import reasons as engine_reasons
 
 CACHEMGR, WORKER, GATEWAY = "cachemgr", "worker", "gateway"
 FILES: Mapping[str, Any] = {
@@ -24,9 +24,8 @@ FILES: Mapping[str, Any] = {
     GATEWAY: engine_service_pb2.DESCRIPTOR,
 }
 CODES: Mapping[str, Mapping[str, grpc.StatusCode]] = {
-    CACHEMGR: {reason.value: code for reason, code in statuses.STATUS_CODES.items()},
-    WORKER: {reason.value: code for reason, code in errors.STATUS_CODES.items()},
-    GATEWAY: {reason.value: code for reason, code in engine_errors.STATUS_CODES.items()},
+    process: {reason.value: grpc.StatusCode[reason.status_code] for reason in api.Reason}
+    for process, api in ((CACHEMGR, cache_reasons), (WORKER, worker_reasons), (GATEWAY, engine_reasons))
 }
 """For each service: its reasons, and the status code of each."""
 UNEXPECTED = {

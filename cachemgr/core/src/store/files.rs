@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -760,6 +760,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (12, vec![2296157870, 3897963475]));
+        assert_eq!((VERSION, sums), (13, vec![2296157870, 3897963475]));
     }
 }

@@ -241,6 +241,59 @@ pub struct Error {
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
+pub enum StatusCode {
+    Unspecified = 0,
+    InvalidArgument = 3,
+    NotFound = 5,
+    AlreadyExists = 6,
+    PermissionDenied = 7,
+    ResourceExhausted = 8,
+    FailedPrecondition = 9,
+    Aborted = 10,
+    Internal = 13,
+    Unavailable = 14,
+    Unauthenticated = 16,
+}
+impl StatusCode {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "STATUS_CODE_UNSPECIFIED",
+            Self::InvalidArgument => "STATUS_CODE_INVALID_ARGUMENT",
+            Self::NotFound => "STATUS_CODE_NOT_FOUND",
+            Self::AlreadyExists => "STATUS_CODE_ALREADY_EXISTS",
+            Self::PermissionDenied => "STATUS_CODE_PERMISSION_DENIED",
+            Self::ResourceExhausted => "STATUS_CODE_RESOURCE_EXHAUSTED",
+            Self::FailedPrecondition => "STATUS_CODE_FAILED_PRECONDITION",
+            Self::Aborted => "STATUS_CODE_ABORTED",
+            Self::Internal => "STATUS_CODE_INTERNAL",
+            Self::Unavailable => "STATUS_CODE_UNAVAILABLE",
+            Self::Unauthenticated => "STATUS_CODE_UNAUTHENTICATED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "STATUS_CODE_UNSPECIFIED" => Some(Self::Unspecified),
+            "STATUS_CODE_INVALID_ARGUMENT" => Some(Self::InvalidArgument),
+            "STATUS_CODE_NOT_FOUND" => Some(Self::NotFound),
+            "STATUS_CODE_ALREADY_EXISTS" => Some(Self::AlreadyExists),
+            "STATUS_CODE_PERMISSION_DENIED" => Some(Self::PermissionDenied),
+            "STATUS_CODE_RESOURCE_EXHAUSTED" => Some(Self::ResourceExhausted),
+            "STATUS_CODE_FAILED_PRECONDITION" => Some(Self::FailedPrecondition),
+            "STATUS_CODE_ABORTED" => Some(Self::Aborted),
+            "STATUS_CODE_INTERNAL" => Some(Self::Internal),
+            "STATUS_CODE_UNAVAILABLE" => Some(Self::Unavailable),
+            "STATUS_CODE_UNAUTHENTICATED" => Some(Self::Unauthenticated),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
 pub enum ErrorReason {
     Unspecified = 0,
     InvalidArgument = 1,

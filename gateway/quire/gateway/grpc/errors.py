@@ -1,67 +1,18 @@
-"""Refusals of EngineService: their reasons, and the one table from them to gRPC statuses."""
+"""Refusals of EngineService. The code and the retry delay of each reason are options in engine_service.proto."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
-
-from grpc import StatusCode
 
 from quire.client.errors import EngineStopped, InvalidRequest, OutOfRoom, QuireError, Unavailable
 from quire.engine.v1 import engine_service_pb2
+from quire.engine.v1.reasons import DOMAIN as DOMAIN
+from quire.engine.v1.reasons import Reason as Reason
 from quire.gateway.errors import HttpError, cause_of
-from quire.serving.errors import AWAY_RETRY_DELAY_S, OVERLOADED_RETRY_DELAY_S, CallEnded, ErrorStatus
+from quire.serving.errors import CallEnded, ErrorStatus
 
-DOMAIN = "engine.quire.dev"
 MAX_SHOWN = 100
 """The most characters of a value in a message, so that the limit after it is not cut off."""
 
-
-class Reason(StrEnum):
-    """Reasons of refusals: the names of quire.engine.v1.ErrorReason without their prefix."""
-
-    INVALID_ARGUMENT = "INVALID_ARGUMENT"
-    EMPTY_PROMPT = "EMPTY_PROMPT"
-    SEQUENCE_TOO_LONG = "SEQUENCE_TOO_LONG"
-    TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE"
-    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-    QUEUE_FULL = "QUEUE_FULL"
-    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
-    OVERLOADED = "OVERLOADED"
-    TOO_SLOW = "TOO_SLOW"
-    SERVICE_AWAY = "SERVICE_AWAY"
-    SHUTTING_DOWN = "SHUTTING_DOWN"
-    GENERATION_FAILED = "GENERATION_FAILED"
-    CREDENTIALS_MISSING = "CREDENTIALS_MISSING"
-    TOKEN_REJECTED = "TOKEN_REJECTED"
-    ROLE_MISSING = "ROLE_MISSING"
-
-
-STATUS_CODES: dict[Reason, StatusCode] = {
-    Reason.INVALID_ARGUMENT: StatusCode.INVALID_ARGUMENT,
-    Reason.EMPTY_PROMPT: StatusCode.INVALID_ARGUMENT,
-    Reason.SEQUENCE_TOO_LONG: StatusCode.INVALID_ARGUMENT,
-    Reason.TOKEN_OUT_OF_RANGE: StatusCode.INVALID_ARGUMENT,
-    Reason.MODEL_NOT_FOUND: StatusCode.NOT_FOUND,
-    Reason.QUEUE_FULL: StatusCode.RESOURCE_EXHAUSTED,
-    Reason.LIMIT_EXCEEDED: StatusCode.RESOURCE_EXHAUSTED,
-    Reason.OVERLOADED: StatusCode.RESOURCE_EXHAUSTED,
-    Reason.TOO_SLOW: StatusCode.ABORTED,
-    Reason.SERVICE_AWAY: StatusCode.UNAVAILABLE,
-    Reason.SHUTTING_DOWN: StatusCode.UNAVAILABLE,
-    Reason.GENERATION_FAILED: StatusCode.INTERNAL,
-    Reason.CREDENTIALS_MISSING: StatusCode.UNAUTHENTICATED,
-    Reason.TOKEN_REJECTED: StatusCode.UNAUTHENTICATED,
-    Reason.ROLE_MISSING: StatusCode.PERMISSION_DENIED,
-}
-
-# In seconds; a reason without an entry is not cured by waiting.
-RETRY_DELAYS_S: dict[Reason, float] = {
-    Reason.QUEUE_FULL: AWAY_RETRY_DELAY_S,
-    Reason.LIMIT_EXCEEDED: AWAY_RETRY_DELAY_S,
-    Reason.OVERLOADED: OVERLOADED_RETRY_DELAY_S,
-    Reason.SERVICE_AWAY: AWAY_RETRY_DELAY_S,
-    Reason.SHUTTING_DOWN: AWAY_RETRY_DELAY_S,
-}
 
 _OF_INPUT = {Reason.EMPTY_PROMPT, Reason.SEQUENCE_TOO_LONG, Reason.TOKEN_OUT_OF_RANGE}
 # By the codes and statuses of the HTTP API.
@@ -107,8 +58,7 @@ def status_of(
     retry_after_s: float | None = None,
 ) -> ErrorStatus:
     """Return the status of a reason. retry_after_s None: as long as such a refusal usually takes."""
-    delay_s = RETRY_DELAYS_S.get(reason) if retry_after_s is None else retry_after_s
-    return ErrorStatus(STATUS_CODES[reason], reason.value, message, DOMAIN, metadata or {}, delay_s)
+    return ErrorStatus.of(reason, message, DOMAIN, metadata, retry_delay_s=retry_after_s)
 
 
 def invalid(field: str, value: object, limit: str) -> ErrorStatus:

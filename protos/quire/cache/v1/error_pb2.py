@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xce\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.quire.cache.v1.Error.MetadataEntry\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xfe\x08\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n\x1e\x45RROR_REASON_REQUEST_ID_REUSED\x10\x02\x12\x1d\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x03\x12\"\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x12#\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x12&\n\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_POOL_NOT_FOUND\x10\n\x12 \n\x1c\x45RROR_REASON_LEASE_NOT_FOUND\x10\x0b\x12#\n\x1f\x45RROR_REASON_SEQUENCE_NOT_FOUND\x10\x0c\x12\"\n\x1e\x45RROR_REASON_PREFIX_NOT_CACHED\x10\r\x12 \n\x1c\x45RROR_REASON_SEQUENCE_EXISTS\x10\x14\x12\x1e\n\x1a\x45RROR_REASON_EPOCH_CHANGED\x10\x1e\x12\x1f\n\x1b\x45RROR_REASON_CURSOR_EXPIRED\x10\x1f\x12#\n\x1f\x45RROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n\x1c\x45RROR_REASON_TERM_SUPERSEDED\x10*\x12#\n\x1f\x45RROR_REASON_SEQUENCE_OFFLOADED\x10+\x12\x1e\n\x1a\x45RROR_REASON_SEQUENCE_BUSY\x10,\x12\x1e\n\x1a\x45RROR_REASON_OUT_OF_BLOCKS\x10\x32\x12#\n\x1f\x45RROR_REASON_TOO_MANY_SEQUENCES\x10\x33\x12\x1f\n\x1b\x45RROR_REASON_TOO_MANY_STEPS\x10\x34\x12#\n\x1f\x45RROR_REASON_TOKEN_BUDGET_SPENT\x10\x35\x12\x1f\n\x1b\x45RROR_REASON_QUOTA_EXCEEDED\x10\x36\x12!\n\x1d\x45RROR_REASON_PIN_BUDGET_SPENT\x10\x37\x12 \n\x1c\x45RROR_REASON_TOO_MANY_LEASES\x10\x38\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x39\x12#\n\x1f\x45RROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x12\x1e\n\x1a\x45RROR_REASON_POOL_DETACHED\x10<\x12\x1e\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10=\x12$\n ERROR_REASON_CREDENTIALS_MISSING\x10\x46\x12\x1f\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10G\x12\x1d\n\x19\x45RROR_REASON_ROLE_MISSING\x10HB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"\xce\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.quire.cache.v1.Error.MetadataEntry\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xe3\x02\n\nStatusCode\x12\x1b\n\x17STATUS_CODE_UNSPECIFIED\x10\x00\x12 \n\x1cSTATUS_CODE_INVALID_ARGUMENT\x10\x03\x12\x19\n\x15STATUS_CODE_NOT_FOUND\x10\x05\x12\x1e\n\x1aSTATUS_CODE_ALREADY_EXISTS\x10\x06\x12!\n\x1dSTATUS_CODE_PERMISSION_DENIED\x10\x07\x12\"\n\x1eSTATUS_CODE_RESOURCE_EXHAUSTED\x10\x08\x12#\n\x1fSTATUS_CODE_FAILED_PRECONDITION\x10\t\x12\x17\n\x13STATUS_CODE_ABORTED\x10\n\x12\x18\n\x14STATUS_CODE_INTERNAL\x10\r\x12\x1b\n\x17STATUS_CODE_UNAVAILABLE\x10\x0e\x12\x1f\n\x1bSTATUS_CODE_UNAUTHENTICATED\x10\x10*\x82\x0b\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\'\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12(\n\x1e\x45RROR_REASON_REQUEST_ID_REUSED\x10\x02\x1a\x04\x88\xb5\x18\x03\x12#\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x03\x1a\x04\x88\xb5\x18\x03\x12(\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x1a\x04\x88\xb5\x18\x03\x12)\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x1a\x04\x88\xb5\x18\x03\x12,\n\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x1a\x04\x88\xb5\x18\x03\x12%\n\x1b\x45RROR_REASON_POOL_NOT_FOUND\x10\n\x1a\x04\x88\xb5\x18\x05\x12&\n\x1c\x45RROR_REASON_LEASE_NOT_FOUND\x10\x0b\x1a\x04\x88\xb5\x18\x05\x12)\n\x1f\x45RROR_REASON_SEQUENCE_NOT_FOUND\x10\x0c\x1a\x04\x88\xb5\x18\x05\x12(\n\x1e\x45RROR_REASON_PREFIX_NOT_CACHED\x10\r\x1a\x04\x88\xb5\x18\x05\x12&\n\x1c\x45RROR_REASON_SEQUENCE_EXISTS\x10\x14\x1a\x04\x88\xb5\x18\x06\x12$\n\x1a\x45RROR_REASON_EPOCH_CHANGED\x10\x1e\x1a\x04\x88\xb5\x18\n\x12%\n\x1b\x45RROR_REASON_CURSOR_EXPIRED\x10\x1f\x1a\x04\x88\xb5\x18\n\x12)\n\x1f\x45RROR_REASON_NOTHING_TO_COMPUTE\x10(\x1a\x04\x88\xb5\x18\t\x12,\n\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x1a\x04\x88\xb5\x18\t\x12&\n\x1c\x45RROR_REASON_TERM_SUPERSEDED\x10*\x1a\x04\x88\xb5\x18\t\x12)\n\x1f\x45RROR_REASON_SEQUENCE_OFFLOADED\x10+\x1a\x04\x88\xb5\x18\t\x12(\n\x1a\x45RROR_REASON_SEQUENCE_BUSY\x10,\x1a\x08\x88\xb5\x18\t\x90\xb5\x18\x14\x12(\n\x1a\x45RROR_REASON_OUT_OF_BLOCKS\x10\x32\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x14\x12-\n\x1f\x45RROR_REASON_TOO_MANY_SEQUENCES\x10\x33\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x14\x12)\n\x1b\x45RROR_REASON_TOO_MANY_STEPS\x10\x34\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x14\x12-\n\x1f\x45RROR_REASON_TOKEN_BUDGET_SPENT\x10\x35\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x00\x12)\n\x1b\x45RROR_REASON_QUOTA_EXCEEDED\x10\x36\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x64\x12\'\n\x1d\x45RROR_REASON_PIN_BUDGET_SPENT\x10\x37\x1a\x04\x88\xb5\x18\x08\x12+\n\x1c\x45RROR_REASON_TOO_MANY_LEASES\x10\x38\x1a\t\x88\xb5\x18\x08\x90\xb5\x18\xe8\x07\x12%\n\x17\x45RROR_REASON_OVERLOADED\x10\x39\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x64\x12-\n\x1f\x45RROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x14\x12)\n\x1a\x45RROR_REASON_POOL_DETACHED\x10<\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12)\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10=\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12*\n ERROR_REASON_CREDENTIALS_MISSING\x10\x46\x1a\x04\x88\xb5\x18\x10\x12%\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10G\x1a\x04\x88\xb5\x18\x10\x12#\n\x19\x45RROR_REASON_ROLE_MISSING\x10H\x1a\x04\x88\xb5\x18\x07\x1a\x13\x8a\xb5\x18\x0f\x63\x61\x63he.quire.dev:7\n\x0c\x65rror_domain\x12\x1c.google.protobuf.EnumOptions\x18\xd1\x86\x03 \x01(\t\x88\x01\x01:W\n\x0bstatus_code\x12!.google.protobuf.EnumValueOptions\x18\xd1\x86\x03 \x01(\x0e\x32\x1a.quire.cache.v1.StatusCode\x88\x01\x01:>\n\x0eretry_delay_ms\x12!.google.protobuf.EnumValueOptions\x18\xd2\x86\x03 \x01(\x05\x88\x01\x01\x42<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +34,80 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.cache.v1.error_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1'
+  _globals['_ERRORREASON']._loaded_options = None
+  _globals['_ERRORREASON']._serialized_options = b'\212\265\030\017cache.quire.dev'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_INVALID_ARGUMENT"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_INVALID_ARGUMENT"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_REQUEST_ID_REUSED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_REQUEST_ID_REUSED"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_EMPTY_PROMPT"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_EMPTY_PROMPT"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_TOO_LONG"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_TOO_LONG"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_OUT_OF_RANGE"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_OUT_OF_RANGE"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POSITION_OUT_OF_RANGE"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POSITION_OUT_OF_RANGE"]._serialized_options = b'\210\265\030\003'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_NOT_FOUND"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_NOT_FOUND"]._serialized_options = b'\210\265\030\005'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_LEASE_NOT_FOUND"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_LEASE_NOT_FOUND"]._serialized_options = b'\210\265\030\005'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_NOT_FOUND"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_NOT_FOUND"]._serialized_options = b'\210\265\030\005'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_PREFIX_NOT_CACHED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_PREFIX_NOT_CACHED"]._serialized_options = b'\210\265\030\005'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_EXISTS"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_EXISTS"]._serialized_options = b'\210\265\030\006'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_EPOCH_CHANGED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_EPOCH_CHANGED"]._serialized_options = b'\210\265\030\n'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_CURSOR_EXPIRED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_CURSOR_EXPIRED"]._serialized_options = b'\210\265\030\n'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_NOTHING_TO_COMPUTE"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_NOTHING_TO_COMPUTE"]._serialized_options = b'\210\265\030\t'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_ALREADY_ATTACHED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_ALREADY_ATTACHED"]._serialized_options = b'\210\265\030\t'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TERM_SUPERSEDED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TERM_SUPERSEDED"]._serialized_options = b'\210\265\030\t'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_OFFLOADED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_OFFLOADED"]._serialized_options = b'\210\265\030\t'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_BUSY"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SEQUENCE_BUSY"]._serialized_options = b'\210\265\030\t\220\265\030\024'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OUT_OF_BLOCKS"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OUT_OF_BLOCKS"]._serialized_options = b'\210\265\030\010\220\265\030\024'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_SEQUENCES"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_SEQUENCES"]._serialized_options = b'\210\265\030\010\220\265\030\024'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_STEPS"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_STEPS"]._serialized_options = b'\210\265\030\010\220\265\030\024'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_BUDGET_SPENT"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_BUDGET_SPENT"]._serialized_options = b'\210\265\030\010\220\265\030\000'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_QUOTA_EXCEEDED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_QUOTA_EXCEEDED"]._serialized_options = b'\210\265\030\010\220\265\030d'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_PIN_BUDGET_SPENT"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_PIN_BUDGET_SPENT"]._serialized_options = b'\210\265\030\010'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_LEASES"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOO_MANY_LEASES"]._serialized_options = b'\210\265\030\010\220\265\030\350\007'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OVERLOADED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OVERLOADED"]._serialized_options = b'\210\265\030\010\220\265\030d'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OUT_OF_HOST_BLOCKS"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_OUT_OF_HOST_BLOCKS"]._serialized_options = b'\210\265\030\010\220\265\030\024'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_DETACHED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_POOL_DETACHED"]._serialized_options = b'\210\265\030\016\220\265\030\350\007'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SHUTTING_DOWN"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_SHUTTING_DOWN"]._serialized_options = b'\210\265\030\016\220\265\030\350\007'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_CREDENTIALS_MISSING"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_CREDENTIALS_MISSING"]._serialized_options = b'\210\265\030\020'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_REJECTED"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_TOKEN_REJECTED"]._serialized_options = b'\210\265\030\020'
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_ROLE_MISSING"]._loaded_options = None
+  _globals['_ERRORREASON'].values_by_name["ERROR_REASON_ROLE_MISSING"]._serialized_options = b'\210\265\030\007'
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORREASON']._serialized_start=288
-  _globals['_ERRORREASON']._serialized_end=1438
-  _globals['_ERROR']._serialized_start=79
-  _globals['_ERROR']._serialized_end=285
-  _globals['_ERROR_METADATAENTRY']._serialized_start=238
-  _globals['_ERROR_METADATAENTRY']._serialized_end=285
+  _globals['_STATUSCODE']._serialized_start=322
+  _globals['_STATUSCODE']._serialized_end=677
+  _globals['_ERRORREASON']._serialized_start=680
+  _globals['_ERRORREASON']._serialized_end=2090
+  _globals['_ERROR']._serialized_start=113
+  _globals['_ERROR']._serialized_end=319
+  _globals['_ERROR_METADATAENTRY']._serialized_start=272
+  _globals['_ERROR_METADATAENTRY']._serialized_end=319
 # @@protoc_insertion_point(module_scope)

@@ -5,10 +5,12 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf.internal import extension_dict as _extension_dict
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,6 +22,62 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _StatusCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StatusCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatusCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATUS_CODE_UNSPECIFIED: _StatusCode.ValueType  # 0
+    """Not used."""
+    STATUS_CODE_INVALID_ARGUMENT: _StatusCode.ValueType  # 3
+    """The request can't succeed as it is."""
+    STATUS_CODE_NOT_FOUND: _StatusCode.ValueType  # 5
+    """The named object does not exist."""
+    STATUS_CODE_ALREADY_EXISTS: _StatusCode.ValueType  # 6
+    """The object exists already."""
+    STATUS_CODE_PERMISSION_DENIED: _StatusCode.ValueType  # 7
+    """The caller may not do this."""
+    STATUS_CODE_RESOURCE_EXHAUSTED: _StatusCode.ValueType  # 8
+    """Something is used up or full now."""
+    STATUS_CODE_FAILED_PRECONDITION: _StatusCode.ValueType  # 9
+    """The state of the object does not allow the call."""
+    STATUS_CODE_ABORTED: _StatusCode.ValueType  # 10
+    """The state has changed since the caller saw it."""
+    STATUS_CODE_INTERNAL: _StatusCode.ValueType  # 13
+    """The server failed."""
+    STATUS_CODE_UNAVAILABLE: _StatusCode.ValueType  # 14
+    """The server, or a service that it needs, is away now."""
+    STATUS_CODE_UNAUTHENTICATED: _StatusCode.ValueType  # 16
+    """The caller is not known."""
+
+class StatusCode(_StatusCode, metaclass=_StatusCodeEnumTypeWrapper):
+    """The codes of Quire's errors, with the numbers of google.rpc.Code."""
+
+STATUS_CODE_UNSPECIFIED: StatusCode.ValueType  # 0
+"""Not used."""
+STATUS_CODE_INVALID_ARGUMENT: StatusCode.ValueType  # 3
+"""The request can't succeed as it is."""
+STATUS_CODE_NOT_FOUND: StatusCode.ValueType  # 5
+"""The named object does not exist."""
+STATUS_CODE_ALREADY_EXISTS: StatusCode.ValueType  # 6
+"""The object exists already."""
+STATUS_CODE_PERMISSION_DENIED: StatusCode.ValueType  # 7
+"""The caller may not do this."""
+STATUS_CODE_RESOURCE_EXHAUSTED: StatusCode.ValueType  # 8
+"""Something is used up or full now."""
+STATUS_CODE_FAILED_PRECONDITION: StatusCode.ValueType  # 9
+"""The state of the object does not allow the call."""
+STATUS_CODE_ABORTED: StatusCode.ValueType  # 10
+"""The state has changed since the caller saw it."""
+STATUS_CODE_INTERNAL: StatusCode.ValueType  # 13
+"""The server failed."""
+STATUS_CODE_UNAVAILABLE: StatusCode.ValueType  # 14
+"""The server, or a service that it needs, is away now."""
+STATUS_CODE_UNAUTHENTICATED: StatusCode.ValueType  # 16
+"""The caller is not known."""
+Global___StatusCode: _TypeAlias = StatusCode  # noqa: Y015
+
 class _ErrorReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -29,277 +87,252 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-    another. Metadata: field, value, limit. Correct the request.
+    """A field is missing, out of range or inconsistent with another. Metadata: field,
+    value, limit. Correct the request.
     """
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The request_id was used with another body. Metadata:
-    request_id. Use a new one.
-    """
+    """The request_id was used with another body. Metadata: request_id. Use a new one."""
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
+    """A prompt has no tokens. Metadata: sequence_id."""
     ERROR_REASON_SEQUENCE_TOO_LONG: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
-    blocks of the pool together, than its tenant's limit, or than its reservation.
-    A retry does not help. Metadata: sequence_id, value and limit, in tokens;
-    limited_by, "model", "pool", "tenant" or "reservation".
+    """A sequence would be longer than the model's context, than all blocks of the pool
+    together, than its tenant's limit, or than its reservation. A retry does not
+    help. Metadata: sequence_id, value and limit, in tokens; limited_by, "model",
+    "pool", "tenant" or "reservation".
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 5
-    """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-    sequence_id (of an item), index (in the list of the request), value, limit.
+    """A token id is outside the model's vocabulary. Metadata: sequence_id (of an
+    item), index (in the list of the request), value, limit.
     """
     ERROR_REASON_POSITION_OUT_OF_RANGE: _ErrorReason.ValueType  # 6
-    """INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
-    state per sequence can't return to it. Metadata: sequence_id, value, least,
-    limit.
+    """A position is outside of the sequence, or a model with a state per sequence
+    can't return to it. Metadata: sequence_id, value, least, limit.
     """
     ERROR_REASON_POOL_NOT_FOUND: _ErrorReason.ValueType  # 10
-    """NOT_FOUND. No worker has attached a pool of this name. Metadata: pool."""
+    """No worker has attached a pool of this name. Metadata: pool."""
     ERROR_REASON_LEASE_NOT_FOUND: _ErrorReason.ValueType  # 11
-    """NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
-    a lease and admit the sequences again. Metadata: lease_id.
+    """The lease ended, expired, or was made by an earlier cachemgr. Create a lease and
+    admit the sequences again. Metadata: lease_id.
     """
     ERROR_REASON_SEQUENCE_NOT_FOUND: _ErrorReason.ValueType  # 12
-    """NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id."""
+    """The lease has no sequence with this id. Metadata: sequence_id."""
     ERROR_REASON_PREFIX_NOT_CACHED: _ErrorReason.ValueType  # 13
-    """NOT_FOUND. Not even the first block of the prefix is cached, so that there is
-    nothing to pin. Compute it first. Metadata: pool.
+    """Not even the first block of the prefix is cached, so that there is nothing to
+    pin. Compute it first. Metadata: pool.
     """
     ERROR_REASON_SEQUENCE_EXISTS: _ErrorReason.ValueType  # 20
-    """ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
-    sequence_id.
-    """
+    """The lease has a sequence with this id already. Metadata: sequence_id."""
     ERROR_REASON_EPOCH_CHANGED: _ErrorReason.ValueType  # 30
-    """ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
-    lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
-    current one), value (the one in the request).
+    """The pool has a new epoch, and its sequences are lost. Continue the lease with
+    the new epoch and admit the tokens again. Metadata: pool, epoch (the current
+    one), value (the one in the request).
     """
     ERROR_REASON_CURSOR_EXPIRED: _ErrorReason.ValueType  # 31
-    """ABORTED. The changes since the cursor are not kept any more. Watch again
-    without a cursor. Metadata: value (the cursor).
+    """The changes since the cursor are not kept any more. Watch again without a
+    cursor. Metadata: value (the cursor).
     """
     ERROR_REASON_NOTHING_TO_COMPUTE: _ErrorReason.ValueType  # 40
-    """FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
-    Metadata: sequence_id, value, limit (tokens).
+    """A run has more tokens than are known or being sampled. Metadata: sequence_id,
+    value, limit (tokens).
     """
     ERROR_REASON_POOL_ALREADY_ATTACHED: _ErrorReason.ValueType  # 41
-    """FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
-    this name; or a newer stream has registered this epoch, and this stream ends.
-    Metadata: pool, epoch (the attached one).
+    """Another worker with another epoch is attached to a pool of this name; or a newer
+    stream has registered this epoch, and this stream ends. Metadata: pool, epoch
+    (the attached one).
     """
     ERROR_REASON_TERM_SUPERSEDED: _ErrorReason.ValueType  # 42
-    """FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
-    Metadata: value (this term), limit (the worker's highest).
+    """The worker has accepted a newer cachemgr than this one. Metadata: value (this
+    term), limit (the worker's highest).
     """
     ERROR_REASON_SEQUENCE_OFFLOADED: _ErrorReason.ValueType  # 43
-    """FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
-    release it. Metadata: sequence_id.
+    """The sequence is in the host tier. Restore it first, or release it. Metadata:
+    sequence_id.
     """
     ERROR_REASON_SEQUENCE_BUSY: _ErrorReason.ValueType  # 44
-    """FAILED_PRECONDITION. A token of the sequence is still being sampled. The
-    sequence can be restored when the steps that were in flight at its offload are
-    reported. Retry in a later plan. Metadata: sequence_id.
+    """A token of the sequence is still being sampled. The sequence can be restored
+    when the steps that were in flight at its offload are reported. Retry in a later
+    plan. Metadata: sequence_id.
     """
     ERROR_REASON_OUT_OF_BLOCKS: _ErrorReason.ValueType  # 50
-    """RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
-    free (free and evictable, and not kept for others), retired (blocks that become
-    free when the steps in flight end).
+    """Too few free blocks now. Metadata: sequence_id, needed, free (free and
+    evictable, and not kept for others), retired (blocks that become free when the
+    steps in flight end).
     """
     ERROR_REASON_TOO_MANY_SEQUENCES: _ErrorReason.ValueType  # 51
-    """RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
-    Metadata: sequence_id, limit.
+    """The pool has as many sequences as its worker has room for. Metadata:
+    sequence_id, limit.
     """
     ERROR_REASON_TOO_MANY_STEPS: _ErrorReason.ValueType  # 52
-    """RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
-    outcome. Run them, or send them with `skip`. Metadata: limit.
+    """The lease has too many planned steps without a reported outcome. Run them, or
+    send them with `skip`. Metadata: limit.
     """
     ERROR_REASON_TOKEN_BUDGET_SPENT: _ErrorReason.ValueType  # 53
-    """RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
-    admission_token_budget. Retry in the next plan. Metadata: sequence_id.
+    """Earlier admissions of the plan used up its admission_token_budget. Retry in the
+    next plan. Metadata: sequence_id.
     """
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 54
-    """RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
-    some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
-    included), limit.
+    """The tenant would hold more blocks than its limit. Release some. Metadata:
+    sequence_id, needed, held (by the tenant, reserved ones included), limit.
     """
     ERROR_REASON_PIN_BUDGET_SPENT: _ErrorReason.ValueType  # 55
-    """RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
-    some. Metadata: needed, pinned, limit.
+    """The tenant would pin more blocks than its pin budget. Unpin some. Metadata:
+    needed, pinned, limit.
     """
     ERROR_REASON_TOO_MANY_LEASES: _ErrorReason.ValueType  # 56
-    """RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
-    End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
+    """The tenant or the server has reached its limit of leases. End one, or retry
+    later. Metadata: limit, limited_by, "tenant" or "server".
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 57
-    """RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit."""
+    """Too many calls are queued. Retry later. Metadata: limit."""
     ERROR_REASON_OUT_OF_HOST_BLOCKS: _ErrorReason.ValueType  # 58
-    """RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
-    no host tier. Release the sequence instead. Metadata: sequence_id, needed,
-    free, retired, limit (all blocks of the host tier).
+    """Too few free blocks in the host tier now, or the pool has no host tier. Release
+    the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
+    blocks of the host tier).
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
-    """UNAVAILABLE. The pool's worker is not attached now. Metadata: pool."""
+    """The pool's worker is not attached now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 61
-    """UNAVAILABLE. The server is draining. Retry elsewhere or later."""
+    """The server is draining. Retry elsewhere or later."""
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 70
-    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-    client certificate nor a bearer token.
+    """The server authenticates callers, and the call had neither a client certificate
+    nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 71
-    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-    knows: wrong, malformed or revoked.
+    """The call's authorization is not a bearer token that the server knows: wrong,
+    malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 72
-    """PERMISSION_DENIED. The caller has none of the roles that the method needs or,
-    for one admission of a plan, that naming another tenant needs. Metadata: method
-    (of an admission: sequence_id), roles (the caller needs one of these), name
-    (the caller's name at the server).
+    """The caller has none of the roles that the method needs or, for one admission of
+    a plan, that naming another tenant needs. Metadata: method (of an admission:
+    sequence_id), roles (the caller needs one of these), name (the caller's name at
+    the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Errors of Quire.
-
-    A call that fails has a gRPC status and, in the status details, one
-    google.rpc.ErrorInfo: `reason` is the name of an ErrorReason without its prefix
-    ("OUT_OF_BLOCKS"), `domain` is "cache.quire.dev", and `metadata` holds every
-    number of the message. Branch on the reason, never on the text. If a retry may
-    succeed, the details have a google.rpc.RetryInfo, too.
-
-    An answer for many items (a plan) or many requests (a stream) carries the same
-    content as an Error inside the answer, so that one refused item does not fail the
-    others.
-
-    The reason why cachemgr refused a call or an item.
-    """
+    """The reason why cachemgr refused a call or an item."""
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-another. Metadata: field, value, limit. Correct the request.
+"""A field is missing, out of range or inconsistent with another. Metadata: field,
+value, limit. Correct the request.
 """
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The request_id was used with another body. Metadata:
-request_id. Use a new one.
-"""
+"""The request_id was used with another body. Metadata: request_id. Use a new one."""
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id."""
+"""A prompt has no tokens. Metadata: sequence_id."""
 ERROR_REASON_SEQUENCE_TOO_LONG: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
-blocks of the pool together, than its tenant's limit, or than its reservation.
-A retry does not help. Metadata: sequence_id, value and limit, in tokens;
-limited_by, "model", "pool", "tenant" or "reservation".
+"""A sequence would be longer than the model's context, than all blocks of the pool
+together, than its tenant's limit, or than its reservation. A retry does not
+help. Metadata: sequence_id, value and limit, in tokens; limited_by, "model",
+"pool", "tenant" or "reservation".
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 5
-"""INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-sequence_id (of an item), index (in the list of the request), value, limit.
+"""A token id is outside the model's vocabulary. Metadata: sequence_id (of an
+item), index (in the list of the request), value, limit.
 """
 ERROR_REASON_POSITION_OUT_OF_RANGE: ErrorReason.ValueType  # 6
-"""INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
-state per sequence can't return to it. Metadata: sequence_id, value, least,
-limit.
+"""A position is outside of the sequence, or a model with a state per sequence
+can't return to it. Metadata: sequence_id, value, least, limit.
 """
 ERROR_REASON_POOL_NOT_FOUND: ErrorReason.ValueType  # 10
-"""NOT_FOUND. No worker has attached a pool of this name. Metadata: pool."""
+"""No worker has attached a pool of this name. Metadata: pool."""
 ERROR_REASON_LEASE_NOT_FOUND: ErrorReason.ValueType  # 11
-"""NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
-a lease and admit the sequences again. Metadata: lease_id.
+"""The lease ended, expired, or was made by an earlier cachemgr. Create a lease and
+admit the sequences again. Metadata: lease_id.
 """
 ERROR_REASON_SEQUENCE_NOT_FOUND: ErrorReason.ValueType  # 12
-"""NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id."""
+"""The lease has no sequence with this id. Metadata: sequence_id."""
 ERROR_REASON_PREFIX_NOT_CACHED: ErrorReason.ValueType  # 13
-"""NOT_FOUND. Not even the first block of the prefix is cached, so that there is
-nothing to pin. Compute it first. Metadata: pool.
+"""Not even the first block of the prefix is cached, so that there is nothing to
+pin. Compute it first. Metadata: pool.
 """
 ERROR_REASON_SEQUENCE_EXISTS: ErrorReason.ValueType  # 20
-"""ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
-sequence_id.
-"""
+"""The lease has a sequence with this id already. Metadata: sequence_id."""
 ERROR_REASON_EPOCH_CHANGED: ErrorReason.ValueType  # 30
-"""ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
-lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
-current one), value (the one in the request).
+"""The pool has a new epoch, and its sequences are lost. Continue the lease with
+the new epoch and admit the tokens again. Metadata: pool, epoch (the current
+one), value (the one in the request).
 """
 ERROR_REASON_CURSOR_EXPIRED: ErrorReason.ValueType  # 31
-"""ABORTED. The changes since the cursor are not kept any more. Watch again
-without a cursor. Metadata: value (the cursor).
+"""The changes since the cursor are not kept any more. Watch again without a
+cursor. Metadata: value (the cursor).
 """
 ERROR_REASON_NOTHING_TO_COMPUTE: ErrorReason.ValueType  # 40
-"""FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
-Metadata: sequence_id, value, limit (tokens).
+"""A run has more tokens than are known or being sampled. Metadata: sequence_id,
+value, limit (tokens).
 """
 ERROR_REASON_POOL_ALREADY_ATTACHED: ErrorReason.ValueType  # 41
-"""FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
-this name; or a newer stream has registered this epoch, and this stream ends.
-Metadata: pool, epoch (the attached one).
+"""Another worker with another epoch is attached to a pool of this name; or a newer
+stream has registered this epoch, and this stream ends. Metadata: pool, epoch
+(the attached one).
 """
 ERROR_REASON_TERM_SUPERSEDED: ErrorReason.ValueType  # 42
-"""FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
-Metadata: value (this term), limit (the worker's highest).
+"""The worker has accepted a newer cachemgr than this one. Metadata: value (this
+term), limit (the worker's highest).
 """
 ERROR_REASON_SEQUENCE_OFFLOADED: ErrorReason.ValueType  # 43
-"""FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
-release it. Metadata: sequence_id.
+"""The sequence is in the host tier. Restore it first, or release it. Metadata:
+sequence_id.
 """
 ERROR_REASON_SEQUENCE_BUSY: ErrorReason.ValueType  # 44
-"""FAILED_PRECONDITION. A token of the sequence is still being sampled. The
-sequence can be restored when the steps that were in flight at its offload are
-reported. Retry in a later plan. Metadata: sequence_id.
+"""A token of the sequence is still being sampled. The sequence can be restored
+when the steps that were in flight at its offload are reported. Retry in a later
+plan. Metadata: sequence_id.
 """
 ERROR_REASON_OUT_OF_BLOCKS: ErrorReason.ValueType  # 50
-"""RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
-free (free and evictable, and not kept for others), retired (blocks that become
-free when the steps in flight end).
+"""Too few free blocks now. Metadata: sequence_id, needed, free (free and
+evictable, and not kept for others), retired (blocks that become free when the
+steps in flight end).
 """
 ERROR_REASON_TOO_MANY_SEQUENCES: ErrorReason.ValueType  # 51
-"""RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
-Metadata: sequence_id, limit.
+"""The pool has as many sequences as its worker has room for. Metadata:
+sequence_id, limit.
 """
 ERROR_REASON_TOO_MANY_STEPS: ErrorReason.ValueType  # 52
-"""RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
-outcome. Run them, or send them with `skip`. Metadata: limit.
+"""The lease has too many planned steps without a reported outcome. Run them, or
+send them with `skip`. Metadata: limit.
 """
 ERROR_REASON_TOKEN_BUDGET_SPENT: ErrorReason.ValueType  # 53
-"""RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
-admission_token_budget. Retry in the next plan. Metadata: sequence_id.
+"""Earlier admissions of the plan used up its admission_token_budget. Retry in the
+next plan. Metadata: sequence_id.
 """
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 54
-"""RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
-some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
-included), limit.
+"""The tenant would hold more blocks than its limit. Release some. Metadata:
+sequence_id, needed, held (by the tenant, reserved ones included), limit.
 """
 ERROR_REASON_PIN_BUDGET_SPENT: ErrorReason.ValueType  # 55
-"""RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
-some. Metadata: needed, pinned, limit.
+"""The tenant would pin more blocks than its pin budget. Unpin some. Metadata:
+needed, pinned, limit.
 """
 ERROR_REASON_TOO_MANY_LEASES: ErrorReason.ValueType  # 56
-"""RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
-End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
+"""The tenant or the server has reached its limit of leases. End one, or retry
+later. Metadata: limit, limited_by, "tenant" or "server".
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 57
-"""RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit."""
+"""Too many calls are queued. Retry later. Metadata: limit."""
 ERROR_REASON_OUT_OF_HOST_BLOCKS: ErrorReason.ValueType  # 58
-"""RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
-no host tier. Release the sequence instead. Metadata: sequence_id, needed,
-free, retired, limit (all blocks of the host tier).
+"""Too few free blocks in the host tier now, or the pool has no host tier. Release
+the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
+blocks of the host tier).
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
-"""UNAVAILABLE. The pool's worker is not attached now. Metadata: pool."""
+"""The pool's worker is not attached now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 61
-"""UNAVAILABLE. The server is draining. Retry elsewhere or later."""
+"""The server is draining. Retry elsewhere or later."""
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 70
-"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-client certificate nor a bearer token.
+"""The server authenticates callers, and the call had neither a client certificate
+nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 71
-"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-knows: wrong, malformed or revoked.
+"""The call's authorization is not a bearer token that the server knows: wrong,
+malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 72
-"""PERMISSION_DENIED. The caller has none of the roles that the method needs or,
-for one admission of a plan, that naming another tenant needs. Metadata: method
-(of an admission: sequence_id), roles (the caller needs one of these), name
-(the caller's name at the server).
+"""The caller has none of the roles that the method needs or, for one admission of
+a plan, that naming another tenant needs. Metadata: method (of an admission:
+sequence_id), roles (the caller needs one of these), name (the caller's name at
+the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
@@ -366,3 +399,20 @@ class Error(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Error: _TypeAlias = Error  # noqa: Y015
+
+ERROR_DOMAIN_FIELD_NUMBER: _builtins.int
+STATUS_CODE_FIELD_NUMBER: _builtins.int
+RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
+error_domain: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumOptions, _builtins.str]
+"""The domain of the reasons, as in ErrorInfo."""
+status_code: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, Global___StatusCode.ValueType]
+"""The gRPC code of a status with this reason."""
+retry_delay_ms: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.EnumValueOptions, _builtins.int]
+"""The time to wait before a retry, in milliseconds, from 0 to 1000. Not set: a
+retry alone does not help, and the caller has to change something first.
+    0  the next plan has a budget of its own
+   20  a step or two: blocks, sequences and outcomes become free as steps end
+  100  a full queue is empty after tens of milliseconds; a tenant's own
+       sequences end
+ 1000  a restart takes seconds, and so does the shortest ttl of a lease
+"""

@@ -32,124 +32,110 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-    another or with the grant. Metadata: field, value, limit; sequence_id if it
-    is the input of one sequence.
+    """A field is missing, out of range or inconsistent with another or with the grant.
+    Metadata: field, value, limit; sequence_id if it is the input of one sequence.
     """
     ERROR_REASON_TOKENS_MISMATCH: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
-    sequence_id.
-    """
+    """The token ids of a run are not those of the plan. Metadata: sequence_id."""
     ERROR_REASON_BLOCK_OUT_OF_RANGE: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit."""
+    """A block id is not in the pool. Metadata: value, limit."""
     ERROR_REASON_BAD_SIGNATURE: _ErrorReason.ValueType  # 10
-    """PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-    changed after that.
-    """
+    """The grant was not signed by the pool's cachemgr, or was changed after that."""
     ERROR_REASON_LEASE_FENCED: _ErrorReason.ValueType  # 20
-    """FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
-    Make a new lease. Metadata: lease_id_prefix.
+    """The lease has ended, or was never opened at this worker. Make a new lease.
+    Metadata: lease_id_prefix.
     """
     ERROR_REASON_STEP_OUT_OF_ORDER: _ErrorReason.ValueType  # 21
-    """FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
-    before it is missing. Metadata: value, limit (the number expected).
+    """The step is not the lease's next one: replayed, or one before it is missing.
+    Metadata: value, limit (the number expected).
     """
     ERROR_REASON_EPOCH_CHANGED: _ErrorReason.ValueType  # 30
-    """ABORTED. The grant is for another epoch of the pool. Metadata: value, epoch."""
+    """The grant is for another epoch of the pool. Metadata: value, epoch."""
     ERROR_REASON_PRIOR_STEP_FAILED: _ErrorReason.ValueType  # 31
-    """ABORTED. An earlier step of the lease failed after this one was planned.
-    The tables changed as granted, nothing was computed. Plan again. Metadata:
-    step_number, failed_step_number.
+    """An earlier step of the lease failed after this one was planned. The tables
+    changed as granted, nothing was computed. Plan again. Metadata: step_number,
+    failed_step_number.
     """
     ERROR_REASON_STEP_FAILED: _ErrorReason.ValueType  # 40
-    """INTERNAL. The model failed on this step. The tables changed as granted, nothing
-    was computed, and the lease continues. Metadata: step_number.
+    """The model failed on this step. The tables changed as granted, nothing was
+    computed, and the lease continues. Metadata: step_number.
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 50
-    """UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool."""
+    """The pool is not attached to a cachemgr now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 51
-    """UNAVAILABLE. The server is draining."""
+    """The server is draining."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 52
-    """RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-    Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
-    cause.
+    """Too many calls are open, or no grammar can be compiled now. Retry later.
+    Metadata: limit; sequence_id, if a sequence's grammar is the cause.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
-    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-    client certificate nor a bearer token.
+    """The server authenticates callers, and the call had neither a client certificate
+    nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 61
-    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-    knows: wrong, malformed or revoked.
+    """The call's authorization is not a bearer token that the server knows: wrong,
+    malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 62
-    """PERMISSION_DENIED. The caller has none of the roles that the method needs.
-    Metadata: method, roles (the caller needs one of these), name (the caller's
-    name at the server).
+    """The caller has none of the roles that the method needs. Metadata: method, roles
+    (the caller needs one of these), name (the caller's name at the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """The reason why a worker refused a call or a step; ErrorInfo.domain is
-    "compute.quire.dev". Details as in quire.cache.v1.ErrorReason.
+    """The reason why a worker refused a call or a step. Details as in
+    quire.cache.v1.ErrorReason.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-another or with the grant. Metadata: field, value, limit; sequence_id if it
-is the input of one sequence.
+"""A field is missing, out of range or inconsistent with another or with the grant.
+Metadata: field, value, limit; sequence_id if it is the input of one sequence.
 """
 ERROR_REASON_TOKENS_MISMATCH: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
-sequence_id.
-"""
+"""The token ids of a run are not those of the plan. Metadata: sequence_id."""
 ERROR_REASON_BLOCK_OUT_OF_RANGE: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit."""
+"""A block id is not in the pool. Metadata: value, limit."""
 ERROR_REASON_BAD_SIGNATURE: ErrorReason.ValueType  # 10
-"""PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-changed after that.
-"""
+"""The grant was not signed by the pool's cachemgr, or was changed after that."""
 ERROR_REASON_LEASE_FENCED: ErrorReason.ValueType  # 20
-"""FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
-Make a new lease. Metadata: lease_id_prefix.
+"""The lease has ended, or was never opened at this worker. Make a new lease.
+Metadata: lease_id_prefix.
 """
 ERROR_REASON_STEP_OUT_OF_ORDER: ErrorReason.ValueType  # 21
-"""FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
-before it is missing. Metadata: value, limit (the number expected).
+"""The step is not the lease's next one: replayed, or one before it is missing.
+Metadata: value, limit (the number expected).
 """
 ERROR_REASON_EPOCH_CHANGED: ErrorReason.ValueType  # 30
-"""ABORTED. The grant is for another epoch of the pool. Metadata: value, epoch."""
+"""The grant is for another epoch of the pool. Metadata: value, epoch."""
 ERROR_REASON_PRIOR_STEP_FAILED: ErrorReason.ValueType  # 31
-"""ABORTED. An earlier step of the lease failed after this one was planned.
-The tables changed as granted, nothing was computed. Plan again. Metadata:
-step_number, failed_step_number.
+"""An earlier step of the lease failed after this one was planned. The tables
+changed as granted, nothing was computed. Plan again. Metadata: step_number,
+failed_step_number.
 """
 ERROR_REASON_STEP_FAILED: ErrorReason.ValueType  # 40
-"""INTERNAL. The model failed on this step. The tables changed as granted, nothing
-was computed, and the lease continues. Metadata: step_number.
+"""The model failed on this step. The tables changed as granted, nothing was
+computed, and the lease continues. Metadata: step_number.
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 50
-"""UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool."""
+"""The pool is not attached to a cachemgr now. Metadata: pool."""
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 51
-"""UNAVAILABLE. The server is draining."""
+"""The server is draining."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 52
-"""RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
-cause.
+"""Too many calls are open, or no grammar can be compiled now. Retry later.
+Metadata: limit; sequence_id, if a sequence's grammar is the cause.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
-"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-client certificate nor a bearer token.
+"""The server authenticates callers, and the call had neither a client certificate
+nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 61
-"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-knows: wrong, malformed or revoked.
+"""The call's authorization is not a bearer token that the server knows: wrong,
+malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 62
-"""PERMISSION_DENIED. The caller has none of the roles that the method needs.
-Metadata: method, roles (the caller needs one of these), name (the caller's
-name at the server).
+"""The caller has none of the roles that the method needs. Metadata: method, roles
+(the caller needs one of these), name (the caller's name at the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

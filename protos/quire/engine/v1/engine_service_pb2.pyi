@@ -32,122 +32,116 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Not used."""
     ERROR_REASON_INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-    another. Metadata: field, value, limit. Correct the request.
+    """A field is missing, out of range or inconsistent with another. Metadata: field,
+    value, limit. Correct the request.
     """
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit."""
+    """The prompt has no tokens. Metadata: field, value, limit."""
     ERROR_REASON_SEQUENCE_TOO_LONG: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
-    model's context or the pool. Metadata: field, value, limit.
+    """The prompt, or the prompt and max_tokens together, exceed the model's context or
+    the pool. Metadata: field, value, limit.
     """
     ERROR_REASON_TOKEN_OUT_OF_RANGE: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-    field, value, limit.
-    """
+    """A token id is outside the model's vocabulary. Metadata: field, value, limit."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 10
-    """NOT_FOUND. No model is served under this name. Metadata: model."""
+    """No model is served under this name. Metadata: model."""
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 20
-    """RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
-    tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
+    """The queue has reached its limit of requests or of prompt tokens. Retry later.
+    Metadata: limited_by, waiting, wanted, limit.
     """
     ERROR_REASON_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 21
-    """RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
-    of tokens a minute. Retry later.
+    """The caller has reached its limit of concurrent requests, or of tokens a minute.
+    Retry later.
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 22
-    """RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
-    calls. Retry later. Metadata: limit.
+    """Too many calls are open, here or at a service that this one calls. Retry later.
+    Metadata: limit.
     """
     ERROR_REASON_TOO_SLOW: _ErrorReason.ValueType  # 23
-    """ABORTED. The caller has more generated tokens unread than the limit; the
-    request has ended. Metadata: unread, limit, delivered_token_counts.
+    """The caller has more generated tokens unread than the limit; the request has
+    ended. Metadata: unread, limit, delivered_token_counts.
     """
     ERROR_REASON_SERVICE_AWAY: _ErrorReason.ValueType  # 30
-    """UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
-    than the engine waits for them. Retry later. Metadata: delivered_token_counts.
+    """cachemgr or the workers of the model were unavailable for longer than the engine
+    waits for them. Retry later. Metadata: delivered_token_counts.
     """
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 31
-    """UNAVAILABLE. The server is draining. Retry elsewhere or later."""
+    """The server is draining. Retry elsewhere or later."""
     ERROR_REASON_GENERATION_FAILED: _ErrorReason.ValueType  # 40
-    """INTERNAL. The engine aborted this request: the model fails on it, or the
-    services failed repeatedly. Metadata: delivered_token_counts.
+    """The engine aborted this request: the model fails on it, or the services failed
+    repeatedly. Metadata: delivered_token_counts.
     """
     ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 60
-    """UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-    client certificate nor a bearer token.
+    """The server authenticates callers, and the call had neither a client certificate
+    nor a bearer token.
     """
     ERROR_REASON_TOKEN_REJECTED: _ErrorReason.ValueType  # 61
-    """UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-    knows: wrong, malformed or revoked.
+    """The call's authorization is not a bearer token that the server knows: wrong,
+    malformed or revoked.
     """
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 62
-    """PERMISSION_DENIED. The caller has none of the roles that the method needs.
-    Metadata: method, roles (the caller needs one of these), name (the caller's
-    name at the server).
+    """The caller has none of the roles that the method needs. Metadata: method, roles
+    (the caller needs one of these), name (the caller's name at the server).
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """The reason why a call or a request was refused; ErrorInfo.domain is
-    "engine.quire.dev". Details as in quire.cache.v1.ErrorReason.
+    """The reason why a call or a request was refused. Details as in
+    quire.cache.v1.ErrorReason.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Not used."""
 ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-another. Metadata: field, value, limit. Correct the request.
+"""A field is missing, out of range or inconsistent with another. Metadata: field,
+value, limit. Correct the request.
 """
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit."""
+"""The prompt has no tokens. Metadata: field, value, limit."""
 ERROR_REASON_SEQUENCE_TOO_LONG: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
-model's context or the pool. Metadata: field, value, limit.
+"""The prompt, or the prompt and max_tokens together, exceed the model's context or
+the pool. Metadata: field, value, limit.
 """
 ERROR_REASON_TOKEN_OUT_OF_RANGE: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-field, value, limit.
-"""
+"""A token id is outside the model's vocabulary. Metadata: field, value, limit."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 10
-"""NOT_FOUND. No model is served under this name. Metadata: model."""
+"""No model is served under this name. Metadata: model."""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 20
-"""RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
-tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
+"""The queue has reached its limit of requests or of prompt tokens. Retry later.
+Metadata: limited_by, waiting, wanted, limit.
 """
 ERROR_REASON_LIMIT_EXCEEDED: ErrorReason.ValueType  # 21
-"""RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
-of tokens a minute. Retry later.
+"""The caller has reached its limit of concurrent requests, or of tokens a minute.
+Retry later.
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 22
-"""RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
-calls. Retry later. Metadata: limit.
+"""Too many calls are open, here or at a service that this one calls. Retry later.
+Metadata: limit.
 """
 ERROR_REASON_TOO_SLOW: ErrorReason.ValueType  # 23
-"""ABORTED. The caller has more generated tokens unread than the limit; the
-request has ended. Metadata: unread, limit, delivered_token_counts.
+"""The caller has more generated tokens unread than the limit; the request has
+ended. Metadata: unread, limit, delivered_token_counts.
 """
 ERROR_REASON_SERVICE_AWAY: ErrorReason.ValueType  # 30
-"""UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
-than the engine waits for them. Retry later. Metadata: delivered_token_counts.
+"""cachemgr or the workers of the model were unavailable for longer than the engine
+waits for them. Retry later. Metadata: delivered_token_counts.
 """
 ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 31
-"""UNAVAILABLE. The server is draining. Retry elsewhere or later."""
+"""The server is draining. Retry elsewhere or later."""
 ERROR_REASON_GENERATION_FAILED: ErrorReason.ValueType  # 40
-"""INTERNAL. The engine aborted this request: the model fails on it, or the
-services failed repeatedly. Metadata: delivered_token_counts.
+"""The engine aborted this request: the model fails on it, or the services failed
+repeatedly. Metadata: delivered_token_counts.
 """
 ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 60
-"""UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-client certificate nor a bearer token.
+"""The server authenticates callers, and the call had neither a client certificate
+nor a bearer token.
 """
 ERROR_REASON_TOKEN_REJECTED: ErrorReason.ValueType  # 61
-"""UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-knows: wrong, malformed or revoked.
+"""The call's authorization is not a bearer token that the server knows: wrong,
+malformed or revoked.
 """
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 62
-"""PERMISSION_DENIED. The caller has none of the roles that the method needs.
-Metadata: method, roles (the caller needs one of these), name (the caller's
-name at the server).
+"""The caller has none of the roles that the method needs. Metadata: method, roles
+(the caller needs one of these), name (the caller's name at the server).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -9,6 +9,7 @@ package cachev1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	descriptorpb "google.golang.org/protobuf/types/descriptorpb"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	reflect "reflect"
 	sync "sync"
@@ -22,112 +23,193 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// The codes of Quire's errors, with the numbers of google.rpc.Code.
+type StatusCode int32
+
+const (
+	// Not used.
+	StatusCode_STATUS_CODE_UNSPECIFIED StatusCode = 0
+	// The request can't succeed as it is.
+	StatusCode_STATUS_CODE_INVALID_ARGUMENT StatusCode = 3
+	// The named object does not exist.
+	StatusCode_STATUS_CODE_NOT_FOUND StatusCode = 5
+	// The object exists already.
+	StatusCode_STATUS_CODE_ALREADY_EXISTS StatusCode = 6
+	// The caller may not do this.
+	StatusCode_STATUS_CODE_PERMISSION_DENIED StatusCode = 7
+	// Something is used up or full now.
+	StatusCode_STATUS_CODE_RESOURCE_EXHAUSTED StatusCode = 8
+	// The state of the object does not allow the call.
+	StatusCode_STATUS_CODE_FAILED_PRECONDITION StatusCode = 9
+	// The state has changed since the caller saw it.
+	StatusCode_STATUS_CODE_ABORTED StatusCode = 10
+	// The server failed.
+	StatusCode_STATUS_CODE_INTERNAL StatusCode = 13
+	// The server, or a service that it needs, is away now.
+	StatusCode_STATUS_CODE_UNAVAILABLE StatusCode = 14
+	// The caller is not known.
+	StatusCode_STATUS_CODE_UNAUTHENTICATED StatusCode = 16
+)
+
+// Enum value maps for StatusCode.
+var (
+	StatusCode_name = map[int32]string{
+		0:  "STATUS_CODE_UNSPECIFIED",
+		3:  "STATUS_CODE_INVALID_ARGUMENT",
+		5:  "STATUS_CODE_NOT_FOUND",
+		6:  "STATUS_CODE_ALREADY_EXISTS",
+		7:  "STATUS_CODE_PERMISSION_DENIED",
+		8:  "STATUS_CODE_RESOURCE_EXHAUSTED",
+		9:  "STATUS_CODE_FAILED_PRECONDITION",
+		10: "STATUS_CODE_ABORTED",
+		13: "STATUS_CODE_INTERNAL",
+		14: "STATUS_CODE_UNAVAILABLE",
+		16: "STATUS_CODE_UNAUTHENTICATED",
+	}
+	StatusCode_value = map[string]int32{
+		"STATUS_CODE_UNSPECIFIED":         0,
+		"STATUS_CODE_INVALID_ARGUMENT":    3,
+		"STATUS_CODE_NOT_FOUND":           5,
+		"STATUS_CODE_ALREADY_EXISTS":      6,
+		"STATUS_CODE_PERMISSION_DENIED":   7,
+		"STATUS_CODE_RESOURCE_EXHAUSTED":  8,
+		"STATUS_CODE_FAILED_PRECONDITION": 9,
+		"STATUS_CODE_ABORTED":             10,
+		"STATUS_CODE_INTERNAL":            13,
+		"STATUS_CODE_UNAVAILABLE":         14,
+		"STATUS_CODE_UNAUTHENTICATED":     16,
+	}
+)
+
+func (x StatusCode) Enum() *StatusCode {
+	p := new(StatusCode)
+	*p = x
+	return p
+}
+
+func (x StatusCode) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (StatusCode) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_error_proto_enumTypes[0].Descriptor()
+}
+
+func (StatusCode) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_error_proto_enumTypes[0]
+}
+
+func (x StatusCode) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use StatusCode.Descriptor instead.
+func (StatusCode) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_error_proto_rawDescGZIP(), []int{0}
+}
+
 // The reason why cachemgr refused a call or an item.
 type ErrorReason int32
 
 const (
 	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
-	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-	// another. Metadata: field, value, limit. Correct the request.
+	// A field is missing, out of range or inconsistent with another. Metadata: field,
+	// value, limit. Correct the request.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The request_id was used with another body. Metadata:
-	// request_id. Use a new one.
+	// The request_id was used with another body. Metadata: request_id. Use a new one.
 	ErrorReason_ERROR_REASON_REQUEST_ID_REUSED ErrorReason = 2
-	// INVALID_ARGUMENT. A prompt has no tokens. Metadata: sequence_id.
+	// A prompt has no tokens. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_EMPTY_PROMPT ErrorReason = 3
-	// INVALID_ARGUMENT. A sequence would be longer than the model's context, than all
-	// blocks of the pool together, than its tenant's limit, or than its reservation.
-	// A retry does not help. Metadata: sequence_id, value and limit, in tokens;
-	// limited_by, "model", "pool", "tenant" or "reservation".
+	// A sequence would be longer than the model's context, than all blocks of the pool
+	// together, than its tenant's limit, or than its reservation. A retry does not
+	// help. Metadata: sequence_id, value and limit, in tokens; limited_by, "model",
+	// "pool", "tenant" or "reservation".
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 4
-	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-	// sequence_id (of an item), index (in the list of the request), value, limit.
+	// A token id is outside the model's vocabulary. Metadata: sequence_id (of an
+	// item), index (in the list of the request), value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 5
-	// INVALID_ARGUMENT. A position is outside of the sequence, or a model with a
-	// state per sequence can't return to it. Metadata: sequence_id, value, least,
-	// limit.
+	// A position is outside of the sequence, or a model with a state per sequence
+	// can't return to it. Metadata: sequence_id, value, least, limit.
 	ErrorReason_ERROR_REASON_POSITION_OUT_OF_RANGE ErrorReason = 6
-	// NOT_FOUND. No worker has attached a pool of this name. Metadata: pool.
+	// No worker has attached a pool of this name. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_NOT_FOUND ErrorReason = 10
-	// NOT_FOUND. The lease ended, expired, or was made by an earlier cachemgr. Create
-	// a lease and admit the sequences again. Metadata: lease_id.
+	// The lease ended, expired, or was made by an earlier cachemgr. Create a lease and
+	// admit the sequences again. Metadata: lease_id.
 	ErrorReason_ERROR_REASON_LEASE_NOT_FOUND ErrorReason = 11
-	// NOT_FOUND. The lease has no sequence with this id. Metadata: sequence_id.
+	// The lease has no sequence with this id. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_NOT_FOUND ErrorReason = 12
-	// NOT_FOUND. Not even the first block of the prefix is cached, so that there is
-	// nothing to pin. Compute it first. Metadata: pool.
+	// Not even the first block of the prefix is cached, so that there is nothing to
+	// pin. Compute it first. Metadata: pool.
 	ErrorReason_ERROR_REASON_PREFIX_NOT_CACHED ErrorReason = 13
-	// ALREADY_EXISTS. The lease has a sequence with this id already. Metadata:
-	// sequence_id.
+	// The lease has a sequence with this id already. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_EXISTS ErrorReason = 20
-	// ABORTED. The pool has a new epoch, and its sequences are lost. Continue the
-	// lease with the new epoch and admit the tokens again. Metadata: pool, epoch (the
-	// current one), value (the one in the request).
+	// The pool has a new epoch, and its sequences are lost. Continue the lease with
+	// the new epoch and admit the tokens again. Metadata: pool, epoch (the current
+	// one), value (the one in the request).
 	ErrorReason_ERROR_REASON_EPOCH_CHANGED ErrorReason = 30
-	// ABORTED. The changes since the cursor are not kept any more. Watch again
-	// without a cursor. Metadata: value (the cursor).
+	// The changes since the cursor are not kept any more. Watch again without a
+	// cursor. Metadata: value (the cursor).
 	ErrorReason_ERROR_REASON_CURSOR_EXPIRED ErrorReason = 31
-	// FAILED_PRECONDITION. A run has more tokens than are known or being sampled.
-	// Metadata: sequence_id, value, limit (tokens).
+	// A run has more tokens than are known or being sampled. Metadata: sequence_id,
+	// value, limit (tokens).
 	ErrorReason_ERROR_REASON_NOTHING_TO_COMPUTE ErrorReason = 40
-	// FAILED_PRECONDITION. Another worker with another epoch is attached to a pool of
-	// this name; or a newer stream has registered this epoch, and this stream ends.
-	// Metadata: pool, epoch (the attached one).
+	// Another worker with another epoch is attached to a pool of this name; or a newer
+	// stream has registered this epoch, and this stream ends. Metadata: pool, epoch
+	// (the attached one).
 	ErrorReason_ERROR_REASON_POOL_ALREADY_ATTACHED ErrorReason = 41
-	// FAILED_PRECONDITION. The worker has accepted a newer cachemgr than this one.
-	// Metadata: value (this term), limit (the worker's highest).
+	// The worker has accepted a newer cachemgr than this one. Metadata: value (this
+	// term), limit (the worker's highest).
 	ErrorReason_ERROR_REASON_TERM_SUPERSEDED ErrorReason = 42
-	// FAILED_PRECONDITION. The sequence is in the host tier. Restore it first, or
-	// release it. Metadata: sequence_id.
+	// The sequence is in the host tier. Restore it first, or release it. Metadata:
+	// sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_OFFLOADED ErrorReason = 43
-	// FAILED_PRECONDITION. A token of the sequence is still being sampled. The
-	// sequence can be restored when the steps that were in flight at its offload are
-	// reported. Retry in a later plan. Metadata: sequence_id.
+	// A token of the sequence is still being sampled. The sequence can be restored
+	// when the steps that were in flight at its offload are reported. Retry in a later
+	// plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_BUSY ErrorReason = 44
-	// RESOURCE_EXHAUSTED. Too few free blocks now. Metadata: sequence_id, needed,
-	// free (free and evictable, and not kept for others), retired (blocks that become
-	// free when the steps in flight end).
+	// Too few free blocks now. Metadata: sequence_id, needed, free (free and
+	// evictable, and not kept for others), retired (blocks that become free when the
+	// steps in flight end).
 	ErrorReason_ERROR_REASON_OUT_OF_BLOCKS ErrorReason = 50
-	// RESOURCE_EXHAUSTED. The pool has as many sequences as its worker has room for.
-	// Metadata: sequence_id, limit.
+	// The pool has as many sequences as its worker has room for. Metadata:
+	// sequence_id, limit.
 	ErrorReason_ERROR_REASON_TOO_MANY_SEQUENCES ErrorReason = 51
-	// RESOURCE_EXHAUSTED. The lease has too many planned steps without a reported
-	// outcome. Run them, or send them with `skip`. Metadata: limit.
+	// The lease has too many planned steps without a reported outcome. Run them, or
+	// send them with `skip`. Metadata: limit.
 	ErrorReason_ERROR_REASON_TOO_MANY_STEPS ErrorReason = 52
-	// RESOURCE_EXHAUSTED. Earlier admissions of the plan used up its
-	// admission_token_budget. Retry in the next plan. Metadata: sequence_id.
+	// Earlier admissions of the plan used up its admission_token_budget. Retry in the
+	// next plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_TOKEN_BUDGET_SPENT ErrorReason = 53
-	// RESOURCE_EXHAUSTED. The tenant would hold more blocks than its limit. Release
-	// some. Metadata: sequence_id, needed, held (by the tenant, reserved ones
-	// included), limit.
+	// The tenant would hold more blocks than its limit. Release some. Metadata:
+	// sequence_id, needed, held (by the tenant, reserved ones included), limit.
 	ErrorReason_ERROR_REASON_QUOTA_EXCEEDED ErrorReason = 54
-	// RESOURCE_EXHAUSTED. The tenant would pin more blocks than its pin budget. Unpin
-	// some. Metadata: needed, pinned, limit.
+	// The tenant would pin more blocks than its pin budget. Unpin some. Metadata:
+	// needed, pinned, limit.
 	ErrorReason_ERROR_REASON_PIN_BUDGET_SPENT ErrorReason = 55
-	// RESOURCE_EXHAUSTED. The tenant or the server has reached its limit of leases.
-	// End one, or retry later. Metadata: limit, limited_by, "tenant" or "server".
+	// The tenant or the server has reached its limit of leases. End one, or retry
+	// later. Metadata: limit, limited_by, "tenant" or "server".
 	ErrorReason_ERROR_REASON_TOO_MANY_LEASES ErrorReason = 56
-	// RESOURCE_EXHAUSTED. Too many calls are queued. Retry later. Metadata: limit.
+	// Too many calls are queued. Retry later. Metadata: limit.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 57
-	// RESOURCE_EXHAUSTED. Too few free blocks in the host tier now, or the pool has
-	// no host tier. Release the sequence instead. Metadata: sequence_id, needed,
-	// free, retired, limit (all blocks of the host tier).
+	// Too few free blocks in the host tier now, or the pool has no host tier. Release
+	// the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
+	// blocks of the host tier).
 	ErrorReason_ERROR_REASON_OUT_OF_HOST_BLOCKS ErrorReason = 58
-	// UNAVAILABLE. The pool's worker is not attached now. Metadata: pool.
+	// The pool's worker is not attached now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 60
-	// UNAVAILABLE. The server is draining. Retry elsewhere or later.
+	// The server is draining. Retry elsewhere or later.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 61
-	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-	// client certificate nor a bearer token.
+	// The server authenticates callers, and the call had neither a client certificate
+	// nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 70
-	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-	// knows: wrong, malformed or revoked.
+	// The call's authorization is not a bearer token that the server knows: wrong,
+	// malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 71
-	// PERMISSION_DENIED. The caller has none of the roles that the method needs or,
-	// for one admission of a plan, that naming another tenant needs. Metadata: method
-	// (of an admission: sequence_id), roles (the caller needs one of these), name
-	// (the caller's name at the server).
+	// The caller has none of the roles that the method needs or, for one admission of
+	// a plan, that naming another tenant needs. Metadata: method (of an admission:
+	// sequence_id), roles (the caller needs one of these), name (the caller's name at
+	// the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 72
 )
 
@@ -216,11 +298,11 @@ func (x ErrorReason) String() string {
 }
 
 func (ErrorReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_error_proto_enumTypes[0].Descriptor()
+	return file_quire_cache_v1_error_proto_enumTypes[1].Descriptor()
 }
 
 func (ErrorReason) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_error_proto_enumTypes[0]
+	return &file_quire_cache_v1_error_proto_enumTypes[1]
 }
 
 func (x ErrorReason) Number() protoreflect.EnumNumber {
@@ -229,7 +311,7 @@ func (x ErrorReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ErrorReason.Descriptor instead.
 func (ErrorReason) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_error_proto_rawDescGZIP(), []int{0}
+	return file_quire_cache_v1_error_proto_rawDescGZIP(), []int{1}
 }
 
 // The content of an error status, inside of an answer.
@@ -315,11 +397,65 @@ func (x *Error) GetRetryDelay() *durationpb.Duration {
 	return nil
 }
 
+var file_quire_cache_v1_error_proto_extTypes = []protoimpl.ExtensionInfo{
+	{
+		ExtendedType:  (*descriptorpb.EnumOptions)(nil),
+		ExtensionType: (*string)(nil),
+		Field:         50001,
+		Name:          "quire.cache.v1.error_domain",
+		Tag:           "bytes,50001,opt,name=error_domain",
+		Filename:      "quire/cache/v1/error.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.EnumValueOptions)(nil),
+		ExtensionType: (*StatusCode)(nil),
+		Field:         50001,
+		Name:          "quire.cache.v1.status_code",
+		Tag:           "varint,50001,opt,name=status_code,enum=quire.cache.v1.StatusCode",
+		Filename:      "quire/cache/v1/error.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.EnumValueOptions)(nil),
+		ExtensionType: (*int32)(nil),
+		Field:         50002,
+		Name:          "quire.cache.v1.retry_delay_ms",
+		Tag:           "varint,50002,opt,name=retry_delay_ms",
+		Filename:      "quire/cache/v1/error.proto",
+	},
+}
+
+// Extension fields to descriptorpb.EnumOptions.
+var (
+	// The domain of the reasons, as in ErrorInfo.
+	//
+	// optional string error_domain = 50001;
+	E_ErrorDomain = &file_quire_cache_v1_error_proto_extTypes[0]
+)
+
+// Extension fields to descriptorpb.EnumValueOptions.
+var (
+	// The gRPC code of a status with this reason.
+	//
+	// optional quire.cache.v1.StatusCode status_code = 50001;
+	E_StatusCode = &file_quire_cache_v1_error_proto_extTypes[1]
+	// The time to wait before a retry, in milliseconds, from 0 to 1000. Not set: a
+	// retry alone does not help, and the caller has to change something first.
+	//
+	//	   0  the next plan has a budget of its own
+	//	  20  a step or two: blocks, sequences and outcomes become free as steps end
+	//	 100  a full queue is empty after tens of milliseconds; a tenant's own
+	//	      sequences end
+	//	1000  a restart takes seconds, and so does the shortest ttl of a lease
+	//
+	// optional int32 retry_delay_ms = 50002;
+	E_RetryDelayMs = &file_quire_cache_v1_error_proto_extTypes[2]
+)
+
 var File_quire_cache_v1_error_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\n" +
-	"\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\x87\x02\n" +
+	"\x1aquire/cache/v1/error.proto\x12\x0equire.cache.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"\x87\x02\n" +
 	"\x05Error\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
@@ -329,42 +465,62 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"retryDelay\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\xfe\b\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*\xe3\x02\n" +
+	"\n" +
+	"StatusCode\x12\x1b\n" +
+	"\x17STATUS_CODE_UNSPECIFIED\x10\x00\x12 \n" +
+	"\x1cSTATUS_CODE_INVALID_ARGUMENT\x10\x03\x12\x19\n" +
+	"\x15STATUS_CODE_NOT_FOUND\x10\x05\x12\x1e\n" +
+	"\x1aSTATUS_CODE_ALREADY_EXISTS\x10\x06\x12!\n" +
+	"\x1dSTATUS_CODE_PERMISSION_DENIED\x10\a\x12\"\n" +
+	"\x1eSTATUS_CODE_RESOURCE_EXHAUSTED\x10\b\x12#\n" +
+	"\x1fSTATUS_CODE_FAILED_PRECONDITION\x10\t\x12\x17\n" +
+	"\x13STATUS_CODE_ABORTED\x10\n" +
+	"\x12\x18\n" +
+	"\x14STATUS_CODE_INTERNAL\x10\r\x12\x1b\n" +
+	"\x17STATUS_CODE_UNAVAILABLE\x10\x0e\x12\x1f\n" +
+	"\x1bSTATUS_CODE_UNAUTHENTICATED\x10\x10*\x82\v\n" +
 	"\vErrorReason\x12\x1c\n" +
-	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
-	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
-	"\x1eERROR_REASON_REQUEST_ID_REUSED\x10\x02\x12\x1d\n" +
-	"\x19ERROR_REASON_EMPTY_PROMPT\x10\x03\x12\"\n" +
-	"\x1eERROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x12#\n" +
-	"\x1fERROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x12&\n" +
-	"\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x12\x1f\n" +
+	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
+	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12(\n" +
+	"\x1eERROR_REASON_REQUEST_ID_REUSED\x10\x02\x1a\x04\x88\xb5\x18\x03\x12#\n" +
+	"\x19ERROR_REASON_EMPTY_PROMPT\x10\x03\x1a\x04\x88\xb5\x18\x03\x12(\n" +
+	"\x1eERROR_REASON_SEQUENCE_TOO_LONG\x10\x04\x1a\x04\x88\xb5\x18\x03\x12)\n" +
+	"\x1fERROR_REASON_TOKEN_OUT_OF_RANGE\x10\x05\x1a\x04\x88\xb5\x18\x03\x12,\n" +
+	"\"ERROR_REASON_POSITION_OUT_OF_RANGE\x10\x06\x1a\x04\x88\xb5\x18\x03\x12%\n" +
 	"\x1bERROR_REASON_POOL_NOT_FOUND\x10\n" +
-	"\x12 \n" +
-	"\x1cERROR_REASON_LEASE_NOT_FOUND\x10\v\x12#\n" +
-	"\x1fERROR_REASON_SEQUENCE_NOT_FOUND\x10\f\x12\"\n" +
-	"\x1eERROR_REASON_PREFIX_NOT_CACHED\x10\r\x12 \n" +
-	"\x1cERROR_REASON_SEQUENCE_EXISTS\x10\x14\x12\x1e\n" +
-	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x12\x1f\n" +
-	"\x1bERROR_REASON_CURSOR_EXPIRED\x10\x1f\x12#\n" +
-	"\x1fERROR_REASON_NOTHING_TO_COMPUTE\x10(\x12&\n" +
-	"\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x12 \n" +
-	"\x1cERROR_REASON_TERM_SUPERSEDED\x10*\x12#\n" +
-	"\x1fERROR_REASON_SEQUENCE_OFFLOADED\x10+\x12\x1e\n" +
-	"\x1aERROR_REASON_SEQUENCE_BUSY\x10,\x12\x1e\n" +
-	"\x1aERROR_REASON_OUT_OF_BLOCKS\x102\x12#\n" +
-	"\x1fERROR_REASON_TOO_MANY_SEQUENCES\x103\x12\x1f\n" +
-	"\x1bERROR_REASON_TOO_MANY_STEPS\x104\x12#\n" +
-	"\x1fERROR_REASON_TOKEN_BUDGET_SPENT\x105\x12\x1f\n" +
-	"\x1bERROR_REASON_QUOTA_EXCEEDED\x106\x12!\n" +
-	"\x1dERROR_REASON_PIN_BUDGET_SPENT\x107\x12 \n" +
-	"\x1cERROR_REASON_TOO_MANY_LEASES\x108\x12\x1b\n" +
-	"\x17ERROR_REASON_OVERLOADED\x109\x12#\n" +
-	"\x1fERROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x12\x1e\n" +
-	"\x1aERROR_REASON_POOL_DETACHED\x10<\x12\x1e\n" +
-	"\x1aERROR_REASON_SHUTTING_DOWN\x10=\x12$\n" +
-	" ERROR_REASON_CREDENTIALS_MISSING\x10F\x12\x1f\n" +
-	"\x1bERROR_REASON_TOKEN_REJECTED\x10G\x12\x1d\n" +
-	"\x19ERROR_REASON_ROLE_MISSING\x10HB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
+	"\x1a\x04\x88\xb5\x18\x05\x12&\n" +
+	"\x1cERROR_REASON_LEASE_NOT_FOUND\x10\v\x1a\x04\x88\xb5\x18\x05\x12)\n" +
+	"\x1fERROR_REASON_SEQUENCE_NOT_FOUND\x10\f\x1a\x04\x88\xb5\x18\x05\x12(\n" +
+	"\x1eERROR_REASON_PREFIX_NOT_CACHED\x10\r\x1a\x04\x88\xb5\x18\x05\x12&\n" +
+	"\x1cERROR_REASON_SEQUENCE_EXISTS\x10\x14\x1a\x04\x88\xb5\x18\x06\x12$\n" +
+	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x1a\x04\x88\xb5\x18\n" +
+	"\x12%\n" +
+	"\x1bERROR_REASON_CURSOR_EXPIRED\x10\x1f\x1a\x04\x88\xb5\x18\n" +
+	"\x12)\n" +
+	"\x1fERROR_REASON_NOTHING_TO_COMPUTE\x10(\x1a\x04\x88\xb5\x18\t\x12,\n" +
+	"\"ERROR_REASON_POOL_ALREADY_ATTACHED\x10)\x1a\x04\x88\xb5\x18\t\x12&\n" +
+	"\x1cERROR_REASON_TERM_SUPERSEDED\x10*\x1a\x04\x88\xb5\x18\t\x12)\n" +
+	"\x1fERROR_REASON_SEQUENCE_OFFLOADED\x10+\x1a\x04\x88\xb5\x18\t\x12(\n" +
+	"\x1aERROR_REASON_SEQUENCE_BUSY\x10,\x1a\b\x88\xb5\x18\t\x90\xb5\x18\x14\x12(\n" +
+	"\x1aERROR_REASON_OUT_OF_BLOCKS\x102\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x12-\n" +
+	"\x1fERROR_REASON_TOO_MANY_SEQUENCES\x103\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x12)\n" +
+	"\x1bERROR_REASON_TOO_MANY_STEPS\x104\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x12-\n" +
+	"\x1fERROR_REASON_TOKEN_BUDGET_SPENT\x105\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x00\x12)\n" +
+	"\x1bERROR_REASON_QUOTA_EXCEEDED\x106\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12'\n" +
+	"\x1dERROR_REASON_PIN_BUDGET_SPENT\x107\x1a\x04\x88\xb5\x18\b\x12+\n" +
+	"\x1cERROR_REASON_TOO_MANY_LEASES\x108\x1a\t\x88\xb5\x18\b\x90\xb5\x18\xe8\a\x12%\n" +
+	"\x17ERROR_REASON_OVERLOADED\x109\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12-\n" +
+	"\x1fERROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x12)\n" +
+	"\x1aERROR_REASON_POOL_DETACHED\x10<\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12)\n" +
+	"\x1aERROR_REASON_SHUTTING_DOWN\x10=\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12*\n" +
+	" ERROR_REASON_CREDENTIALS_MISSING\x10F\x1a\x04\x88\xb5\x18\x10\x12%\n" +
+	"\x1bERROR_REASON_TOKEN_REJECTED\x10G\x1a\x04\x88\xb5\x18\x10\x12#\n" +
+	"\x19ERROR_REASON_ROLE_MISSING\x10H\x1a\x04\x88\xb5\x18\a\x1a\x13\x8a\xb5\x18\x0fcache.quire.dev:D\n" +
+	"\ferror_domain\x12\x1c.google.protobuf.EnumOptions\x18ц\x03 \x01(\tR\verrorDomain\x88\x01\x01:c\n" +
+	"\vstatus_code\x12!.google.protobuf.EnumValueOptions\x18ц\x03 \x01(\x0e2\x1a.quire.cache.v1.StatusCodeR\n" +
+	"statusCode\x88\x01\x01:L\n" +
+	"\x0eretry_delay_ms\x12!.google.protobuf.EnumValueOptions\x18҆\x03 \x01(\x05R\fretryDelayMs\x88\x01\x01B<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
 
 var (
 	file_quire_cache_v1_error_proto_rawDescOnce sync.Once
@@ -378,21 +534,28 @@ func file_quire_cache_v1_error_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_error_proto_rawDescData
 }
 
-var file_quire_cache_v1_error_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_quire_cache_v1_error_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
 var file_quire_cache_v1_error_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
 var file_quire_cache_v1_error_proto_goTypes = []any{
-	(ErrorReason)(0),            // 0: quire.cache.v1.ErrorReason
-	(*Error)(nil),               // 1: quire.cache.v1.Error
-	nil,                         // 2: quire.cache.v1.Error.MetadataEntry
-	(*durationpb.Duration)(nil), // 3: google.protobuf.Duration
+	(StatusCode)(0),                       // 0: quire.cache.v1.StatusCode
+	(ErrorReason)(0),                      // 1: quire.cache.v1.ErrorReason
+	(*Error)(nil),                         // 2: quire.cache.v1.Error
+	nil,                                   // 3: quire.cache.v1.Error.MetadataEntry
+	(*durationpb.Duration)(nil),           // 4: google.protobuf.Duration
+	(*descriptorpb.EnumOptions)(nil),      // 5: google.protobuf.EnumOptions
+	(*descriptorpb.EnumValueOptions)(nil), // 6: google.protobuf.EnumValueOptions
 }
 var file_quire_cache_v1_error_proto_depIdxs = []int32{
-	2, // 0: quire.cache.v1.Error.metadata:type_name -> quire.cache.v1.Error.MetadataEntry
-	3, // 1: quire.cache.v1.Error.retry_delay:type_name -> google.protobuf.Duration
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
+	3, // 0: quire.cache.v1.Error.metadata:type_name -> quire.cache.v1.Error.MetadataEntry
+	4, // 1: quire.cache.v1.Error.retry_delay:type_name -> google.protobuf.Duration
+	5, // 2: quire.cache.v1.error_domain:extendee -> google.protobuf.EnumOptions
+	6, // 3: quire.cache.v1.status_code:extendee -> google.protobuf.EnumValueOptions
+	6, // 4: quire.cache.v1.retry_delay_ms:extendee -> google.protobuf.EnumValueOptions
+	0, // 5: quire.cache.v1.status_code:type_name -> quire.cache.v1.StatusCode
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	5, // [5:6] is the sub-list for extension type_name
+	2, // [2:5] is the sub-list for extension extendee
 	0, // [0:2] is the sub-list for field type_name
 }
 
@@ -406,15 +569,16 @@ func file_quire_cache_v1_error_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_error_proto_rawDesc), len(file_quire_cache_v1_error_proto_rawDesc)),
-			NumEnums:      1,
+			NumEnums:      2,
 			NumMessages:   2,
-			NumExtensions: 0,
+			NumExtensions: 3,
 			NumServices:   0,
 		},
 		GoTypes:           file_quire_cache_v1_error_proto_goTypes,
 		DependencyIndexes: file_quire_cache_v1_error_proto_depIdxs,
 		EnumInfos:         file_quire_cache_v1_error_proto_enumTypes,
 		MessageInfos:      file_quire_cache_v1_error_proto_msgTypes,
+		ExtensionInfos:    file_quire_cache_v1_error_proto_extTypes,
 	}.Build()
 	File_quire_cache_v1_error_proto = out.File
 	file_quire_cache_v1_error_proto_goTypes = nil

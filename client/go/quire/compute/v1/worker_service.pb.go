@@ -23,57 +23,52 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The reason why a worker refused a call or a step; ErrorInfo.domain is
-// "compute.quire.dev". Details as in quire.cache.v1.ErrorReason.
+// The reason why a worker refused a call or a step. Details as in
+// quire.cache.v1.ErrorReason.
 type ErrorReason int32
 
 const (
 	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
-	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-	// another or with the grant. Metadata: field, value, limit; sequence_id if it
-	// is the input of one sequence.
+	// A field is missing, out of range or inconsistent with another or with the grant.
+	// Metadata: field, value, limit; sequence_id if it is the input of one sequence.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The token ids of a run are not those of the plan. Metadata:
-	// sequence_id.
+	// The token ids of a run are not those of the plan. Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_TOKENS_MISMATCH ErrorReason = 2
-	// INVALID_ARGUMENT. A block id is not in the pool. Metadata: value, limit.
+	// A block id is not in the pool. Metadata: value, limit.
 	ErrorReason_ERROR_REASON_BLOCK_OUT_OF_RANGE ErrorReason = 3
-	// PERMISSION_DENIED. The grant was not signed by the pool's cachemgr, or was
-	// changed after that.
+	// The grant was not signed by the pool's cachemgr, or was changed after that.
 	ErrorReason_ERROR_REASON_BAD_SIGNATURE ErrorReason = 10
-	// FAILED_PRECONDITION. The lease has ended, or was never opened at this worker.
-	// Make a new lease. Metadata: lease_id_prefix.
+	// The lease has ended, or was never opened at this worker. Make a new lease.
+	// Metadata: lease_id_prefix.
 	ErrorReason_ERROR_REASON_LEASE_FENCED ErrorReason = 20
-	// FAILED_PRECONDITION. The step is not the lease's next one: replayed, or one
-	// before it is missing. Metadata: value, limit (the number expected).
+	// The step is not the lease's next one: replayed, or one before it is missing.
+	// Metadata: value, limit (the number expected).
 	ErrorReason_ERROR_REASON_STEP_OUT_OF_ORDER ErrorReason = 21
-	// ABORTED. The grant is for another epoch of the pool. Metadata: value, epoch.
+	// The grant is for another epoch of the pool. Metadata: value, epoch.
 	ErrorReason_ERROR_REASON_EPOCH_CHANGED ErrorReason = 30
-	// ABORTED. An earlier step of the lease failed after this one was planned.
-	// The tables changed as granted, nothing was computed. Plan again. Metadata:
-	// step_number, failed_step_number.
+	// An earlier step of the lease failed after this one was planned. The tables
+	// changed as granted, nothing was computed. Plan again. Metadata: step_number,
+	// failed_step_number.
 	ErrorReason_ERROR_REASON_PRIOR_STEP_FAILED ErrorReason = 31
-	// INTERNAL. The model failed on this step. The tables changed as granted, nothing
-	// was computed, and the lease continues. Metadata: step_number.
+	// The model failed on this step. The tables changed as granted, nothing was
+	// computed, and the lease continues. Metadata: step_number.
 	ErrorReason_ERROR_REASON_STEP_FAILED ErrorReason = 40
-	// UNAVAILABLE. The pool is not attached to a cachemgr now. Metadata: pool.
+	// The pool is not attached to a cachemgr now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 50
-	// UNAVAILABLE. The server is draining.
+	// The server is draining.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 51
-	// RESOURCE_EXHAUSTED. Too many calls are open, or no grammar can be compiled now.
-	// Retry later. Metadata: limit; sequence_id, if a sequence's grammar is the
-	// cause.
+	// Too many calls are open, or no grammar can be compiled now. Retry later.
+	// Metadata: limit; sequence_id, if a sequence's grammar is the cause.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 52
-	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-	// client certificate nor a bearer token.
+	// The server authenticates callers, and the call had neither a client certificate
+	// nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 60
-	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-	// knows: wrong, malformed or revoked.
+	// The call's authorization is not a bearer token that the server knows: wrong,
+	// malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 61
-	// PERMISSION_DENIED. The caller has none of the roles that the method needs.
-	// Metadata: method, roles (the caller needs one of these), name (the caller's
-	// name at the server).
+	// The caller has none of the roles that the method needs. Metadata: method, roles
+	// (the caller needs one of these), name (the caller's name at the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 62
 )
 
@@ -2106,25 +2101,27 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\tblock_ids\x18\x01 \x03(\x05R\bblockIds\"L\n" +
 	"\x16ChecksumBlocksResponse\x12\x1c\n" +
 	"\tchecksums\x18\x01 \x03(\x03R\tchecksums\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\x9d\x04\n" +
+	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\x9c\x05\n" +
 	"\vErrorReason\x12\x1c\n" +
-	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
-	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12 \n" +
-	"\x1cERROR_REASON_TOKENS_MISMATCH\x10\x02\x12#\n" +
-	"\x1fERROR_REASON_BLOCK_OUT_OF_RANGE\x10\x03\x12\x1e\n" +
+	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
+	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12&\n" +
+	"\x1cERROR_REASON_TOKENS_MISMATCH\x10\x02\x1a\x04\x88\xb5\x18\x03\x12)\n" +
+	"\x1fERROR_REASON_BLOCK_OUT_OF_RANGE\x10\x03\x1a\x04\x88\xb5\x18\x03\x12$\n" +
 	"\x1aERROR_REASON_BAD_SIGNATURE\x10\n" +
-	"\x12\x1d\n" +
-	"\x19ERROR_REASON_LEASE_FENCED\x10\x14\x12\"\n" +
-	"\x1eERROR_REASON_STEP_OUT_OF_ORDER\x10\x15\x12\x1e\n" +
-	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x12\"\n" +
-	"\x1eERROR_REASON_PRIOR_STEP_FAILED\x10\x1f\x12\x1c\n" +
-	"\x18ERROR_REASON_STEP_FAILED\x10(\x12\x1e\n" +
-	"\x1aERROR_REASON_POOL_DETACHED\x102\x12\x1e\n" +
-	"\x1aERROR_REASON_SHUTTING_DOWN\x103\x12\x1b\n" +
-	"\x17ERROR_REASON_OVERLOADED\x104\x12$\n" +
-	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x12\x1f\n" +
-	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x12\x1d\n" +
-	"\x19ERROR_REASON_ROLE_MISSING\x10>2\xaf\x04\n" +
+	"\x1a\x04\x88\xb5\x18\a\x12#\n" +
+	"\x19ERROR_REASON_LEASE_FENCED\x10\x14\x1a\x04\x88\xb5\x18\t\x12(\n" +
+	"\x1eERROR_REASON_STEP_OUT_OF_ORDER\x10\x15\x1a\x04\x88\xb5\x18\t\x12$\n" +
+	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x1a\x04\x88\xb5\x18\n" +
+	"\x12(\n" +
+	"\x1eERROR_REASON_PRIOR_STEP_FAILED\x10\x1f\x1a\x04\x88\xb5\x18\n" +
+	"\x12\"\n" +
+	"\x18ERROR_REASON_STEP_FAILED\x10(\x1a\x04\x88\xb5\x18\r\x12)\n" +
+	"\x1aERROR_REASON_POOL_DETACHED\x102\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12)\n" +
+	"\x1aERROR_REASON_SHUTTING_DOWN\x103\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12%\n" +
+	"\x17ERROR_REASON_OVERLOADED\x104\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12*\n" +
+	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x1a\x04\x88\xb5\x18\x10\x12%\n" +
+	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x1a\x04\x88\xb5\x18\x10\x12#\n" +
+	"\x19ERROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\a\x1a\x15\x8a\xb5\x18\x11compute.quire.dev2\xaf\x04\n" +
 	"\rWorkerService\x12Q\n" +
 	"\bGetModel\x12!.quire.compute.v1.GetModelRequest\x1a\".quire.compute.v1.GetModelResponse\x12]\n" +
 	"\fCheckGrammar\x12%.quire.compute.v1.CheckGrammarRequest\x1a&.quire.compute.v1.CheckGrammarResponse\x12N\n" +

@@ -24,55 +24,53 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The reason why a call or a request was refused; ErrorInfo.domain is
-// "engine.quire.dev". Details as in quire.cache.v1.ErrorReason.
+// The reason why a call or a request was refused. Details as in
+// quire.cache.v1.ErrorReason.
 type ErrorReason int32
 
 const (
 	// Not used.
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
-	// INVALID_ARGUMENT. A field is missing, out of range or inconsistent with
-	// another. Metadata: field, value, limit. Correct the request.
+	// A field is missing, out of range or inconsistent with another. Metadata: field,
+	// value, limit. Correct the request.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The prompt has no tokens. Metadata: field, value, limit.
+	// The prompt has no tokens. Metadata: field, value, limit.
 	ErrorReason_ERROR_REASON_EMPTY_PROMPT ErrorReason = 2
-	// INVALID_ARGUMENT. The prompt, or the prompt and max_tokens together, exceed the
-	// model's context or the pool. Metadata: field, value, limit.
+	// The prompt, or the prompt and max_tokens together, exceed the model's context or
+	// the pool. Metadata: field, value, limit.
 	ErrorReason_ERROR_REASON_SEQUENCE_TOO_LONG ErrorReason = 3
-	// INVALID_ARGUMENT. A token id is outside the model's vocabulary. Metadata:
-	// field, value, limit.
+	// A token id is outside the model's vocabulary. Metadata: field, value, limit.
 	ErrorReason_ERROR_REASON_TOKEN_OUT_OF_RANGE ErrorReason = 4
-	// NOT_FOUND. No model is served under this name. Metadata: model.
+	// No model is served under this name. Metadata: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 10
-	// RESOURCE_EXHAUSTED. The queue has reached its limit of requests or of prompt
-	// tokens. Retry later. Metadata: limited_by, waiting, wanted, limit.
+	// The queue has reached its limit of requests or of prompt tokens. Retry later.
+	// Metadata: limited_by, waiting, wanted, limit.
 	ErrorReason_ERROR_REASON_QUEUE_FULL ErrorReason = 20
-	// RESOURCE_EXHAUSTED. The caller has reached its limit of concurrent requests, or
-	// of tokens a minute. Retry later.
+	// The caller has reached its limit of concurrent requests, or of tokens a minute.
+	// Retry later.
 	ErrorReason_ERROR_REASON_LIMIT_EXCEEDED ErrorReason = 21
-	// RESOURCE_EXHAUSTED. Too many calls are open, here or at a service that this one
-	// calls. Retry later. Metadata: limit.
+	// Too many calls are open, here or at a service that this one calls. Retry later.
+	// Metadata: limit.
 	ErrorReason_ERROR_REASON_OVERLOADED ErrorReason = 22
-	// ABORTED. The caller has more generated tokens unread than the limit; the
-	// request has ended. Metadata: unread, limit, delivered_token_counts.
+	// The caller has more generated tokens unread than the limit; the request has
+	// ended. Metadata: unread, limit, delivered_token_counts.
 	ErrorReason_ERROR_REASON_TOO_SLOW ErrorReason = 23
-	// UNAVAILABLE. cachemgr or the workers of the model were unavailable for longer
-	// than the engine waits for them. Retry later. Metadata: delivered_token_counts.
+	// cachemgr or the workers of the model were unavailable for longer than the engine
+	// waits for them. Retry later. Metadata: delivered_token_counts.
 	ErrorReason_ERROR_REASON_SERVICE_AWAY ErrorReason = 30
-	// UNAVAILABLE. The server is draining. Retry elsewhere or later.
+	// The server is draining. Retry elsewhere or later.
 	ErrorReason_ERROR_REASON_SHUTTING_DOWN ErrorReason = 31
-	// INTERNAL. The engine aborted this request: the model fails on it, or the
-	// services failed repeatedly. Metadata: delivered_token_counts.
+	// The engine aborted this request: the model fails on it, or the services failed
+	// repeatedly. Metadata: delivered_token_counts.
 	ErrorReason_ERROR_REASON_GENERATION_FAILED ErrorReason = 40
-	// UNAUTHENTICATED. The server authenticates callers, and the call had neither a
-	// client certificate nor a bearer token.
+	// The server authenticates callers, and the call had neither a client certificate
+	// nor a bearer token.
 	ErrorReason_ERROR_REASON_CREDENTIALS_MISSING ErrorReason = 60
-	// UNAUTHENTICATED. The call's authorization is not a bearer token that the server
-	// knows: wrong, malformed or revoked.
+	// The call's authorization is not a bearer token that the server knows: wrong,
+	// malformed or revoked.
 	ErrorReason_ERROR_REASON_TOKEN_REJECTED ErrorReason = 61
-	// PERMISSION_DENIED. The caller has none of the roles that the method needs.
-	// Metadata: method, roles (the caller needs one of these), name (the caller's
-	// name at the server).
+	// The caller has none of the roles that the method needs. Metadata: method, roles
+	// (the caller needs one of these), name (the caller's name at the server).
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 62
 )
 
@@ -2177,25 +2175,26 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\x11max_logprob_count\x18\x04 \x01(\x05R\x0fmaxLogprobCount\x12\x14\n" +
 	"\x05pools\x18\x05 \x03(\tR\x05pools\x12#\n" +
 	"\rhas_tokenizer\x18\x06 \x01(\bR\fhasTokenizer\x12\x14\n" +
-	"\x05ready\x18\a \x01(\bR\x05ready*\x97\x04\n" +
+	"\x05ready\x18\a \x01(\bR\x05ready*\x9f\x05\n" +
 	"\vErrorReason\x12\x1c\n" +
-	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
-	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\x1d\n" +
-	"\x19ERROR_REASON_EMPTY_PROMPT\x10\x02\x12\"\n" +
-	"\x1eERROR_REASON_SEQUENCE_TOO_LONG\x10\x03\x12#\n" +
-	"\x1fERROR_REASON_TOKEN_OUT_OF_RANGE\x10\x04\x12 \n" +
+	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
+	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12#\n" +
+	"\x19ERROR_REASON_EMPTY_PROMPT\x10\x02\x1a\x04\x88\xb5\x18\x03\x12(\n" +
+	"\x1eERROR_REASON_SEQUENCE_TOO_LONG\x10\x03\x1a\x04\x88\xb5\x18\x03\x12)\n" +
+	"\x1fERROR_REASON_TOKEN_OUT_OF_RANGE\x10\x04\x1a\x04\x88\xb5\x18\x03\x12&\n" +
 	"\x1cERROR_REASON_MODEL_NOT_FOUND\x10\n" +
-	"\x12\x1b\n" +
-	"\x17ERROR_REASON_QUEUE_FULL\x10\x14\x12\x1f\n" +
-	"\x1bERROR_REASON_LIMIT_EXCEEDED\x10\x15\x12\x1b\n" +
-	"\x17ERROR_REASON_OVERLOADED\x10\x16\x12\x19\n" +
-	"\x15ERROR_REASON_TOO_SLOW\x10\x17\x12\x1d\n" +
-	"\x19ERROR_REASON_SERVICE_AWAY\x10\x1e\x12\x1e\n" +
-	"\x1aERROR_REASON_SHUTTING_DOWN\x10\x1f\x12\"\n" +
-	"\x1eERROR_REASON_GENERATION_FAILED\x10(\x12$\n" +
-	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x12\x1f\n" +
-	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x12\x1d\n" +
-	"\x19ERROR_REASON_ROLE_MISSING\x10>*z\n" +
+	"\x1a\x04\x88\xb5\x18\x05\x12&\n" +
+	"\x17ERROR_REASON_QUEUE_FULL\x10\x14\x1a\t\x88\xb5\x18\b\x90\xb5\x18\xe8\a\x12*\n" +
+	"\x1bERROR_REASON_LIMIT_EXCEEDED\x10\x15\x1a\t\x88\xb5\x18\b\x90\xb5\x18\xe8\a\x12%\n" +
+	"\x17ERROR_REASON_OVERLOADED\x10\x16\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12\x1f\n" +
+	"\x15ERROR_REASON_TOO_SLOW\x10\x17\x1a\x04\x88\xb5\x18\n" +
+	"\x12(\n" +
+	"\x19ERROR_REASON_SERVICE_AWAY\x10\x1e\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12)\n" +
+	"\x1aERROR_REASON_SHUTTING_DOWN\x10\x1f\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12(\n" +
+	"\x1eERROR_REASON_GENERATION_FAILED\x10(\x1a\x04\x88\xb5\x18\r\x12*\n" +
+	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x1a\x04\x88\xb5\x18\x10\x12%\n" +
+	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x1a\x04\x88\xb5\x18\x10\x12#\n" +
+	"\x19ERROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\a\x1a\x14\x8a\xb5\x18\x10engine.quire.dev*z\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
