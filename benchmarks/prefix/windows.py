@@ -17,8 +17,9 @@ from report import Findings, benchmark, table
 from rich.progress import Progress
 from rich.table import Table
 
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import DEFAULT_POLICY
-from quire.cachemgr.geometry import LayerGroup, LayerGroupKind
+from quire.cachemgr.geometry import LayerGroup
 from quire.lab.replay import Outcome, Replay
 
 WINDOW = 1_024

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr import _core
-
-
-class LayerGroupKind(StrEnum):
-    """The positions that a layer's attention reads."""
-
-    FULL = "full"
-    """All before."""
-    SLIDING = "sliding"
-    """The last `window` positions."""
-    CHUNKED = "chunked"
-    """Those of the token's own chunk of `window` positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.v1 import attach_pb2
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
 from quire.cachemgr.errors import CallRefused
-from quire.cachemgr.geometry import LayerGroupKind
 from quire.cachemgr.service import messages
 from quire.client.engine import layer_groups as engine_groups
 from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
@@ -99,7 +99,7 @@ class LayerGroup:
     @property
     def sees(self) -> engine_groups.LayerGroup:
         """The positions that a token sees."""
-        return engine_groups.LayerGroup(engine_groups.LayerGroupKind(self.kind), self.window)
+        return engine_groups.LayerGroup(LayerGroupKind(self.kind), self.window)
 
     @property
     def message(self) -> attach_pb2.LayerGroup:

@@ -12,9 +12,10 @@ import pytest
 from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import POLICIES, Ledger, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused
-from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
+from quire.cachemgr.geometry import Geometry, LayerGroup
 
 SIZES = {
     "num_blocks": 400,

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from quire.cache.v1 import attach_pb2
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr.errors import CallRefused
-from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
+from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 
 FULL = attach_pb2.LAYER_GROUP_KIND_FULL

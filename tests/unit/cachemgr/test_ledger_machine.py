@@ -45,10 +45,11 @@ from planning import (
     sequences_of,
 )
 
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Ledger
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
-from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
+from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service.messages import statistics_of
 
 VOCAB = 2

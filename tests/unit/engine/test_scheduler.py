@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.fairness import divide
-from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup, LayerGroupKind
+from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup
 from quire.client.engine.plans import (
     Admission,
     Blocks,

@@ -14,6 +14,7 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import (
     MAX_LAYER_GROUPS,
     MAX_REQUEST_ID_BYTES,
@@ -29,7 +30,7 @@ from quire.cachemgr._core import (
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
-from quire.cachemgr.geometry import Geometry, LayerGroup, LayerGroupKind
+from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import statuses
 from quire.serving.errors import to_message
 

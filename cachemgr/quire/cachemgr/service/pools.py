@@ -136,4 +136,4 @@ def require_role(method: str, *roles: Role) -> None:
     """
     if not caller().roles & set(roles):
         status = access.role_missing(f"{SERVICE}{method}", frozenset(roles), caller().name, DOMAIN)
-        raise CallRefused(Refusal(Reason(status.reason), status.message, dict(status.metadata)))
+        raise CallRefused(Refusal(Reason[status.reason], status.message, dict(status.metadata)))

@@ -11,15 +11,8 @@ pool has slots. All blocks of a pool have the same size, whatever their group.
 from bisect import bisect_right
 from collections import Counter, abc
 from dataclasses import dataclass
-from enum import Enum
 
-
-class LayerGroupKind(Enum):
-    """The positions that a token sees in the layers of a group."""
-
-    FULL = "full"  # All before it.
-    SLIDING = "sliding"  # The last ones, its own included.
-    CHUNKED = "chunked"  # Those of its own chunk.
+from quire.cache.v1.layer_spans import LayerGroupKind, first_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +24,7 @@ class LayerGroup:
 
     def first_seen(self, position: int) -> int:
         """Return the first position that a token at a position sees."""
-        match self.kind:
-            case LayerGroupKind.SLIDING:
-                return max(0, position + 1 - self.num_window_tokens)
-            case LayerGroupKind.CHUNKED:
-                return position - position % self.num_window_tokens
-        return 0
+        return first_seen(self.kind, self.num_window_tokens, position)
 
 
 FULL = LayerGroup()

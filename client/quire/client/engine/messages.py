@@ -7,10 +7,11 @@ from typing import Any
 from google.protobuf import duration_pb2
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.channel import decode_error
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
-from quire.client.engine.layer_groups import LayerGroup, LayerGroupKind
+from quire.client.engine.layer_groups import LayerGroup
 from quire.client.engine.plans import (
     DEFAULT_EXPECTED_PROMPTS,
     Admission,

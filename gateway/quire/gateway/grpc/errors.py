@@ -80,7 +80,7 @@ def status_of_error(error: QuireError | HttpError) -> ErrorStatus:
 
 def _reason_of(error: QuireError) -> Reason:
     if error.reason in (Reason.QUEUE_FULL, Reason.TOO_SLOW):
-        return Reason(error.reason)
+        return Reason[error.reason]
     if isinstance(error, OutOfRoom):
         return Reason.OVERLOADED
     if isinstance(error, Unavailable | EngineStopped):
@@ -89,7 +89,7 @@ def _reason_of(error: QuireError) -> Reason:
 
 
 def _status_of_input(error: InvalidRequest, metadata: dict[str, str]) -> ErrorStatus:
-    reason = Reason(error.reason) if error.reason in _OF_INPUT else Reason.INVALID_ARGUMENT
+    reason = Reason[error.reason] if error.reason in _OF_INPUT else Reason.INVALID_ARGUMENT
     message = error.message
     if "field" in metadata:
         field = metadata["field"] = path_of(metadata["field"])

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from quire.cache.v1.layer_spans import LayerGroupKind, first_seen
+
 PROBE_NAME = "quire_probe"
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,7 +61,7 @@ class Sliding:
     window: int
 
     def first_visible(self, position: int) -> int:
-        return max(0, position - self.window + 1)
+        return first_seen(LayerGroupKind.SLIDING, self.window, position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Chunked:
     chunk: int
 
     def first_visible(self, position: int) -> int:
-        return position - position % self.chunk
+        return first_seen(LayerGroupKind.CHUNKED, self.chunk, position)
 
 
 Mask = Causal | Sliding | Chunked
