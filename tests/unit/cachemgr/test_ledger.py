@@ -556,17 +556,6 @@ def test_a_retired_block_that_is_found_takes_no_room() -> None:
     assert bench.admit(2, 1, 2, 9, lease_id="b").refusals == []
 
 
-def test_retired_blocks_are_cached_leaf_first(bench: Bench) -> None:
-    bench.admit(1, 1, 2, 3, 4)
-    bench.settle()
-    bench.extend(1)
-    bench.plan(releases=[1])
-    bench.settle()
-    assert bench.counts() == (6, 2, 0, 0)
-    bench.admit(2, *range(20, 34))
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
-
-
 def test_out_of_blocks_says_how_many_come_back_by_themselves() -> None:
     bench = bench_of(num_usable=2)
     bench.admit(1, 1, 2, 3)
