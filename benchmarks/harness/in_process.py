@@ -24,8 +24,8 @@ from quire.worker.memory.kv_pool import KVPool
 from quire.worker.model.model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import capture_decode
+from quire.worker.run.model_thread import ModelThread
 from quire.worker.sampling.sampler import MAX_LOGPROBS
-from quire.worker.service.runner import ModelThread
 from quire.worker.service.servicer import encode_ended
 from quire.worker.service.steps import EndedStep, StepLimits, Steps, new_epoch
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from quire.cachemgr import geometry
 from quire.cachemgr.service import messages
 from quire.worker.memory.layer_groups import LayerGroupChoice, LayerGroups, group_layers
-from quire.worker.model.probe import Causal, Chunked, LayerSpec, Mask, Sliding
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
 from quire.worker.service.process import describe_layer_groups
 
 BLOCK_SIZE = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.worker.model.probe import Causal, LayerSpec
+from quire.worker.memory.layer_spec import Causal, LayerSpec
 
 
 def causal_layer(

@@ -421,7 +421,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_numbers(
     family: str, size: int, reason: str, tmp_path: Path
 ) -> None:
     from quire.worker.model.model import check_sharding
-    from quire.worker.model.probe import UnsupportedModel
+    from quire.worker.unsupported_model import UnsupportedModel
 
     with pytest.raises(UnsupportedModel, match=reason):
         check_sharding(save(family, tmp_path), num_ranks=size)

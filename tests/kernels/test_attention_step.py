@@ -13,10 +13,10 @@ from quire.kernels import reference
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.attention.triton_attention import TritonAttentionStep, why_torch
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.model import PagedModel, prepare_model
-from quire.worker.model.probe import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.run.graphs import CannotCapture, StaticDecode, buckets
 
 pytestmark = pytest.mark.usefixtures("small_device")

@@ -26,9 +26,9 @@ from quire.lab.replay import Outcome
 from quire.lab.requests import Prompt
 from quire.worker.attention.torch_attention import AttentionStep, attention_step, paged_attention
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_spec import Causal, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model.probe import Causal, LayerSpec, Sliding
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS / "harness")]

@@ -20,9 +20,9 @@ from quire.worker.attention.torch_attention import (
     paged_attention,
 )
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.probe import Causal, Chunked, LayerSpec, Sliding
 
 BLOCK_SIZE = 4
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -17,9 +17,9 @@ from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model import cached_model
 from quire.worker.model.cached_model import CacheLayout, cut_step
 from quire.worker.model.model import CachedModel, PagedModel, prepare_model
-from quire.worker.model.probe import UnsupportedModel
 from quire.worker.run.executor import Outcome
 from quire.worker.service.process import size_empty_pool
+from quire.worker.unsupported_model import UnsupportedModel
 
 NEW_TOKENS = 10
 FAMILIES = (*zoo.CACHED, *zoo.STATEFUL)

@@ -18,8 +18,8 @@ from quire.worker.memory.layer_groups import (
     one_group,
     specs_of_places,
 )
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
 from quire.worker.model.cached_model import CachedLayer
-from quire.worker.model.probe import Causal, Chunked, LayerSpec, Mask, Sliding
 
 LONG = 131_072
 FULL = Causal()

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_spec import Chunked, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model import model as model_module
 from quire.worker.model import self_check
 from quire.worker.model.model import ModelNotFound, PagedModel, fingerprint, load_model, pin_rope, prepare_model
-from quire.worker.model.probe import Chunked, LayerSpec, Sliding, UnsupportedModel, probe
+from quire.worker.model.probe import probe
 from quire.worker.sampling.sampler import Sampler, SamplingParams
+from quire.worker.unsupported_model import UnsupportedModel
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -9,17 +9,9 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from quire.worker.model.probe import (
-    Causal,
-    Chunked,
-    LayerSpec,
-    Mask,
-    OffTheInterface,
-    Sliding,
-    UnsupportedModel,
-    classify_mask,
-    probe,
-)
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
+from quire.worker.model.probe import classify_mask, probe
+from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel
 
 SLIDING, CHUNKED = Sliding(zoo.WINDOW), Chunked(zoo.WINDOW)
 MASKS: dict[str, list[Mask]] = {

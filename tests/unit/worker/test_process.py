@@ -9,7 +9,7 @@ import torch
 from quire.cache.v1 import attach_pb2
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups
-from quire.worker.model.probe import Causal, Chunked, Sliding
+from quire.worker.memory.layer_spec import Causal, Chunked, Sliding
 from quire.worker.service.process import (
     MAX_BLOCKS,
     count_usable_blocks,

@@ -10,8 +10,8 @@ import transformers as hf
 from model_zoo import build
 from transformers import AutoModelForCausalLM
 
-from quire.worker.model.probe import UnsupportedModel
-from quire.worker.tensor_parallel.sharding import OwnHead, Sharding, plan_sharding
+from quire.worker.model.sharding import OwnHead, Sharding, plan_sharding
+from quire.worker.unsupported_model import UnsupportedModel
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96, "pad_token_id": None}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

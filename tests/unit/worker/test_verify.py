@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.model.probe import Causal, Sliding
+from quire.worker.memory.layer_spec import Causal, Sliding
 from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.run.verify import OwnershipVerifier, OwnershipViolation
 

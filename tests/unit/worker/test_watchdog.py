@@ -6,7 +6,7 @@ import pytest
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import Step
-from quire.worker.service.watchdog import LOOKS_PER_LIMIT, Look, StuckStepError, Watchdog, WatchdogActions
+from quire.worker.run.watchdog import LOOKS_PER_LIMIT, Look, StuckStepError, Watchdog, WatchdogActions
 
 
 class Steps:

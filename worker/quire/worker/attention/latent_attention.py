@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire.worker.attention.torch_attention import paged_attention
-from quire.worker.model.probe import LayerSpec
+from quire.worker.memory.layer_spec import LayerSpec
 
 LATENT_NAME = "quire_latent"
 

@@ -37,8 +37,8 @@ from transformers import AttentionInterface
 from quire.worker.device.profiling import phase
 from quire.worker.device.transfer import indices
 from quire.worker.memory.kv_pool import KVPool, indexable
+from quire.worker.memory.layer_spec import Chunked, LayerSpec, Mask, Sliding
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.probe import Chunked, LayerSpec, Mask, Sliding
 
 ATTENTION_NAME = "quire_paged"
 

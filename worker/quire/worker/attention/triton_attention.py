@@ -25,8 +25,8 @@ from quire.kernels.paged_prefill import paged_prefill
 from quire.worker.attention.torch_attention import AttentionStep, Workspace
 from quire.worker.device.transfer import indices
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_spec import Chunked, LayerSpec, Mask, Sliding
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.probe import Chunked, LayerSpec, Mask, Sliding
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from quire.worker.fusion.modules import (
 )
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, Recording, Trial, own_attention_replaced, record
-from quire.worker.model.probe import LayerSpec
+from quire.worker.memory.layer_spec import LayerSpec
 
 # Norms of a layer, by name: before and after attention, before and after the MLP.
 LAYOUTS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire.worker.attention.torch_attention import AttentionStep, attention_step
+from quire.worker.device.rounding import TOLERANCE
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_spec import LayerSpec
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.probe import LayerSpec, UnsupportedModel
-from quire.worker.model.self_check import TOLERANCE
+from quire.worker.unsupported_model import UnsupportedModel
 
 TRIAL_NAME = "quire_fusion_trial"
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import indices
 from quire.worker.memory.layer_groups import LayerGroups, one_group, specs_of_places
+from quire.worker.memory.layer_spec import KeptPerToken
 
 if TYPE_CHECKING:
     from quire.kernels.block_copy import BlockRuns
@@ -24,19 +25,6 @@ NULL_BLOCK = 0
 
 _MIB = 2**20
 _GIB = 2**30
-
-
-class KeptPerToken(Protocol):
-    """One layer's tensors for a token: a key and a value per head, or a key that begins with the value."""
-
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def k_head_dim(self) -> int: ...
-    @property
-    def v_head_dim(self) -> int: ...
-    @property
-    def values_in_keys(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from quire.worker.model.probe import Causal, LayerSpec, Mask, Sliding
-
-if TYPE_CHECKING:
-    from quire.worker.memory.kv_pool import KeptPerToken
+from quire.worker.memory.layer_spec import Causal, KeptPerToken, LayerSpec, Mask, Sliding
 
 LayerGroupChoice = Literal["auto", "one"]
 """auto: layers with other windows have tables of their own; one: one table for all layers."""

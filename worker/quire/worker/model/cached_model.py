@@ -44,7 +44,7 @@ from quire.worker.device.transfer import indices
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.probe import UnsupportedModel
+from quire.worker.unsupported_model import UnsupportedModel
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 STATE_KINDS = ("conv", "recurrent")

@@ -27,31 +27,32 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.worker.attention.latent_attention import LATENT_NAME, keep_latents, latent_specs
 from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep, Workspace, attention_step
+from quire.worker.device.rounding import TOLERANCE
 from quire.worker.fusion.fuse import FusionReport, fuse_model, unfused
 from quire.worker.fusion.modules import has_own_forward, swap_back
 from quire.worker.fusion.steps import FusedSteps
-from quire.worker.memory.kv_pool import KeptPerToken, KVPool
+from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
+from quire.worker.memory.layer_spec import KeptPerToken, LayerSpec
 from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.base_model import answering, base_of
 from quire.worker.model.cached_model import CacheLayout, cut_step, keeps_states, packed_order, probe_cache, run_cached
+from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.model_source import ModelNotFound, check_hub, find_folder
 from quire.worker.model.packed_linear import pack_linears
 from quire.worker.model.past_positions import PastPositions
-from quire.worker.model.probe import LayerSpec, OffTheInterface, UnsupportedModel, probe
+from quire.worker.model.probe import probe
 from quire.worker.model.self_check import (
     CHECKED_SEQS,
     SHORTEST_TOKENS,
-    TOLERANCE,
     Disagreement,
     eager_reference,
     find_disagreement,
     rounded_otherwise,
 )
-from quire.worker.run.ranks import ONE_RANK, OneRank
-from quire.worker.sampling.prompt_logprobs import HiddenStates, kept_hidden_states
-from quire.worker.tensor_parallel.sharding import Sharding, plan_sharding
+from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
+from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ def load_model(
     trust_remote_code: bool = False,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
-    ranks: OneRank = ONE_RANK,
+    ranks: ModelRanks = ONE_PART,
     layer_groups: LayerGroupChoice = "auto",
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
@@ -325,7 +326,7 @@ def prepare_model(
     max_model_len: int,
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
-    ranks: OneRank = ONE_RANK,
+    ranks: ModelRanks = ONE_PART,
     layer_groups: LayerGroupChoice = "auto",
 ) -> PagedModel:
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
@@ -409,7 +410,7 @@ def _prepare_paged(
 def _prepare_sharded(
     model: Any,
     specs: Mapping[int, LayerSpec],
-    ranks: OneRank,
+    ranks: ModelRanks,
     *,
     max_model_len: int,
     step_kind: type[AttentionStep],

@@ -9,7 +9,7 @@ the model really makes, and neither its name nor its configuration is consulted.
     attention interface gets module.layer_idx, q, k, v, tag, keyword arguments
 
 What the probe cannot see (a bias added outside the mask, a rope that looks at the batch) is left to the numeric
-self-check of quire.worker.model.model.
+self-check of quire.worker.model.self_check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from quire.cache.v1.layer_spans import LayerGroupKind, first_seen
+from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
+from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel
 
 PROBE_NAME = "quire_probe"
 
@@ -31,67 +32,6 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Masks are classified on positions 0 .. MASK_POSITIONS - 1. A window at least this wide counts as causal unless the
 # layer's sliding_window gives a size, which _agreed_mask then uses.
 MASK_POSITIONS = 1 << 16
-
-
-class UnsupportedModel(ValueError):
-    """The worker cannot run this model correctly. The message names the model class and the reason."""
-
-    def __init__(self, model_class: str, reason: str) -> None:
-        super().__init__(f"{model_class} is not supported: {reason}")
-        self.model_class = model_class
-        self.reason = reason
-
-
-class OffTheInterface(UnsupportedModel):
-    """A layer does not call attention through transformers' AttentionInterface."""
-
-
-@dataclass(frozen=True, slots=True)
-class Causal:
-    """A query at position p sees positions 0 .. p."""
-
-    def first_visible(self, position: int) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sliding:
-    """A query at position p sees positions p - window + 1 .. p."""
-
-    window: int
-
-    def first_visible(self, position: int) -> int:
-        return first_seen(LayerGroupKind.SLIDING, self.window, position)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunked:
-    """A query at position p sees positions chunk * (p // chunk) .. p."""
-
-    chunk: int
-
-    def first_visible(self, position: int) -> int:
-        return first_seen(LayerGroupKind.CHUNKED, self.chunk, position)
-
-
-Mask = Causal | Sliding | Chunked
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer's attention. Scores are q . k * scaling, then capped, then masked."""
-
-    layer_idx: int
-    num_query_heads: int
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    mask: Mask
-    scaling: float
-    softcap: float | None
-    has_sinks: bool
-    values_in_keys: bool = False
-    """A token's value is the first v_head_dim of its key."""
 
 
 @dataclass(frozen=True, slots=True)

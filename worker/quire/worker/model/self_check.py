@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.worker.memory.kv_pool import KeptPerToken, KVPool
+from quire.worker.device.rounding import TOLERANCE
+from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import LayerGroups
+from quire.worker.memory.layer_spec import Chunked, KeptPerToken, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.probe import Chunked, LayerSpec, Sliding
 
 BLOCK_SIZE = 4
 
@@ -44,9 +45,6 @@ SHORTEST_TOKENS = 8
 CHECKED_SEQS = 3
 STEPS_ALONE = 5
 
-# Largest difference of logits, relative to the largest logit. Below float32 the median position counts and not the
-# worst: rounding may send one token to another expert.
-TOLERANCE = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same where rounding was measured to do more. A wrong mask in all layers makes a difference of 0.7 or more.
 LARGEST_TOLERANCE = 0.2
 

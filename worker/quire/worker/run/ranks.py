@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from quire.worker.grant.decoding import Step
+from quire.worker.model.sharding import ModelRanks
 from quire.worker.sampling.sampler import Sampled
 
 
@@ -32,11 +33,9 @@ class RankStatistics:
     exchange_s: float = 0.0
 
 
-class OneRank:
+class OneRank(ModelRanks):
     """A worker of one rank. Each method says what the ranks of a group do there."""
 
-    size = 1
-    """Ranks of the worker."""
     local_size = 1
     """Ranks of the worker on this machine."""
 
@@ -79,10 +78,6 @@ class OneRank:
     def total(self, value: int) -> int:
         """Return the sum of the ranks' values."""
         return value
-
-    def combined(self, fingerprint: str) -> str:
-        """Return one fingerprint for those of all ranks."""
-        return fingerprint
 
 
 ONE_RANK = OneRank()

@@ -38,9 +38,9 @@ from quire.worker.grant.decoding import Step
 from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.memory.host_pool import HostPool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.layer_spec import Causal, Mask
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.model import PagedModel
-from quire.worker.model.probe import Causal, Mask
 from quire.worker.run.executor import Executor, LeaseRows, Outcome, PoolDamagedError, StepResult
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank

@@ -39,24 +39,24 @@ from quire.worker.memory.kv_pool import (
     size_pool,
 )
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, describe_groups, specs_of_places
+from quire.worker.memory.layer_spec import Causal, Sliding
 from quire.worker.model.model import PagedModel, check_sharding, load_model
 from quire.worker.model.model_source import find_tokenizer
-from quire.worker.model.probe import Causal, Sliding
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
+from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.run.ranks import ONE_RANK, OneRank
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.run.warm_up import StepSizes, warm_up
+from quire.worker.run.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
 from quire.worker.sampling.grammars import Grammars, NoGrammars, load_grammars
 from quire.worker.sampling.sampler import MAX_LOGPROBS
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.metrics import metric_families
 from quire.worker.service.roles import MESSAGE_LIMITS, ROLES
-from quire.worker.service.runner import ModelThread
 from quire.worker.service.servicer import ModelDescription, WorkerServicer
 from quire.worker.service.steps import StepLimits, Steps, new_epoch
-from quire.worker.service.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
 from quire.worker.tensor_parallel.group import given_place
 from quire.worker.tensor_parallel.process import Group, rank_config
 

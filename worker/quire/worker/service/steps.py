@@ -19,10 +19,10 @@ from quire.worker.grant.decoding import Step, decode_grammar, decode_grant, deco
 from quire.worker.grant.errors import Reason, Refused
 from quire.worker.grant.gate import Gate
 from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
+from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import RankLostError, RankStatistics
 from quire.worker.run.verify import OwnershipViolation
 from quire.worker.sampling.grammars import CompilerUnavailable, Following, GrammarRefused, Grammars, NoGrammars
-from quire.worker.service.runner import ModelThread
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from quire.serving.logs import configure_logging, describe_exception
 from quire.serving.server import CannotStartError
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device, use_device
+from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import OneRank, RankLostError
-from quire.worker.service.runner import ModelThread
-from quire.worker.service.watchdog import GROUP_LIMIT_S
+from quire.worker.run.watchdog import GROUP_LIMIT_S
 from quire.worker.tensor_parallel.follower import Follower, follow
 from quire.worker.tensor_parallel.group import LEADER, Place, RankGroup, given_place
 from quire.worker.tensor_parallel.leader import FAILURE_TIMEOUT_S, Leader

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from quire.worker.service.runner import MAX_UNCOLLECTED, ModelThread
+from quire.worker.run.model_thread import MAX_UNCOLLECTED, ModelThread
 
 DEADLINE_S = 60
 

@@ -7,6 +7,8 @@ and which by rows. There are three cases in which a rank has other heads:
     the plan cuts projections and gathers again   all (Phi-3)
     the plan shards experts alone                 all (DeepSeek, gpt-oss)
     more ranks than key/value heads               one, which several ranks have: see OwnHead
+
+A model asks ModelRanks about its ranks. The executor asks them more: quire.worker.run.ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +24,26 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-from quire.worker.model.probe import UnsupportedModel
+from quire.worker.unsupported_model import UnsupportedModel
 
 ACCELERATE = "accelerate"
 QUERY, KEY, VALUE, OUTPUT = "q_proj", "k_proj", "v_proj", "o_proj"
 EXPERTS = "grouped_gemm"
 """The rule of parameters that have an expert in each row."""
+
+
+class ModelRanks:
+    """The ranks that have a part of the model each: one, which has the whole model."""
+
+    size = 1
+    """Ranks of the worker."""
+
+    def combined(self, fingerprint: str) -> str:
+        """Return one fingerprint for those of all ranks."""
+        return fingerprint
+
+
+ONE_PART = ModelRanks()
 
 
 @dataclass(frozen=True, slots=True)
