@@ -26,7 +26,10 @@ from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed  # no
 from quire.worker.memory.kv_pool import bytes_per_block  # noqa: E402
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, group_layers, one_group  # noqa: E402
 from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding  # noqa: E402
-from quire.worker.model.model import CachedModel, PagedModel, pin_rope, prepare_model  # noqa: E402
+from quire.worker.model.cached_model import CachedModel  # noqa: E402
+from quire.worker.model.paged_model import PagedModel  # noqa: E402
+from quire.worker.model.pinned_rope import pin_rope  # noqa: E402
+from quire.worker.model.preparing import prepare_model  # noqa: E402
 from quire.worker.unsupported_model import UnsupportedModel  # noqa: E402
 
 NEW_TOKENS = 10

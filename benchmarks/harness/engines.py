@@ -16,7 +16,8 @@ from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcess
 from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.cache_client import CacheClient
-from quire.worker.model.model import PagedModel, load_model
+from quire.worker.model.checkpoint import load_model
+from quire.worker.model.paged_model import PagedModel
 
 NUM_CORES = len(os.sched_getaffinity(0))
 

@@ -21,7 +21,7 @@ from quire.serving.runtime import keep_freed_memory
 from quire.worker.grant.errors import Refused
 from quire.worker.grant.gate import Gate
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import capture_decode
 from quire.worker.run.model_thread import ModelThread

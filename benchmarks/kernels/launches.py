@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep, attention_step
 from quire.worker.fusion.steps import FusedSteps, KernelSteps, TorchSteps
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 
 transformers.logging.set_verbosity_error()
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 2048

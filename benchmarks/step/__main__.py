@@ -31,7 +31,7 @@ from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, TINY, Shape
 from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, serve
 
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 
 GRID = (

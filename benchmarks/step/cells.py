@@ -18,7 +18,7 @@ from shapes import BLOCK_SIZE, Shape
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import Step
 from quire.worker.memory.kv_pool import NULL_BLOCK, bytes_per_block
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor, Outcome, StepResult
 
 WARM_UP_STEPS = 3

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import RowSampling, Step
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.model.model import load_model
+from quire.worker.model.checkpoint import load_model
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.sampling.grammar_trial import make_matcher, translate
 from quire.worker.sampling.grammars import Compiled, Following

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from quire.worker.fusion.steps import choose_steps
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.service.process import pick_attention
 
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import Step
 from quire.worker.memory.host_pool import make_host_pool
 from quire.worker.memory.kv_pool import NULL_BLOCK
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Outcome
 from quire.worker.run.verify import VerifyingExecutor
 

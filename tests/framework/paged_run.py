@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 
 MAX_LEN = 64
 

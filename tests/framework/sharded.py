@@ -16,8 +16,8 @@ import transformers
 from paged_run import run
 
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.model.cached_model import CachedLayer
-from quire.worker.model.model import load_model
+from quire.worker.model.cache_layout import CachedLayer
+from quire.worker.model.checkpoint import load_model
 from quire.worker.run.ranks import OneRank
 from quire.worker.tensor_parallel.follower import Follower
 from quire.worker.tensor_parallel.group import Place, RankGroup

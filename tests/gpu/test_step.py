@@ -21,7 +21,8 @@ from quire.worker.grant.decoding import Step
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, share_of_device, size_pool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Executor, StepResult
 from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step

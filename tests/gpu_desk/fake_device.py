@@ -36,7 +36,7 @@ from transformers import masking_utils
 
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
-from quire.worker.model import model, probe, self_check
+from quire.worker.model import paged_model, probe, self_check
 from quire.worker.run import graphs
 
 TOTAL_BYTES = 80 << 30
@@ -402,7 +402,7 @@ class FakeGPU:
         # Questions about numbers: their answer is what it is on a machine where all is well.
         yield torch, "randint", _really(torch.randint)  # numbers of the host
         yield torch, "randperm", _really(torch.randperm)
-        yield model, "fingerprint", lambda module: "0" * 64
+        yield paged_model, "fingerprint", lambda module: "0" * 64
         yield probe, "classify_mask", self._classify_mask
         yield masking_utils, "find_packed_sequence_indices", lambda position_ids: None  # tokens of one sequence
         yield self_check, "_relative_error", _difference_of_kind

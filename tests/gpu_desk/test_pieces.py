@@ -103,7 +103,7 @@ def test_pieces_that_say_something_else_are_not_used_and_the_log_says_so(
 def test_a_model_whose_output_layer_does_not_run_by_itself_is_captured_for_decodes_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.model.model.base_of", lambda model: None)
+    monkeypatch.setattr("quire.worker.model.paged_model.base_of", lambda model: None)
     with FakeGPU() as gpu, caplog.at_level(logging.WARNING):
         loaded = start(save("llama", tmp_path))
         assert loaded.decode is not None

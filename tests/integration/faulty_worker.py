@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from quire.worker.grant.decoding import Step
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.tensor_parallel import follower
 from quire.worker.tensor_parallel.orders import Order
 

@@ -420,7 +420,7 @@ def test_quire_up_starts_a_worker_of_two_ranks(model_dir: Path) -> None:
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(
     family: str, size: int, reason: str, tmp_path: Path
 ) -> None:
-    from quire.worker.model.model import check_sharding
+    from quire.worker.model.checkpoint import check_sharding
     from quire.worker.unsupported_model import UnsupportedModel
 
     with pytest.raises(UnsupportedModel, match=reason):

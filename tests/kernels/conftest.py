@@ -63,7 +63,7 @@ def model(device: torch.device) -> Any:
     from gpu_desk.steps import MAX_MODEL_LEN
 
     from quire.worker.attention.triton_attention import TritonAttentionStep
-    from quire.worker.model.model import prepare_model
+    from quire.worker.model.preparing import prepare_model
 
     llama = model_zoo.one_layer_llama(max_position_embeddings=MAX_MODEL_LEN).to(device)
     with few_multiprocessors():

@@ -16,7 +16,8 @@ from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.graphs import CannotCapture, StaticDecode, buckets
 
 pytestmark = pytest.mark.usefixtures("small_device")

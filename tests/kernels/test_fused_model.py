@@ -9,7 +9,8 @@ from paged_run import run
 
 from quire.kernels.launching import BLOCK_SIZES
 from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, KernelSteps, TorchSteps, choose_steps
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 
 PROMPTS = [[5, 3, 11, 60], [90, 2, 7, 7, 40]]
 NUM_LAYERS, MAX_MODEL_LEN, NEW_TOKENS = 2, 24, 2

@@ -18,7 +18,8 @@ from quire.worker.fusion.steps import KernelSteps
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.pieces import StaticPieces, piece_buckets
 
 BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS = 16, 48, 8

@@ -12,7 +12,8 @@ from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_de
 from quire.worker.attention.triton_attention import TritonAttentionStep
 from quire.worker.grant.decoding import Step
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run import graphs
 from quire.worker.run.executor import Executor, Outcome, StepResult
 from quire.worker.run.graphs import CannotCapture, Stage, StaticDecode

@@ -15,8 +15,10 @@ from quire.worker.memory.layer_groups import one_group
 from quire.worker.memory.state_slots import StateKey, StateSpec
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model import cached_model
-from quire.worker.model.cached_model import CacheLayout, cut_step
-from quire.worker.model.model import CachedModel, PagedModel, prepare_model
+from quire.worker.model.cache_layout import CacheLayout
+from quire.worker.model.cached_model import CachedModel, cut_step
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Outcome
 from quire.worker.service.process import size_empty_pool
 from quire.worker.unsupported_model import UnsupportedModel

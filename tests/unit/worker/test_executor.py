@@ -21,8 +21,10 @@ from quire.worker.grant.decoding import RowSampling, Step
 from quire.worker.memory.host_pool import HostCopies, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice
-from quire.worker.model.model import PagedModel, load_model, prepare_model
+from quire.worker.model.checkpoint import load_model
 from quire.worker.model.model_source import find_tokenizer
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.sampling import sampler

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from quire.worker.fusion.fuse import FusionReport, fuse_model
 from quire.worker.fusion.modules import FusedAttention, FusedMLP, ResidualStream, swap_back
 from quire.worker.fusion.steps import Norm, TorchSteps, choose_steps
-from quire.worker.model.model import PagedModel, fingerprint, pin_rope, prepare_model
+from quire.worker.model.fingerprint import fingerprint
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.pinned_rope import pin_rope
+from quire.worker.model.preparing import prepare_model
 
 NEW_TOKENS = 6
 BLOCK_SIZE = 4

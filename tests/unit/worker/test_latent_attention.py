@@ -11,7 +11,8 @@ from executor_driver import FORKED, MAX_MODEL_LEN, make_prompts, run_mixed
 
 from quire.worker.attention import latent_attention
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block
-from quire.worker.model.model import PagedModel, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.preparing import prepare_model
 from quire.worker.model.probe import probe
 
 LATENTS = ["deepseek_v2", "deepseek_v3"]

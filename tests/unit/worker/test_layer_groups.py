@@ -19,7 +19,7 @@ from quire.worker.memory.layer_groups import (
     specs_of_places,
 )
 from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
-from quire.worker.model.cached_model import CachedLayer
+from quire.worker.model.cache_layout import CachedLayer
 
 LONG = 131_072
 FULL = Causal()

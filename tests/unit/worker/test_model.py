@@ -16,9 +16,12 @@ from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_spec import Chunked, LayerSpec, Sliding
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model import model as model_module
-from quire.worker.model import self_check
-from quire.worker.model.model import ModelNotFound, PagedModel, fingerprint, load_model, pin_rope, prepare_model
+from quire.worker.model import checkpoint, preparing, self_check
+from quire.worker.model.checkpoint import ModelNotFound, load_model
+from quire.worker.model.fingerprint import fingerprint
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.pinned_rope import pin_rope
+from quire.worker.model.preparing import prepare_model
 from quire.worker.model.probe import probe
 from quire.worker.sampling.sampler import Sampler, SamplingParams
 from quire.worker.unsupported_model import UnsupportedModel
@@ -255,12 +258,12 @@ class TestSelfCheck:
         dtype: torch.dtype,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(model_module, "probe", lambda model: {i: change(s) for i, s in probe(model).items()})
+        monkeypatch.setattr(preparing, "probe", lambda model: {i: change(s) for i, s in probe(model).items()})
         with pytest.raises(UnsupportedModel, match="differ from those of its own attention by"):
             prepare_model(zoo.build(name).to(dtype), max_model_len=MAX_MODEL_LEN)
 
     def test_a_rope_that_looks_at_the_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(model_module, "pin_rope", lambda model, max_model_len: 0)
+        monkeypatch.setattr(preparing, "pin_rope", lambda model, max_model_len: 0)
         with pytest.raises(UnsupportedModel, match="differ from those of its own attention"):
             prepare_model(zoo.build("phi3_longrope"), max_model_len=MAX_MODEL_LEN)
 
@@ -301,7 +304,7 @@ class TestSelfCheck:
         assert first.error > self_check.TOLERANCE[torch.bfloat16]
         assert second is None
         monkeypatch.setattr(
-            model_module, "probe", lambda model: {i: replace(s, mask=Chunked(8)) for i, s in probe(model).items()}
+            preparing, "probe", lambda model: {i: replace(s, mask=Chunked(8)) for i, s in probe(model).items()}
         )
         with pytest.raises(UnsupportedModel, match="differ from those of its own attention by"):
             prepare_model(zoo.deep_llama(dtype=torch.bfloat16), max_model_len=MAX_MODEL_LEN)
@@ -382,7 +385,7 @@ def test_the_longest_length_comes_from_the_model(name: str, tmp_path: Path) -> N
 def test_every_family_that_has_a_longest_length_names_it(name: str) -> None:
     """ALiBi and recurrent states have no limit; a dynamic rope is made for a length that the user chooses."""
     without = {"bloom", "mamba", "mamba2", "llama_dynamic_rope"}
-    length = model_module.longest_model_len(zoo.build(name).config.get_text_config(decoder=True))
+    length = checkpoint.longest_model_len(zoo.build(name).config.get_text_config(decoder=True))
     assert length == (None if name in without else zoo.MAX_LEN)
 
 
@@ -404,7 +407,7 @@ def test_pinning_keeps_ropes_that_depend_on_nothing() -> None:
 def test_a_pinned_rope_that_differs_from_that_of_short_sequences_is_logged(
     name: str, rope: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="quire.worker.model.model"):
+    with caplog.at_level("INFO", logger="quire.worker.model.pinned_rope"):
         pin_rope(zoo.build(name), 16)
         assert not caplog.messages, "within the original length nothing differs"
         pin_rope(zoo.build(name), MAX_MODEL_LEN)

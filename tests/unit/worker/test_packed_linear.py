@@ -11,9 +11,9 @@ from paged_run import MAX_LEN, run
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.worker.model import model as worker_model
-from quire.worker.model.model import prepare_model
+from quire.worker.model import preparing
 from quire.worker.model.packed_linear import PackedLinear, pack_linears
+from quire.worker.model.preparing import prepare_model
 
 CAN_PACK = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """True if this processor has products of bfloat16."""
@@ -70,7 +70,7 @@ def test_a_packed_model_says_what_the_model_says(name: str, monkeypatch: pytest.
         return num_packed(own), model.fingerprint, run(model, prompts, 8, block_size=BLOCK_SIZE, forced=sequences)[1]
 
     count, fingerprint, found = logits()
-    monkeypatch.setattr(worker_model, "pack_linears", lambda model: 0)
+    monkeypatch.setattr(preparing, "pack_linears", lambda model: 0)
     none, plain_fingerprint, expected = logits()
     assert (count > 0, none) == (CAN_PACK, 0)
     assert fingerprint == plain_fingerprint

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.model import prepare_model
+from quire.worker.model.preparing import prepare_model
 from quire.worker.run.peak_step import COSTLY_SAMPLING, largest_counts, run_largest_step
 from quire.worker.sampling.sampler import MAX_LOGPROBS, Sampled, Sampler
 

@@ -12,7 +12,9 @@ from quire.client.errors import ProtocolViolation
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model.model import PagedModel, pin_rope, prepare_model
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.pinned_rope import pin_rope
+from quire.worker.model.preparing import prepare_model
 from quire.worker.model.self_check import eager_reference
 from quire.worker.sampling import prompt_logprobs as module
 from quire.worker.sampling.prompt_logprobs import score_tokens

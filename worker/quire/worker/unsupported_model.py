@@ -14,3 +14,7 @@ class UnsupportedModel(ValueError):
 
 class OffTheInterface(UnsupportedModel):
     """A layer does not call attention through transformers' AttentionInterface."""
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -27,7 +27,7 @@ from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, Masks, Run

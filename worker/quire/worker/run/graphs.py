@@ -31,7 +31,7 @@ from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, check_runs
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
 from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
 from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, SamplingParams, TokenIds, Way

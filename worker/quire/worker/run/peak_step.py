@@ -8,7 +8,7 @@ import torch
 
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.prompt_logprobs import score_tokens
 from quire.worker.sampling.sampler import MAX_LOGPROBS, Sampler, SamplingParams

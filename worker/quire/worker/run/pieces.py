@@ -38,7 +38,7 @@ from quire.worker.device.capture import (
 from quire.worker.device.profiling import phase
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 
 log = logging.getLogger(__name__)
 

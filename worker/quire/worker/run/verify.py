@@ -40,7 +40,7 @@ from quire.worker.memory.host_pool import HostPool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.memory.layer_spec import Causal, Mask
 from quire.worker.memory.step_batch import StepBatch
-from quire.worker.model.model import PagedModel
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor, LeaseRows, Outcome, PoolDamagedError, StepResult
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank

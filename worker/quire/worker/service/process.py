@@ -40,8 +40,9 @@ from quire.worker.memory.kv_pool import (
 )
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, describe_groups, specs_of_places
 from quire.worker.memory.layer_spec import Causal, Sliding
-from quire.worker.model.model import PagedModel, check_sharding, load_model
+from quire.worker.model.checkpoint import check_sharding, load_model
 from quire.worker.model.model_source import find_tokenizer
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.run.model_thread import ModelThread

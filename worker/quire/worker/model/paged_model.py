@@ -1,0 +1,179 @@
+"""A transformers model that runs on the block pool, with the worker's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step
+from quire.worker.fusion.fuse import FusionReport
+from quire.worker.fusion.modules import has_own_forward
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
+from quire.worker.memory.layer_spec import KeptPerToken, LayerSpec
+from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.base_model import answering, base_of
+from quire.worker.model.fingerprint import fingerprint
+from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
+from quire.worker.model.past_positions import PastPositions
+from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
+
+
+class PagedModel:
+    """A causal language model with its keys and values in a KVPool."""
+
+    state_specs: Mapping[StateKey, StateSpec] = MappingProxyType({})
+    """The state that the model keeps per sequence, besides keys and values."""
+    takes_any_kv_dtype = True
+    """True if a pool may have another dtype than the model."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        specs: Mapping[int, KeptPerToken],
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        step_kind: type[AttentionStep] = AttentionStep,
+        layer_groups: LayerGroupChoice = "auto",
+    ) -> None:
+        """`specs` are the pool's, by layer: LayerSpecs if `model` has ATTENTION_NAME or LATENT_NAME set as its
+        attention implementation; load_model() sees to that.
+
+        step_kind runs the attention of its steps, and limits the block sizes of a pool. layer_groups as in
+        group_layers().
+        """
+        self.specs = dict(specs)
+        self.layer_groups = group_layers(self.specs, max_model_len=max_model_len, choice=layer_groups)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.architecture = type(model).__name__
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        # The same model fills a block differently when it keeps latents.
+        self.fingerprint = fingerprint(model) + (":latent" if any(s.values_in_keys for s in specs.values()) else "")
+        self.step_kind = step_kind
+        self.min_block_size = step_kind.min_block_size
+        self.fusion: FusionReport | None = None
+        self._model = model
+        self._base = base_of(model)
+        self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
+        self._counts_on = _counts_on_from_cache(model.config.get_text_config(decoder=True))
+        self._workspace = Workspace()
+        self.allocate_states(0)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """True if a sequence can continue only from its last position: blocks shared with others have no state for
+        it."""
+        return bool(self.state_specs)
+
+    def make_pool(self, *, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVPool:
+        """Make a pool for the model, on its device; dtype None: the model's. Raises what KVPool raises."""
+        return KVPool(
+            self.specs,
+            groups=self.layer_groups,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype or self.dtype,
+            device=self.device,
+        )
+
+    def describe_attention(self) -> str:
+        """The attention kernels, for people."""
+        return self.step_kind.describe(self.attention_specs)
+
+    def allocate_states(self, max_num_seqs: int) -> None:
+        """Make room for the states of so many rows of a sequence table; none of them holds anything then."""
+        self.states = StateSlots(self.state_specs, max_num_seqs=max_num_seqs, device=self.device)
+
+    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
+        """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
+
+        Returns [B, vocab_size] float32, on the model's device, not normalised: `out`, if given. Cost: one forward of
+        the model over T packed tokens; the output layer runs on B of them. No sync, except in models that make one.
+        """
+        with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
+            output = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices)
+            logits: Tensor = output.logits[0]
+            return logits.float() if out is None else out.copy_(logits)
+
+    def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
+        """Return the attention of one step."""
+        return self.step_kind(batch, pool, specs=self.attention_specs, workspace=self._workspace)
+
+    def forward_base(self, batch: StepBatch, step: AttentionStep) -> Any:
+        """Run the model below the output layer, with this attention; return its ModelOutput.
+
+        Its last_hidden_state is [1, T, hidden size]. Reads input_ids, positions and slot_mapping of the batch.
+        """
+        with torch.inference_mode(), attention_step(step):
+            return self._base(**self._arguments(batch))
+
+    def forward_head(self, batch: StepBatch, output: Any) -> Tensor:
+        """Return logits as forward(), of what forward_base() gave for the batch. Cost: the output layer on B tokens."""
+        with torch.inference_mode(), answering(self._base, output):
+            logits: Tensor = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices).logits[0].float()
+        return logits
+
+    @property
+    def has_head(self) -> bool:
+        """True if forward_base() and forward_head() are there: the output layer is not a part of the base model."""
+        return self._base is not None and has_own_forward(self._base)
+
+    def _arguments(self, batch: StepBatch) -> dict[str, Any]:
+        return {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.positions[None],
+            "past_key_values": PastPositions(batch.positions) if self._counts_on else None,
+            "use_cache": False,
+        }
+
+    def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> AbstractContextManager[HiddenStates]:
+        """Keep the hidden states of the forward of this batch that runs within, to make logits of all of its tokens."""
+        return kept_hidden_states(self._model)
+
+    def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
+        """Compare forward(batch, pool) -> [B, vocab_size] with the model's own attention; see
+        quire.worker.model.self_check.
+
+        Raises the exceptions of both.
+        """
+        own_attention = eager_reference(self._model)
+        implementation = self._model.config._attn_implementation
+
+        def reference(token_ids: Tensor) -> Tensor:
+            self._model.set_attn_implementation("eager")
+            try:
+                return own_attention(token_ids)
+            finally:
+                self._model.set_attn_implementation(implementation)
+
+        def rounded_reference(token_ids: Tensor) -> Tensor:
+            with rounded_otherwise(self._model):
+                return reference(token_ids)
+
+        return find_disagreement(
+            forward,
+            reference,
+            rounded_reference=rounded_reference,
+            specs=self.specs,
+            groups=self.layer_groups,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+            min_block_size=self.min_block_size,
+        )
+
+
+def _counts_on_from_cache(text_config: Any) -> bool:
+    """Llama 4 scales queries by the index in the batch after the cached tokens, and not by position_ids."""
+    return bool(getattr(text_config, "attn_temperature_tuning", False))

@@ -1,0 +1,218 @@
+"""Making a transformers model in memory run on the block pool.
+
+A model is used unchanged: no list of names, no code of our own per architecture. Checks make that safe:
+
+    probe           finds if every layer calls the registered attention function, and with which mask
+    pinned rope     a rope that would depend on the whole batch depends on positions alone
+    self-check      compares the result with the model's own attention
+
+A model in which some layers do not call that function keeps its own attention, with a cache that is the pool. A model
+that fails a check is refused with UnsupportedModel, naming the class and the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from quire.worker.attention.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep
+from quire.worker.fusion.fuse import fuse_model, unfused
+from quire.worker.fusion.modules import swap_back
+from quire.worker.fusion.steps import FusedSteps
+from quire.worker.memory.layer_groups import LayerGroupChoice
+from quire.worker.memory.layer_spec import LayerSpec
+from quire.worker.model.cache_layout import keeps_states, probe_cache
+from quire.worker.model.cached_model import CachedModel
+from quire.worker.model.packed_linear import pack_linears
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.pinned_rope import pin_rope
+from quire.worker.model.probe import probe
+from quire.worker.model.self_check import CHECKED_SEQS, eager_reference
+from quire.worker.model.sharding import ONE_PART, ModelRanks
+from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
+
+log = logging.getLogger(__name__)
+
+
+def prepare_model(
+    model: Any,
+    *,
+    max_model_len: int,
+    step_kind: type[AttentionStep] = AttentionStep,
+    fused_steps: FusedSteps | None = None,
+    ranks: ModelRanks = ONE_PART,
+    layer_groups: LayerGroupChoice = "auto",
+) -> PagedModel:
+    """Make a transformers model that is already in memory run on a block pool; it is changed in place.
+
+    fused_steps as for load_model(); a model that fails the self-check when fused runs as it is. A model that is sharded
+    over several ranks is neither fused nor packed, and keeps keys and values, not latents.
+    Raises UnsupportedModel as load_model() does.
+    """
+    model.set_attn_implementation("eager")
+    pin_rope(model, max_model_len)
+    _choose_experts_implementation(model)
+    try:
+        specs = probe(model)
+    except OffTheInterface as off:
+        if ranks.size > 1:
+            reason = f"{off.reason}; its own attention is not sharded over {ranks.size} ranks"
+            raise UnsupportedModel(off.model_class, reason) from off
+        return _prepare_cached(model, off.reason, max_model_len=max_model_len)
+    if ranks.size > 1:
+        return _prepare_sharded(
+            model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind, layer_groups=layer_groups
+        )
+    latent = latent_specs(model, specs)
+    if latent is not None:
+        keep_latents(model)
+        with suppress(UnsupportedModel):
+            return _prepare_paged(
+                model,
+                latent,
+                expanded=specs,
+                implementation=LATENT_NAME,
+                max_model_len=max_model_len,
+                fused_steps=fused_steps,
+                layer_groups=layer_groups,
+            )
+    try:
+        return _prepare_paged(
+            model,
+            specs,
+            implementation=ATTENTION_NAME,
+            max_model_len=max_model_len,
+            step_kind=step_kind,
+            fused_steps=fused_steps,
+            layer_groups=layer_groups,
+        )
+    except UnsupportedModel as refused:
+        model.set_attn_implementation("eager")
+        if not keeps_states(model):
+            raise
+        return _prepare_cached(model, refused.reason, max_model_len=max_model_len)
+
+
+def _prepare_paged(
+    model: Any,
+    specs: Mapping[int, LayerSpec],
+    *,
+    implementation: str,
+    max_model_len: int,
+    expanded: Mapping[int, LayerSpec] | None = None,
+    step_kind: type[AttentionStep] = AttentionStep,
+    fused_steps: FusedSteps | None = None,
+    layer_groups: LayerGroupChoice,
+) -> PagedModel:
+    """`expanded` are the specs of the layers' attention, if the pool's differ."""
+    model.set_attn_implementation(implementation)
+    paged = PagedModel(
+        model,
+        specs=specs,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model),
+        step_kind=step_kind,
+        layer_groups=layer_groups,
+    )
+    if expanded is None and fused_steps is None:
+        pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
+    if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
+        _check_against_own_attention(paged)
+    return paged
+
+
+def _prepare_sharded(
+    model: Any,
+    specs: Mapping[int, LayerSpec],
+    ranks: ModelRanks,
+    *,
+    max_model_len: int,
+    step_kind: type[AttentionStep],
+    layer_groups: LayerGroupChoice,
+) -> PagedModel:
+    """`specs` are of this rank's heads."""
+    log.info("fused modules: off, %d ranks have a part of each weight", ranks.size)
+    log.info("packed linear layers: off, %d ranks have a part of each weight", ranks.size)
+    model.set_attn_implementation(ATTENTION_NAME)
+    paged = PagedModel(
+        model,
+        specs=specs,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model),
+        step_kind=step_kind,
+        layer_groups=layer_groups,
+    )
+    paged.fingerprint = ranks.combined(paged.fingerprint)
+    _check_against_own_attention(paged)
+    return paged
+
+
+def _fuse(paged: PagedModel, model: Any, specs: Mapping[int, LayerSpec], steps: FusedSteps) -> bool:
+    """Fuse, and keep it if the fused model passes the self-check: its reference is the model's own modules."""
+    unfused_block_size = paged.min_block_size
+    paged.min_block_size = max(unfused_block_size, steps.min_block_size)
+    try:
+        paged.fusion = fuse_model(model, specs, max_model_len=paged.max_model_len, steps=steps)
+        _check_against_own_attention(paged)
+    except UnsupportedModel as error:
+        swap_back(model)
+        paged.min_block_size = unfused_block_size
+        paged.fusion = unfused(model, error.reason)
+        return False
+    return True
+
+
+def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
+    """`why` it does not run on the registered attention function. Raises UnsupportedModel with both reasons."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        layout = probe_cache(model)
+        cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model))
+        _check_against_own_attention(cached)
+    except UnsupportedModel as refused:
+        reason = f"{why}; with its own attention over the pool, {refused.reason}"
+        raise UnsupportedModel(refused.model_class, reason) from refused
+    return cached
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Every id that the generation configuration or the model's calls the end of a sequence."""
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        value = getattr(config, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(ids))
+
+
+def _choose_experts_implementation(model: Any) -> None:
+    """Take the first way of running a mixture of experts that runs on this device; nothing for other models."""
+    can_set = getattr(model, "_can_set_experts_implementation", None)
+    if can_set is None or not can_set():
+        return
+    token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
+    errors = []
+    for implementation in ("grouped_mm", "eager"):
+        try:
+            model.set_experts_implementation(implementation)
+            eager_reference(model)(token_ids[0])
+        except Exception as error:
+            errors.append(f"{implementation}: {first_line(error)}")
+        else:
+            return
+    raise UnsupportedModel(type(model).__name__, f"its experts do not run on {model.device.type} ({'; '.join(errors)})")
+
+
+def _check_against_own_attention(paged: PagedModel) -> None:
+    paged.allocate_states(CHECKED_SEQS)
+    try:
+        disagreement = paged.find_disagreement(paged.forward)
+    except Exception as error:
+        reason = f"the self-check failed with {type(error).__name__}: {first_line(error)}"
+        raise UnsupportedModel(paged.architecture, reason) from error
+    if disagreement is not None:
+        raise UnsupportedModel(paged.architecture, str(disagreement))
