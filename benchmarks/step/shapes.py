@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from quire.worker.fusion.steps import choose_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
-from quire.worker.service.process import pick_attention
+from quire.worker.run.loading import pick_attention
 
 BLOCK_SIZE = 16
 

@@ -19,7 +19,7 @@ from quire.cachemgr import geometry
 from quire.cachemgr.service import messages
 from quire.worker.memory.layer_groups import LayerGroupChoice, LayerGroups, group_layers
 from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding
-from quire.worker.service.process import describe_layer_groups
+from quire.worker.service.description import describe_layer_groups
 
 BLOCK_SIZE = 16
 CHUNK = 512

@@ -18,7 +18,8 @@ from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, SamplingParams
 from quire.worker.attention.triton_attention import TritonAttentionStep
 from quire.worker.grant.decoding import Step
-from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, share_of_device, size_pool
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.pool_size import share_of_device, size_pool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.paged_model import PagedModel

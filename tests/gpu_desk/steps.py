@@ -9,10 +9,11 @@ import numpy as np
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
+from quire.worker.device.devices import pick_device, use_device
 from quire.worker.grant.decoding import RowSampling, Step
 from quire.worker.run.executor import Executor
+from quire.worker.run.loading import Loaded, load
 from quire.worker.sampling.sampler import SamplingParams
-from quire.worker.service.process import Loaded, load, pick_device, use_device
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 8
@@ -59,7 +60,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
 
 
 def make_executor(loaded: Loaded) -> Executor:
-    """As quire.worker.service.process makes it."""
+    """As quire.worker.run.loading makes it."""
     return Executor(
         loaded.model, loaded.pool, max_num_seqs=MAX_NUM_SEQS, decode=loaded.decode, host_pool=loaded.host_pool
     )

@@ -20,10 +20,12 @@ from quire.serving.addresses import UnixAddress
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 from quire.serving.server import CannotStartError, StopSignals
+from quire.worker.device.devices import pick_device
 from quire.worker.run.executor import Outcome
+from quire.worker.run.loading import load_warm
 from quire.worker.sampling.sampler import SamplingParams
 from quire.worker.service import process
-from quire.worker.service.process import load_warm, pick_device, serve
+from quire.worker.service.process import serve
 
 
 @pytest.fixture(scope="module")

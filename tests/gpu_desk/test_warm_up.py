@@ -25,8 +25,8 @@ from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
 from quire.worker.grant.decoding import RowSampling, Step
 from quire.worker.run.executor import Executor, Outcome
+from quire.worker.run.loading import Loaded, load, load_warm
 from quire.worker.sampling.sampler import SamplingParams
-from quire.worker.service.process import Loaded, load, load_warm
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096

@@ -33,8 +33,8 @@ from quire.cli.service_process import LaunchError
 from quire.client import Engine, SamplingParams
 from quire.client.worker_client import WorkerClient
 from quire.worker.run.executor import Outcome
+from quire.worker.run.loading import Loaded
 from quire.worker.sampling import sampler
-from quire.worker.service.process import Loaded
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[2] / "deploy/demo/model"

@@ -20,7 +20,7 @@ from quire.worker.model.cached_model import CachedModel, cut_step
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Outcome
-from quire.worker.service.process import size_empty_pool
+from quire.worker.run.pool_budget import size_empty_pool
 from quire.worker.unsupported_model import UnsupportedModel
 
 NEW_TOKENS = 10

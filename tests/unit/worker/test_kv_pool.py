@@ -9,9 +9,10 @@ import torch
 from layers import UNEVEN_LAYERS, causal_layer
 
 from quire.kernels import reference
-from quire.worker.memory.kv_pool import KVPool, KVPoolStatistics, bytes_per_block, share_of_device, size_pool
+from quire.worker.memory.kv_pool import KVPool, KVPoolStatistics, bytes_per_block
 from quire.worker.memory.layer_groups import LayerGroup
 from quire.worker.memory.layer_spec import Causal, Sliding
+from quire.worker.memory.pool_size import share_of_device, size_pool
 
 BLOCK_SIZE = 4
 

@@ -10,14 +10,10 @@ from quire.cache.v1 import attach_pb2
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups
 from quire.worker.memory.layer_spec import Causal, Chunked, Sliding
-from quire.worker.service.process import (
-    MAX_BLOCKS,
-    count_usable_blocks,
-    describe_layer_groups,
-    make_watchdog,
-    pick_attention,
-    pick_kv_dtype,
-)
+from quire.worker.run.loading import pick_attention, pick_kv_dtype
+from quire.worker.run.pool_budget import MAX_BLOCKS, count_usable_blocks
+from quire.worker.service.description import describe_layer_groups
+from quire.worker.service.process import make_watchdog
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -56,6 +56,11 @@ class WorkerConfig:
     tensor_parallel_size: int
 
     @property
+    def has_ranks(self) -> bool:
+        """True if the worker is a group of several ranks."""
+        return self.tensor_parallel_size > 1
+
+    @property
     def model_name(self) -> str:
         """For people: a folder's last part, or the hub id."""
         path = Path(self.model)

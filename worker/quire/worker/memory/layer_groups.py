@@ -150,3 +150,8 @@ def describe_groups(groups: LayerGroups, *, layer_bytes: int) -> str:
 def _mask_of(spec: LayerSpec, max_model_len: int) -> Mask:
     window = LayerGroup(spec.mask, ()).window
     return Causal() if window is None or window >= max_model_len else spec.mask
+
+
+def registers_groups(groups: LayerGroups) -> bool:
+    """True if there are several groups, or one with a window."""
+    return len(groups) > 1 or groups[0].is_windowed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,6 +16,7 @@ from quire.serving.errors import answering, to_message
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.service.attachment import Attachment
+from quire.worker.service.description import ModelDescription
 from quire.worker.service.steps import EndedStep, Steps
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,19 +26,6 @@ Accepted = asyncio.Queue[asyncio.Future[EndedStep] | None]
 MAX_CHECKSUM_BLOCKS = 10_000
 MAX_STEPS_WAITING = 64
 """Steps of one stream that may wait for their answers before the next is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """The fields of GetModel beside the pool's geometry."""
-
-    name: str
-    architecture: str
-    tokenizer: str
-    end_token_ids: tuple[int, ...]
-    dtype: str
-    kv_dtype: str
-    device: str
 
 
 refusing = answering(Refused, lambda refused: refused.status)

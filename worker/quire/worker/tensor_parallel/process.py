@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -32,6 +33,7 @@ from quire.serving.logs import configure_logging, describe_exception
 from quire.serving.server import CannotStartError
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device, use_device
+from quire.worker.model.checkpoint import check_sharding
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import OneRank, RankLostError
 from quire.worker.run.watchdog import GROUP_LIMIT_S
@@ -250,7 +252,7 @@ def run_follower(config: WorkerConfig, place: Place) -> NoReturn:
 
 
 def _follow(config: WorkerConfig, place: Place) -> None:
-    from quire.worker.service.process import load_warm, make_executor
+    from quire.worker.run.loading import load_warm, make_executor
 
     config = rank_config(config, place)
     device = pick_device(config.device)
@@ -285,3 +287,19 @@ def _describe_exit(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"has ended with status {status}"
+
+
+async def lead(config: WorkerConfig, thread: ModelThread) -> Group:
+    """Return the group that this process is to lead. Raises what check_sharding and rank_config raise."""
+    group = Group(config, given_place(), thread)
+    rank_config(config, group.place)
+    await thread.submit(
+        partial(
+            check_sharding,
+            config.model,
+            num_ranks=config.tensor_parallel_size,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    )
+    return group

@@ -1,0 +1,240 @@
+"""Loading of one rank: the model, checked, its part of the pool, the host tier and the decode steps as CUDA graphs.
+
+    load_model -> size_of_pool -> make_pool -> capture_decode -> load_grammars -> allocate_host_pool -> warm_up
+
+Each rank of a group loads its own part. Where sizes must agree, ranks ask each other: see quire.worker.run.ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+import transformers
+
+from quire.worker.attention.torch_attention import AttentionStep
+from quire.worker.config import WorkerConfig
+from quire.worker.device.devices import pick_device
+from quire.worker.fusion.steps import choose_steps
+from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
+from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
+from quire.worker.memory.layer_groups import describe_groups, registers_groups
+from quire.worker.model.checkpoint import load_model
+from quire.worker.model.model_source import find_tokenizer
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.run.executor import Executor
+from quire.worker.run.graphs import StaticDecode, capture_decode
+from quire.worker.run.pool_budget import most_graph_tokens, size_of_pool
+from quire.worker.run.ranks import ONE_RANK, OneRank
+from quire.worker.run.verify import VerifyingExecutor
+from quire.worker.run.warm_up import StepSizes, warm_up
+from quire.worker.sampling.grammars import Grammars, NoGrammars, load_grammars
+
+log = logging.getLogger("quire.worker")
+
+# GPUs that convert float8 themselves, from this compute capability on: Ada and Hopper.
+FLOAT8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The parts of a worker before it serves; `decode` are its decode steps as graphs, if they are captured.
+
+    block_bytes are those of a block over all ranks.
+    """
+
+    grammars: Grammars | NoGrammars
+    model: PagedModel
+    pool: KVPool
+    host_pool: HostPool
+    decode: StaticDecode | None
+    block_bytes: int
+
+
+def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
+    """Load, and on a GPU run steps of all kinds, so that none has to be compiled later. Raises what load raises."""
+    if pick_device(config.device).type != "cuda":
+        return load(config, ranks)
+    # A worker on a CPU needs no Triton, which this imports.
+    from quire.worker.device.compilations import Compilations, check_cache_folder
+
+    check_cache_folder()
+    compilations = Compilations()
+    compilations.watch()
+    loaded = load(config, ranks)
+    warm_up_loaded(config, loaded)
+    compilations.expect_no_more()
+    log.info("kernels: %s", compilations.statistics())
+    return loaded
+
+
+def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
+    """Run the steps of warm_up on the loaded parts. Raises ValueError if one fails."""
+    model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
+    executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
+    sizes = StepSizes(
+        config.max_step_tokens, config.max_num_seqs, model.max_model_len, can_go_on=not model.has_recurrent_state
+    )
+    warm_up(
+        executor,
+        sizes,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        num_groups=len(pool.groups),
+        num_host_blocks=host_pool.num_blocks,
+    )
+
+
+def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
+    """The model, checked, and its memory: this rank's part of both.
+
+    Raises what load_model, size_pool and count_host_blocks raise.
+    """
+    quiet_transformers()
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    model = load_model(
+        config.model,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        device=device,
+        max_model_len=config.max_model_len,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        step_kind=pick_attention(config.attention, device, block_size=config.block_size),
+        fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse),
+        ranks=ranks,
+        layer_groups=config.layer_groups,
+    )
+    if model.fusion is not None:
+        log.info("%s", model.fusion)
+    model.allocate_states(config.max_num_seqs)
+    kv_dtype = pick_kv_dtype(config.kv_dtype, model.dtype)
+    check_kv_dtype(kv_dtype, device)
+    if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
+        has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
+        raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
+    size = size_of_pool(config, model, kv_dtype, ranks)
+    log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
+    log.info("attention: %s", model.describe_attention())
+    log.info("pool: %s", size.explanation)
+    if registers_groups(model.layer_groups):
+        bytes_of_one = layer_bytes(config, model, kv_dtype)
+        log.info("layer groups: %s", describe_groups(model.layer_groups, layer_bytes=bytes_of_one))
+    if model.has_recurrent_state:
+        log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
+    pool = model.make_pool(num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype)
+    decode = None
+    if device.type == "cuda" and uses_graphs(config):
+        decode = capture_decode(
+            model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
+        )
+    grammars = load_grammars(
+        find_tokenizer(config.model, revision=config.revision),
+        vocab_size=model.vocab_size,
+        end_token_ids=model.eos_token_ids,
+    )
+    if isinstance(grammars, NoGrammars):
+        log.info("no grammars: %s", grammars.reason)
+    host_pool = allocate_host_pool(config, model, pool, ranks)
+    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block))
+
+
+def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Executor:
+    """Return what runs the steps on what was loaded; with QUIRE_VERIFY=1 it checks each of them."""
+    kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
+    return kind(
+        loaded.model,
+        loaded.pool,
+        max_num_seqs=config.max_num_seqs,
+        decode=loaded.decode,
+        host_pool=loaded.host_pool,
+        ranks=ranks,
+    )
+
+
+def uses_graphs(config: WorkerConfig) -> bool:
+    """True if decode steps are to be CUDA graphs."""
+    if config.cuda_graphs and config.has_ranks:
+        log.info("CUDA graphs: off, %d ranks compute each step together", config.tensor_parallel_size)
+    return config.cuda_graphs and not config.has_ranks
+
+
+def layer_bytes(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> int:
+    """Bytes of one layer of a block; all layers of a model with several groups have the same."""
+    return bytes_per_block({0: next(iter(model.specs.values()))}, config.block_size, kv_dtype)
+
+
+def allocate_host_pool(config: WorkerConfig, model: PagedModel, pool: KVPool, ranks: OneRank) -> HostPool:
+    """Raises ValueError if there is no room for as much as was asked for, or the model keeps more than blocks."""
+    if config.host_memory_bytes and model.has_recurrent_state:
+        raise ValueError(f"--host-memory: {model.architecture} keeps states per sequence, which are not offloaded")
+    if not config.host_memory_bytes:
+        return make_host_pool(pool, num_blocks=0)
+    free_bytes = int(psutil.virtual_memory().available) // ranks.local_size
+    if pool.device.type == "cpu":
+        free_bytes -= pool.statistics().num_bytes  # not touched yet
+    num_blocks = count_host_blocks(
+        config.host_memory_bytes // ranks.size,
+        bytes_per_block=pool.bytes_per_block,
+        free_memory_bytes=max(0, free_bytes),
+    )
+    num_blocks = ranks.least(num_blocks)
+    log.info("host tier: %d blocks of %d bytes", num_blocks, ranks.total(pool.bytes_per_block))
+    return make_host_pool(pool, num_blocks=num_blocks)
+
+
+def quiet_transformers() -> None:
+    """Turn off warnings, which are about other uses, and progress bars, which are for terminals."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:
+    """The attention kernels. Raises ValueError if Triton is requested and can't run, or not with this block size."""
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return AttentionStep
+    if not kernels_run_on(device):
+        raise ValueError(
+            f"--attention triton: it needs a GPU, and the device is {device.type} (for tests it runs in Triton's "
+            "interpreter, with TRITON_INTERPRET=1)"
+        )
+    from quire.kernels.launching import BLOCK_SIZES
+    from quire.worker.attention.triton_attention import TritonAttentionStep
+
+    if block_size in BLOCK_SIZES:
+        return TritonAttentionStep
+    allowed = ", ".join(map(str, BLOCK_SIZES))
+    if name == "triton":
+        raise ValueError(f"--attention triton: --block-size {block_size} is not one of {allowed}")
+    log.warning(
+        "attention runs in torch, which is slow on a GPU: --block-size %d is not one of %s", block_size, allowed
+    )
+    return AttentionStep
+
+
+def pick_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The pool's dtype; "auto" is the model's."""
+    if name == "auto":
+        return model_dtype
+    dtype: torch.dtype = torch.float8_e4m3fn if name == "float8" else getattr(torch, name)
+    return dtype
+
+
+def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError if the GPU can't convert the pool's dtype."""
+    if device.type != "cuda" or kv_dtype != torch.float8_e4m3fn:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(f"--kv-dtype float8: it needs a GPU of compute capability {needed}; this one has {found}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

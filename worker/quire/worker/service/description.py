@@ -1,0 +1,78 @@
+"""The worker's description of its model for clients, and of its pool for cachemgr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.cache.v1 import attach_pb2
+from quire.worker.config import WorkerConfig
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, registers_groups
+from quire.worker.memory.layer_spec import Causal, Sliding
+from quire.worker.model.paged_model import PagedModel
+from quire.worker.run.loading import Loaded, dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The fields of GetModel beside the pool's geometry."""
+
+    name: str
+    architecture: str
+    tokenizer: str
+    end_token_ids: tuple[int, ...]
+    dtype: str
+    kv_dtype: str
+    device: str
+
+
+def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> ModelDescription:
+    return ModelDescription(
+        name=config.model_name,
+        architecture=model.architecture,
+        tokenizer=config.tokenizer,
+        end_token_ids=model.eos_token_ids,
+        dtype=dtype_name(model.dtype),
+        kv_dtype=dtype_name(pool.dtype),
+        device=str(model.device),
+    )
+
+
+def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeometry:
+    model, pool = loaded.model, loaded.pool
+    return attach_pb2.PoolGeometry(
+        block_size_tokens=pool.block_size,
+        block_count=pool.num_blocks,
+        block_bytes=loaded.block_bytes,
+        max_sequence_count=config.max_num_seqs,
+        max_sequence_tokens=model.max_model_len,
+        vocabulary_size=model.vocab_size,
+        model=config.model_name,
+        model_fingerprint=f"{model.fingerprint}:{dtype_name(pool.dtype)}",
+        has_recurrent_state=model.has_recurrent_state,
+        host_block_count=loaded.host_pool.num_blocks,
+        layer_groups=describe_layer_groups(pool.groups),
+    )
+
+
+def describe_layer_groups(groups: LayerGroups) -> list[attach_pb2.LayerGroup]:
+    """The groups for cachemgr; none for one group without a window, which is the default."""
+    if not registers_groups(groups):
+        return []
+    return [
+        attach_pb2.LayerGroup(
+            kind=layer_group_kind(group), window_token_count=group.window or 0, layer_count=len(group.layers)
+        )
+        for group in groups
+    ]
+
+
+def layer_group_kind(group: LayerGroup) -> attach_pb2.LayerGroupKind.ValueType:
+    """The kind of a group as cachemgr knows it."""
+    match group.mask:
+        case Causal():
+            return attach_pb2.LAYER_GROUP_KIND_FULL
+        case Sliding():
+            return attach_pb2.LAYER_GROUP_KIND_SLIDING
+        case _:
+            return attach_pb2.LAYER_GROUP_KIND_CHUNKED
