@@ -16,7 +16,7 @@ from roofline import Ceilings, step_bound_s, synchronize
 from shapes import BLOCK_SIZE, Shape
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.kv_pool import NULL_BLOCK, bytes_per_block
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor, Outcome, StepResult
@@ -146,7 +146,7 @@ def measure(
     )
 
 
-def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
+def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[AcceptedStep]:
     """A decode's steps each compute the token after the last one; a prompt's all compute the same tokens again."""
     generator = np.random.default_rng(0)
     block_ids = 1 + generator.permutation(cell.num_blocks)
@@ -173,7 +173,7 @@ def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[Step]:
         if number == 0 or not is_decode:
             tokens = generator.integers(3, vocab_size, (cell.num_seqs, cell.new), dtype=np.int32)
             given = dict(enumerate(tokens))
-        steps.append(Step(grant, given_tokens=given))
+        steps.append(AcceptedStep(grant, given_tokens=given))
     return steps
 
 

@@ -21,7 +21,7 @@ from report import Findings, benchmark, summary, table
 from rich.progress import Progress
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.model.checkpoint import load_model
 from quire.worker.run.executor import Executor, Outcome
@@ -82,7 +82,7 @@ class Batch:
             sampling[seq_id] = RowSampling(SamplingParams(temperature=1.0, seed=seq_id), following=following)
         grant = self._grant(0, PROMPT_TOKENS, **writes)
         assert (
-            self._executor.execute(Step(grant, dict.fromkeys(range(num_seqs), prompt), sampling)).outcome
+            self._executor.execute(AcceptedStep(grant, dict.fromkeys(range(num_seqs), prompt), sampling)).outcome
             is Outcome.COMPUTED
         )
 
@@ -104,7 +104,7 @@ class Batch:
         grant = self._grant(self._length, 1)
         self._length += 1
         started = time.perf_counter()
-        result = self._executor.execute(Step(grant))
+        result = self._executor.execute(AcceptedStep(grant))
         elapsed = time.perf_counter() - started
         assert result.outcome is Outcome.COMPUTED
         assert not result.grammar_failures, result.grammar_failures[0]

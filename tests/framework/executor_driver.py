@@ -15,7 +15,7 @@ import torch
 from model_zoo import VOCAB_SIZE
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.host_pool import make_host_pool
 from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.model.paged_model import PagedModel
@@ -179,7 +179,7 @@ class ExecutorDriver:
             if num > 1 or stream.sampled_at != start:
                 grant.given_run_indexes.append(index)
                 given[index] = np.array(stream.tokens[start:end], dtype=np.int32)
-        result = self.executor.execute(Step(grant, given))
+        result = self.executor.execute(AcceptedStep(grant, given))
         self._grant = self._next_grant()
         if result.outcome is Outcome.COMPUTED:
             tokens = dict(zip(result.sampled_ids, result.sampled_tokens, strict=True))

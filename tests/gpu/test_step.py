@@ -17,7 +17,7 @@ from quire.cache.v1 import grant_pb2
 from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, SamplingParams
 from quire.worker.attention.triton_attention import TritonAttentionStep
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.memory.pool_size import share_of_device, size_pool
 from quire.worker.memory.sequence_table import SequenceTable
@@ -185,7 +185,7 @@ def test_steps_launched_ahead_say_what_steps_one_by_one_say(model: PagedModel) -
     assert all(len(result.sampled_tokens) == 3 and result.forward_s > 0 for result in ahead)
 
 
-def decode_steps() -> list[Step]:
+def decode_steps() -> list[AcceptedStep]:
     """Three prompts, then 20 decodes of each that go on from tokens on the device."""
     counts = [30, 5, 100]
     runs: dict[str, Any] = {"lease_id": "lease", "run_sequence_ids": [1, 2, 3], "run_samples": [True] * 3}
@@ -201,9 +201,9 @@ def decode_steps() -> list[Step]:
     )
     given = {index: np.arange(count, dtype=np.int32) * 7 % 1000 for index, count in enumerate(counts)}
     return [
-        Step(first, given),
+        AcceptedStep(first, given),
         *(
-            Step(
+            AcceptedStep(
                 grant_pb2.StepGrant(
                     step_number=2 + number,
                     run_starts=[count + number for count in counts],

@@ -10,7 +10,7 @@ import numpy as np
 from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device, use_device
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.run.executor import Executor
 from quire.worker.run.loading import Loaded, load
 from quire.worker.sampling.sampler import SamplingParams
@@ -66,7 +66,9 @@ def make_executor(loaded: Loaded) -> Executor:
     )
 
 
-def mixed_and_decode_steps(params: SamplingParams, *, num_groups: int = 1) -> tuple[list[Step], list[Step]]:
+def mixed_and_decode_steps(
+    params: SamplingParams, *, num_groups: int = 1
+) -> tuple[list[AcceptedStep], list[AcceptedStep]]:
     """NUM_MIXED steps in each of which one prompt begins and the others decode, then NUM_DECODES of one token each.
 
     num_groups are the layer groups of the pool, each with blocks of its own for a sequence.
@@ -86,7 +88,7 @@ def mixed_and_decode_steps(params: SamplingParams, *, num_groups: int = 1) -> tu
         if number <= NUM_MIXED:
             _run(grant, number, 0, PROMPTS[number - 1])
             lengths.append(PROMPTS[number - 1])
-        steps.append(Step(grant, given, sampling))
+        steps.append(AcceptedStep(grant, given, sampling))
     return steps[:NUM_MIXED], steps[NUM_MIXED:]
 
 

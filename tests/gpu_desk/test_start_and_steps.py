@@ -19,7 +19,7 @@ from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import FAMILIES, save
 
 from quire.worker.attention import triton_attention
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.grant.gate import Gate
 from quire.worker.run import graphs
 from quire.worker.run.executor import Executor, Outcome
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def run(gpu: FakeGPU, executor: Executor, steps: list[Step]) -> Seen:
+def run(gpu: FakeGPU, executor: Executor, steps: list[AcceptedStep]) -> Seen:
     """Launch the steps; all have to compute. Returns the result of the last one."""
     for step in steps:
         with gpu.watch() as seen:

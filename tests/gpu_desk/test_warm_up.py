@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.run.loading import Loaded, load, load_warm
 from quire.worker.sampling.sampler import SamplingParams
@@ -125,7 +125,7 @@ class Traffic:
         self.move_blocks(first)
         given = {index: np.zeros(count, dtype=np.int32) for index, count in enumerate(counts)}
         params = self.random.choice([SamplingParams(), EVERYTHING])
-        self.execute(Step(first, given, {seq_id: RowSampling(params) for seq_id in range(len(counts))}))
+        self.execute(AcceptedStep(first, given, {seq_id: RowSampling(params) for seq_id in range(len(counts))}))
         going_on = [seq_id for seq_id, end in enumerate(ends) if end < MAX_MODEL_LEN]
         second = grant_pb2.StepGrant(lease_id="traffic", step_number=2, known_step_number=1)
         for seq_id in going_on:
@@ -136,7 +136,7 @@ class Traffic:
             write(second, child_id, num_tokens=ends[parent_id] + 1, num_groups=self.num_groups)
             add_run(second, child_id, ends[parent_id], 1)
         if second.run_sequence_ids:
-            self.execute(Step(second))
+            self.execute(AcceptedStep(second))
         self.executor.fence_lease("traffic")
 
     def draw_counts(self) -> list[int]:
@@ -165,7 +165,7 @@ class Traffic:
         grant.restore_source_host_block_ids.extend(hosts)
         grant.restore_target_block_ids.extend(moved)
 
-    def execute(self, step: Step) -> None:
+    def execute(self, step: AcceptedStep) -> None:
         assert self.executor.execute(step).outcome is Outcome.COMPUTED
 
 

@@ -22,7 +22,7 @@ from quire.worker.__main__ import main  # sets what torch must find in the envir
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.paged_model import PagedModel
@@ -54,7 +54,7 @@ def faulty_copy_blocks(pool: KVPool, pairs: Sequence[tuple[int, int]]) -> None:
     copy_blocks(pool, pairs)
 
 
-def faulty_read_step(order: Order) -> Step:
+def faulty_read_step(order: Order) -> AcceptedStep:
     step = read_step(order)
     if (FOLDER / "other-blocks").exists() and len(step.grant.write_block_ids) > 1:
         (FOLDER / "other-blocks").unlink()

@@ -10,7 +10,7 @@ import torch
 from gpu_desk.steps import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, mixed_and_decode_steps
 
 from quire.worker.attention.triton_attention import TritonAttentionStep
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
@@ -46,7 +46,7 @@ def make_static(model: PagedModel, pool: KVPool) -> StaticDecode:
     return StaticDecode(model, pool, max_num_seqs=MAX_NUM_SEQS, max_blocks_per_seq=width)
 
 
-def make_steps(params: tuple[SamplingParams, ...], *, num_groups: int = 1) -> list[Step]:
+def make_steps(params: tuple[SamplingParams, ...], *, num_groups: int = 1) -> list[AcceptedStep]:
     """Steps of four sequences; in the last two only of three, and in the last one the first does not sample."""
     mixed, decodes = mixed_and_decode_steps(GREEDY, num_groups=num_groups)
     decodes = decodes[:NUM_DECODES]
@@ -62,7 +62,7 @@ def make_steps(params: tuple[SamplingParams, ...], *, num_groups: int = 1) -> li
     return [*mixed, *decodes]
 
 
-def run(executor: Executor, steps: list[Step]) -> list[StepResult]:
+def run(executor: Executor, steps: list[AcceptedStep]) -> list[StepResult]:
     results = [executor.execute(step) for step in steps]
     assert all(result.outcome is Outcome.COMPUTED for result in results)
     return results

@@ -906,7 +906,7 @@ BUGS = [
     worker(
         RANKS_IDEA,
         "a follower computes a step that only changes tables",
-        ("read_step", "return Step(grant, skip=True)", "return Step(grant)"),
+        ("read_step", "return AcceptedStep(grant, skip=True)", "return AcceptedStep(grant)"),
     ),
     worker(
         RANKS_IDEA,

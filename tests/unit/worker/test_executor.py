@@ -17,7 +17,7 @@ from executor_driver import FORKED, MAX_MODEL_LEN, ExecutorDriver, make_prompts,
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.device.transfer import Moment, Readback, to_device
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.host_pool import HostCopies, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice
@@ -55,12 +55,12 @@ def grant(number: int, **fields: object) -> grant_pb2.StepGrant:
 
 def make_step(
     step_grant: grant_pb2.StepGrant, *given: list[int], sampling: dict[int, RowSampling] | None = None
-) -> Step:
+) -> AcceptedStep:
     tokens = {index: np.array(ids, dtype=np.int32) for index, ids in enumerate(given)}
-    return Step(step_grant, tokens, sampling or {})
+    return AcceptedStep(step_grant, tokens, sampling or {})
 
 
-def steps() -> list[Step]:
+def steps() -> list[AcceptedStep]:
     """Two prompts, one of them in parts; then decodes, with tokens that stay on the device."""
     blocks = {
         "write_sequence_ids": [1, 2],
@@ -103,7 +103,7 @@ def test_steps_launched_ahead_say_what_steps_one_by_one_say(model: PagedModel) -
 def test_a_step_behind_one_that_failed_is_known_to_fail_at_launch(model: PagedModel) -> None:
     broken = executor(model)
     first, second, *_ = steps()
-    without_tokens = Step(first.grant, {}, first.sampling)
+    without_tokens = AcceptedStep(first.grant, {}, first.sampling)
     failed, behind = broken.launch(without_tokens), broken.launch(second)
     assert failed.collect().outcome is Outcome.FAILED
     assert behind.collect() == StepResult(2, Outcome.PRIOR_FAILED, failed_step=1)

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.grant.decoding import Step, decode_grant, decode_step
+from quire.worker.grant.decoding import AcceptedStep, decode_grant, decode_step
 from quire.worker.grant.errors import Refused
 from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.service.steps import Reports, make_report
@@ -38,7 +38,7 @@ GRANT = grant_pb2.StepGrant(
 RIGHT = {4: [1, 2, 3], 6: [99]}
 
 
-def decode(*inputs: Any, grant: grant_pb2.StepGrant = GRANT, skip: bool = False) -> Step:
+def decode(*inputs: Any, grant: grant_pb2.StepGrant = GRANT, skip: bool = False) -> AcceptedStep:
     entries = [worker_service_pb2.SequenceInput(**entry) for entry in inputs]
     return decode_step(worker_service_pb2.RunStepRequest(inputs=entries, skip=skip), grant, **LIMITS)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 from quire.worker.sampling.sampler import SamplingParams
 from quire.worker.tensor_parallel.orders import (
@@ -36,7 +36,7 @@ def ints(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
     return np.array(values, dtype=np.int32)
 
 
-def make_step() -> Step:
+def make_step() -> AcceptedStep:
     grant = grant_pb2.StepGrant(
         epoch=7,
         step_number=3,
@@ -47,7 +47,7 @@ def make_step() -> Step:
         run_samples=[True, True, False],
         given_run_indexes=[0, 2],
     )
-    return Step(
+    return AcceptedStep(
         grant,
         given_tokens={0: ints(10, 20, 30), 2: ints(40, 50)},
         sampling={5: RowSampling(SamplingParams(temperature=1.0))},
@@ -102,5 +102,5 @@ def test_a_decode_step_of_256_sequences_takes_at_most_4_kib() -> None:
         write_block_counts=[1] * len(writers),
         write_block_ids=[2**24 - 1] * len(writers),
     )
-    order = step_order(Step(grant), computes=True)
+    order = step_order(AcceptedStep(grant), computes=True)
     assert order.header().nbytes + order.payload().nbytes <= MAX_DECODE_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.run.watchdog import LOOKS_PER_LIMIT, Look, StuckStepError, Watchdog, WatchdogActions
 
 
@@ -13,7 +13,7 @@ class Steps:
     """Steps in flight, as their watchdog sees them."""
 
     def __init__(self) -> None:
-        self.oldest: Step | None = None
+        self.oldest: AcceptedStep | None = None
         actions = WatchdogActions(self.pass_by, self.pass_by, whereabouts=lambda: "model:executor.py:1")
         self.watchdog = Watchdog(lambda: self.oldest, actions, limit_s=100.0)
 
@@ -21,7 +21,7 @@ class Steps:
 
     def begin(self, number: int) -> None:
         grant = grant_pb2.StepGrant(step_number=number, run_sequence_ids=[1, 2], run_token_counts=[1, 30])
-        self.oldest = Step(grant, {})
+        self.oldest = AcceptedStep(grant, {})
 
     def look(self, times: int = 1) -> list[Look]:
         """Collect so many looks, without those that show nothing new."""

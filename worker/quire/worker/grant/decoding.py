@@ -53,7 +53,7 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AcceptedStep:
     """One step, checked."""
 
     grant: grant_pb2.StepGrant
@@ -97,13 +97,13 @@ def decode_step(
     max_step_tokens: int,
     max_logprobs: int,
     followed: Mapping[int, Following | Refused] = MappingProxyType({}),
-) -> Step:
+) -> AcceptedStep:
     """Decode the client's additions, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
 
     followed has an entry for each sequence with a grammar: the refusal, if it is refused.
     """
     if request.skip:
-        return Step(grant, skip=True)
+        return AcceptedStep(grant, skip=True)
     num_tokens = sum(grant.run_token_counts)
     if num_tokens > max_step_tokens:
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
@@ -130,7 +130,7 @@ def decode_step(
             scored[run] = decode_scored(entry, check, count=grant.run_token_counts[run], max_logprobs=max_logprobs)
     check_generated(grant, sampling)
     given = match_given_tokens(grant, tokens)
-    return Step(grant, given, sampling, {run: each for run, each in scored.items() if each.next_token_ids.size})
+    return AcceptedStep(grant, given, sampling, {run: each for run, each in scored.items() if each.next_token_ids.size})
 
 
 def match_given_tokens(grant: grant_pb2.StepGrant, tokens: dict[int, Sequence[int]]) -> dict[int, TokenArray]:

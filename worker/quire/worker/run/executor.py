@@ -22,7 +22,7 @@ from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
 from quire.worker.device.profiling import StepProfiler, phase
 from quire.worker.device.transfer import Moment, Readback, indices
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
@@ -218,12 +218,12 @@ class Executor:
         self._is_damaged = False
         self.profiler: StepProfiler | None = None
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: AcceptedStep) -> StepResult:
         """Launches and collects. Raises what these raise."""
         with self._recorded(step):
             return self._launch_or_stop(step).collect()
 
-    def launch(self, step: Step) -> LaunchedStep:
+    def launch(self, step: AcceptedStep) -> LaunchedStep:
         """Applies the grant, then gives the device what there is to compute.
 
         Raises PoolDamagedError if this or an earlier grant can't be applied, DeviceLostError if the device has failed,
@@ -233,17 +233,17 @@ class Executor:
         with self._recorded(step):
             return self._launch_or_stop(step)
 
-    def _recorded(self, step: Step) -> AbstractContextManager[None]:
+    def _recorded(self, step: AcceptedStep) -> AbstractContextManager[None]:
         """Around what belongs to the step in a trace, if there is one."""
         return nullcontext() if self.profiler is None else self.profiler.step(step.grant.step_number)
 
-    def _launch_or_stop(self, step: Step) -> LaunchedStep:
+    def _launch_or_stop(self, step: AcceptedStep) -> LaunchedStep:
         try:
             return self._launch(step)
         except torch.AcceleratorError as error:
             raise DeviceLostError(f"step {step.grant.step_number}: {error!r}") from error
 
-    def _launch(self, step: Step) -> LaunchedStep:
+    def _launch(self, step: AcceptedStep) -> LaunchedStep:
         device = self._model.device
         started = Moment(device)
         grant = step.grant
@@ -272,7 +272,7 @@ class Executor:
         """A number that is equal on all ranks; this one says nothing."""
         return 0
 
-    def _try_to_compute(self, lease: LeaseRows, step: Step, started: Moment) -> LaunchedStep:
+    def _try_to_compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> LaunchedStep:
         number, device = step.grant.step_number, self._model.device
         try:
             self._set_sampling(lease, step)
@@ -312,7 +312,7 @@ class Executor:
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(self._table.statistics().num_seqs, self._ranks.statistics())
 
-    def _refused_outcome(self, lease: LeaseRows, step: Step) -> Outcome | None:
+    def _refused_outcome(self, lease: LeaseRows, step: AcceptedStep) -> Outcome | None:
         """Why nothing is to be computed, if so."""
         if step.skip:
             return Outcome.SKIPPED
@@ -377,7 +377,7 @@ class Executor:
                 written.update(self._table.block_ids(row, group=group)[entries])
         return written
 
-    def _set_sampling(self, lease: LeaseRows, step: Step) -> None:
+    def _set_sampling(self, lease: LeaseRows, step: AcceptedStep) -> None:
         """Sets sampling parameters from this step on, also if it fails: the client may not send them again.
 
         A row with wrong parameters is left without any: the steps that sample it fail.
@@ -392,7 +392,7 @@ class Executor:
                 last_token_ids=sampling.last_token_ids,
             )
 
-    def _compute(self, lease: LeaseRows, step: Step, started: Moment) -> Sampling:
+    def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
         grant, device = step.grant, self._model.device
         rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
         with phase("prepare batch"):
@@ -425,7 +425,7 @@ class Executor:
             ],
         )
 
-    def _build_batch(self, step: Step, rows: list[int]) -> tuple[StepBatch, Draws | None]:
+    def _build_batch(self, step: AcceptedStep, rows: list[int]) -> tuple[StepBatch, Draws | None]:
         """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
         grant = step.grant
         starts, counts = list(grant.run_starts), list(grant.run_token_counts)
@@ -444,7 +444,7 @@ class Executor:
         draws = self._sampler.draws(rows) if is_replayed else None
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
 
-    def _forward_and_score(self, step: Step, batch: StepBatch) -> tuple[Tensor, Scores | None]:
+    def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
         if not step.scored:
             return self._forward(step.grant, batch), None
@@ -497,7 +497,7 @@ class Executor:
         self._model.states.clear(row)
 
 
-def _runs_of(step: Step, rows: list[int]) -> list[Run]:
+def _runs_of(step: AcceptedStep, rows: list[int]) -> list[Run]:
     """The step's runs as grammars see them."""
     grant = step.grant
     runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.model.sharding import ModelRanks
 from quire.worker.sampling.sampler import Sampled
 
@@ -46,7 +46,7 @@ class OneRank(ModelRanks):
     def raise_if_lost(self) -> None:
         """Raise RankLostError if a rank was lost before: what was launched behind that step has nothing to build on."""
 
-    def computing(self, step: Step) -> AbstractContextManager[None]:
+    def computing(self, step: AcceptedStep) -> AbstractContextManager[None]:
         """Around the forward of a step: all ranks run it."""
         return nullcontext()
 
@@ -54,7 +54,7 @@ class OneRank(ModelRanks):
         """Return the tokens of num_rows rows: the leader samples, the followers get the same tokens."""
         return sample()
 
-    def launched(self, step: Step, tables: Callable[[], int]) -> Callable[[], None]:
+    def launched(self, step: AcceptedStep, tables: Callable[[], int]) -> Callable[[], None]:
         """Note that the step's work is given to the device; return a function that waits for the other ranks.
 
         `tables` returns a number that is equal on all ranks.

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.memory.host_pool import HostPool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
@@ -458,7 +458,7 @@ class VerifyingExecutor(Executor):
             masks=[group.mask for group in pool.groups],
         )
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: AcceptedStep) -> StepResult:
         """See Executor.execute. Raises OwnershipViolation."""
         try:
             result = super().execute(step)

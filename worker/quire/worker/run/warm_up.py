@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import RowSampling, Step
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.sampling.constraints import Constraints
@@ -141,7 +141,7 @@ class _Lease:
             grant.run_samples.append(True)
         given = {index: np.zeros(run.count, dtype=np.int32) for index, run in enumerate(runs)}
         sampling = {} if params is None else {seq_id: RowSampling(params) for seq_id in range(len(runs))}
-        self._execute(Step(grant, given, sampling))
+        self._execute(AcceptedStep(grant, given, sampling))
 
     def move_blocks(self, *, num_blocks: int, num_host_blocks: int) -> None:
         """Copy a block within the pool, and as many as it takes to the host tier and back, as far as there are any."""
@@ -149,15 +149,15 @@ class _Lease:
         if num_blocks > FIRST_BLOCK + 1:
             grant.copy_source_block_ids.append(FIRST_BLOCK)
             grant.copy_target_block_ids.append(FIRST_BLOCK + 1)
-        self._execute(Step(grant))
+        self._execute(AcceptedStep(grant))
         moved = range(min(MAX_MOVED_BLOCKS, num_blocks - FIRST_BLOCK, num_host_blocks))
         there, back = self._grant(), self._grant()
         there.offload_source_block_ids.extend(FIRST_BLOCK + index for index in moved)
         there.offload_target_host_block_ids.extend(moved)
         back.restore_source_host_block_ids.extend(moved)
         back.restore_target_block_ids.extend(FIRST_BLOCK + index for index in moved)
-        self._execute(Step(there))
-        self._execute(Step(back))
+        self._execute(AcceptedStep(there))
+        self._execute(AcceptedStep(back))
 
     def _grant(self) -> grant_pb2.StepGrant:
         return grant_pb2.StepGrant(lease_id=LEASE_ID, step_number=1)
@@ -169,7 +169,7 @@ class _Lease:
         grant.write_block_counts.append(len(block_ids))
         grant.write_block_ids.extend(block_ids)
 
-    def _execute(self, step: Step) -> None:
+    def _execute(self, step: AcceptedStep) -> None:
         """Run one step, then forget its sequences."""
         outcome = self._executor.execute(step).outcome
         if outcome is not Outcome.COMPUTED:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class WatchdogActions:
 class Watchdog:
     """Looks at the oldest step in flight again and again. `limit_s` is above 0."""
 
-    def __init__(self, oldest: Callable[[], Step | None], actions: WatchdogActions, *, limit_s: float) -> None:
+    def __init__(self, oldest: Callable[[], AcceptedStep | None], actions: WatchdogActions, *, limit_s: float) -> None:
         """`oldest` returns the step that all others in flight wait for, always the same object, or None."""
         self._oldest = oldest
         self._actions = actions
         self._limit_s = limit_s
-        self._watched: Step | None = None
+        self._watched: AcceptedStep | None = None
         self._num_looks = 0
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Watchdog:
         log.warning("the step that did not end has ended: serving again")
         return Look.MOVES_AGAIN
 
-    def _judge(self, step: Step) -> Look:
+    def _judge(self, step: AcceptedStep) -> Look:
         if self._num_looks == LOOKS_PER_LIMIT:
             log.error("step does not end: not serving until it does %s", self._describe(step))
             return Look.STUCK
@@ -92,7 +92,7 @@ class Watchdog:
             raise StuckStepError(f"step does not end: the worker stops {self._describe(step)}")
         return Look.NOTHING_NEW
 
-    def _describe(self, step: Step) -> str:
+    def _describe(self, step: AcceptedStep) -> str:
         grant, age_s = step.grant, self._num_looks * self._limit_s / LOOKS_PER_LIMIT
         return (
             f"step={grant.step_number} tokens={sum(grant.run_token_counts)} sequences={len(grant.run_sequence_ids)} "

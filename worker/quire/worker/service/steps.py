@@ -15,7 +15,14 @@ from typing import Self
 
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
-from quire.worker.grant.decoding import Step, decode_grammar, decode_grant, decode_step, max_grant_bytes, refuse_grammar
+from quire.worker.grant.decoding import (
+    AcceptedStep,
+    decode_grammar,
+    decode_grant,
+    decode_step,
+    max_grant_bytes,
+    refuse_grammar,
+)
 from quire.worker.grant.errors import Reason, Refused
 from quire.worker.grant.gate import Gate
 from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
@@ -147,7 +154,7 @@ class Steps:
         self._grammars = grammars
         self._executor = executor
         self._thread = thread
-        self._running: deque[Step] = deque()
+        self._running: deque[AcceptedStep] = deque()
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
         self.on_violation: Callable[[BaseException], None] = lambda error: None
@@ -157,7 +164,7 @@ class Steps:
     def num_in_flight(self) -> int:
         return self._thread.num_waiting
 
-    def oldest(self) -> Step | None:
+    def oldest(self) -> AcceptedStep | None:
         """Return the accepted step that has to end before all others, None if there is none."""
         return self._running[0] if self._running else None
 
@@ -228,7 +235,7 @@ class Steps:
         self.gate.use(grant)
         return self._run(step)
 
-    def _run(self, step: Step) -> asyncio.Future[EndedStep]:
+    def _run(self, step: AcceptedStep) -> asyncio.Future[EndedStep]:
         accepted = time.perf_counter()
 
         def launch() -> Callable[[], EndedStep]:

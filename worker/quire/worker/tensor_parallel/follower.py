@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.run.executor import Executor, LaunchedStep
 from quire.worker.run.ranks import OneRank
 from quire.worker.sampling.sampler import Sampled
@@ -29,7 +29,7 @@ class Follower(OneRank):
         self._has_forwarded = False
 
     @contextmanager
-    def computing(self, step: Step) -> Iterator[None]:
+    def computing(self, step: AcceptedStep) -> Iterator[None]:
         """See OneRank.computing."""
         yield
         self._has_forwarded = True
@@ -40,7 +40,7 @@ class Follower(OneRank):
         self.group.share(tokens)
         return Sampled(tokens)
 
-    def launched(self, step: Step, tables: Callable[[], int]) -> Callable[[], None]:
+    def launched(self, step: AcceptedStep, tables: Callable[[], int]) -> Callable[[], None]:
         """See OneRank.launched: the answer says that this rank is past the step."""
         answer = [int(self._has_forwarded), tables()]
         self._has_forwarded = False

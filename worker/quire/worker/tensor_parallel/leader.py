@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from quire.worker.device.profiling import phase
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.run.ranks import OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.sampler import Sampled
 from quire.worker.tensor_parallel.group import RankGroup
@@ -37,7 +37,7 @@ class Leader(OneRank):
         self._device = device
         self._why_lost = why_lost
         self._lost: RankLostError | None = None
-        self._ordered: Step | None = None
+        self._ordered: AcceptedStep | None = None
         self._has_forwarded = False
         self._exchange_s = 0.0
         self._counting = threading.Lock()
@@ -52,7 +52,7 @@ class Leader(OneRank):
             raise self._lost
 
     @contextmanager
-    def computing(self, step: Step) -> Iterator[None]:
+    def computing(self, step: AcceptedStep) -> Iterator[None]:
         """See OneRank.computing. The order goes here, when the leader has nothing left to refuse."""
         with phase("order"), self._talking():
             self.group.send(step_order(step, computes=True))
@@ -76,7 +76,7 @@ class Leader(OneRank):
             with self._talking():
                 self.group.share(tokens)
 
-    def launched(self, step: Step, tables: Callable[[], int]) -> Callable[[], None]:
+    def launched(self, step: AcceptedStep, tables: Callable[[], int]) -> Callable[[], None]:
         """See OneRank.launched. A step that the leader could not begin to compute changes tables all the same."""
         if self._ordered is not step:
             with self._talking():

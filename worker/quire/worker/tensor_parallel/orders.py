@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import Step
+from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 
 MAX_PARTS = 5
@@ -74,7 +74,7 @@ def read_order(header: Header, payload: Payload) -> Order:
     return Order(Kind(kind), tuple(payload[start:end].tobytes() for start, end in pairwise(ends)))
 
 
-def step_order(step: Step, *, computes: bool) -> Order:
+def step_order(step: AcceptedStep, *, computes: bool) -> Order:
     """Return the order to run a step that the leader has accepted; computes False: only its changes of tables."""
     grant = step.grant.SerializeToString()
     if not computes:
@@ -92,15 +92,15 @@ def step_order(step: Step, *, computes: bool) -> Order:
     )
 
 
-def read_step(order: Order) -> Step:
+def read_step(order: Order) -> AcceptedStep:
     """The step of a COMPUTE or an APPLY order: without sampling parameters, which only the leader needs."""
     grant = grant_pb2.StepGrant.FromString(order.parts[0])
     if order.kind is Kind.APPLY:
-        return Step(grant, skip=True)
+        return AcceptedStep(grant, skip=True)
     given_runs, given, scored_runs, scored = (np.frombuffer(part, dtype=np.int32) for part in order.parts[1:])
     counts = [grant.run_token_counts[run] for run in given_runs.tolist()]
     threes = scored_runs.reshape(-1, 3).tolist()
-    return Step(
+    return AcceptedStep(
         grant,
         given_tokens=dict(zip(given_runs.tolist(), _cut(given, counts), strict=True)),
         scored={
