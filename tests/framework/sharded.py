@@ -20,7 +20,7 @@ from quire.worker.model.cache_layout import CachedLayer
 from quire.worker.model.checkpoint import load_model
 from quire.worker.run.ranks import OneRank
 from quire.worker.tensor_parallel.follower import Follower
-from quire.worker.tensor_parallel.group import Place, RankGroup
+from quire.worker.tensor_parallel.group import RankGroup, RankPlace
 from quire.worker.tensor_parallel.leader import Leader
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def be_rank(rank: int, folder: str, families: tuple[str, ...], size: int) -> Non
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    group = RankGroup(Place(rank, size, rank, size, str(Path(folder, "store"))), CPU)
+    group = RankGroup(RankPlace(rank, size, rank, size, str(Path(folder, "store"))), CPU)
     ranks = Leader(group, CPU, lambda timeout_s: None) if rank == 0 else Follower(group, CPU)
     found: dict[str, Any] = {"": checksums(ranks, group)}
     for family in families:

@@ -407,7 +407,7 @@ class FakeGPU:
         yield masking_utils, "find_packed_sequence_indices", lambda position_ids: None  # tokens of one sequence
         yield self_check, "_relative_error", _difference_of_kind
         yield capture, "_line_of", _line_outside
-        yield fusion_trial.Trial, "differ", _differ_in_kind
+        yield fusion_trial.FusionTrial, "differ", _differ_in_kind
 
 
 def _masks_of(module: torch.nn.Module) -> list[Any]:

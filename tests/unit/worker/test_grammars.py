@@ -19,7 +19,7 @@ from text_model import END, make_tokenizer
 
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.sampling import grammar_masks, grammars
-from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
+from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.grammar_trial import load_tokenizer, make_matcher, translate
 from quire.worker.sampling.grammars import (
     Compiled,
@@ -317,20 +317,20 @@ def test_a_mask_allows_what_continues_the_text_and_the_end_token_behind_it(
     rows.set(1, follow(tokenizer, "x"))
     assert rows.follows([0, 1])
     assert not rows.follows([0, 2])
-    masks = rows.finish(rows.begin([Run(0, 0, 3, [1, 2, 3], True), Run(1, 0, BEGINS_AT, [7, 7, 7], True)]))
+    masks = rows.finish(rows.begin([MaskedRun(0, 0, 3, [1, 2, 3], True), MaskedRun(1, 0, BEGINS_AT, [7, 7, 7], True)]))
     assert masks.rows == (1,)
     assert allowed(masks.bits[0]) == {x}
     rows._table.store_sampled([1], torch.tensor([x]), [BEGINS_AT])
-    masks = rows.finish(rows.begin([Run(1, BEGINS_AT, 1, None, True)]))
+    masks = rows.finish(rows.begin([MaskedRun(1, BEGINS_AT, 1, None, True)]))
     assert allowed(masks.bits[0]) == {END_ID}
     rows._table.store_sampled([1], torch.tensor([END_ID]), [BEGINS_AT + 1])
-    masks = rows.finish(rows.begin([Run(1, BEGINS_AT + 1, 1, None, True)]))
+    masks = rows.finish(rows.begin([MaskedRun(1, BEGINS_AT + 1, 1, None, True)]))
     assert (allowed(masks.bits[0]), masks.failures) == ({END_ID}, {})
 
 
 def test_a_row_that_can_not_follow_gets_an_end_token_and_says_why(rows: GrammarRows, tokenizer: LLTokenizer) -> None:
     rows.set(1, follow(tokenizer, "xx"))
-    masks = rows.finish(rows.begin([Run(1, 0, BEGINS_AT + 1, [7, 7, 7, *ids_of("q")], True)]))
+    masks = rows.finish(rows.begin([MaskedRun(1, 0, BEGINS_AT + 1, [7, 7, 7, *ids_of("q")], True)]))
     assert allowed(masks.bits[0]) == {END_ID}
     assert masks.failures[1]
 
@@ -351,12 +351,12 @@ def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_made(
     rows.set(1, stuck)
     rows.set(2, follow(tokenizer, "y"))
     prompt = [7] * BEGINS_AT
-    masks = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
+    masks = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
     assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y"))]
     assert "more than 1 s" in masks.failures[1]
     assert stuck.compiled.is_slow
     rows._timeout_s = DEADLINE_S
-    again = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
+    again = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
     assert [allowed(bits) for bits in again.bits] == [{END_ID}, set(ids_of("y"))]
     goes_on.set()
 
@@ -379,7 +379,7 @@ def test_rows_that_wait_behind_masks_that_are_given_up_are_not_given_up(
     rows.set(1, follow(tokenizer, "y"))
     rows.set(2, stuck.fork())
     rows.set(3, follow(tokenizer, "z"))
-    masks = rows.finish(rows.begin([Run(row, 0, BEGINS_AT, [7] * BEGINS_AT, True) for row in range(4)]))
+    masks = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, [7] * BEGINS_AT, True) for row in range(4)]))
     assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y")), {END_ID}, set(ids_of("z"))]
     assert masks.failures.keys() == {0, 2}
     assert grammars.num_stuck() == 1, "the sample of the same grammar was not begun"

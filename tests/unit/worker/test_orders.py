@@ -11,8 +11,8 @@ from quire.worker.sampling.prompt_logprobs import ScoredTokens
 from quire.worker.sampling.sampler import SamplingParams
 from quire.worker.tensor_parallel.orders import (
     HEADER_LENGTH,
-    Kind,
     Order,
+    OrderKind,
     checksum_order,
     read_block_ids,
     read_order,
@@ -75,8 +75,8 @@ def test_a_step_that_computes_nothing_only_changes_tables() -> None:
 
 def test_other_orders() -> None:
     assert read_block_ids(through_the_wire(checksum_order([3, 1, 2**24]))) == [3, 1, 2**24]
-    assert through_the_wire(Order(Kind.FENCE_LEASE, (b"lease",))).parts[0] == b"lease"
-    assert through_the_wire(Order(Kind.END)).kind is Kind.END
+    assert through_the_wire(Order(OrderKind.FENCE_LEASE, (b"lease",))).parts[0] == b"lease"
+    assert through_the_wire(Order(OrderKind.END)).kind is OrderKind.END
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -103,7 +103,7 @@ class _PromptPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _AttentionPlan:
     decode_groups: tuple[_DecodeGroup, ...]
     prompt_parts: tuple[_PromptPart, ...]
 
@@ -172,7 +172,7 @@ class AttentionStep:
         self.workspace = workspace or Workspace()
         key_bytes = max(spec.num_kv_heads * spec.k_head_dim for spec in specs.values()) * pool.dtype.itemsize
         self._group_tokens = max(1, GROUP_BYTES // key_bytes)
-        self._plans: dict[tuple[int, Mask, torch.dtype, bool], _Plan] = {}
+        self._plans: dict[tuple[int, Mask, torch.dtype, bool], _AttentionPlan] = {}
         self._block_tables = batch.block_tables.unbind()
         self._written = [Slots(slots, pool.block_size) for slots in batch.slot_mapping.unbind()]
 
@@ -239,7 +239,7 @@ class AttentionStep:
         values = self.workspace.gather("v", v_pool, slots)
         return keys.to(dtype), values.to(dtype)
 
-    def plan(self, group: int, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
+    def plan(self, group: int, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _AttentionPlan:
         """Cut the step for a layer group under a mask, for queries of a dtype; reads_new: True to read new keys from
         the pool, too.
         """
@@ -249,7 +249,7 @@ class AttentionStep:
             plan = self._plans[key] = self._make_plan(self._block_tables[group], mask, dtype, reads_new=reads_new)
         return plan
 
-    def _make_plan(self, block_tables: Tensor, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _Plan:
+    def _make_plan(self, block_tables: Tensor, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _AttentionPlan:
         batch, block_size = self.batch, self.pool.block_size
         spans: dict[int, int] = {}
         parts = []
@@ -263,7 +263,7 @@ class AttentionStep:
                 parts.append(_prompt_part(table, mask, span=span, first=first, block_size=block_size))
             first += count
         groups = group_by_span(spans, max_tokens=self._group_tokens)
-        return _Plan(
+        return _AttentionPlan(
             decode_groups=tuple(
                 _decode_groups(batch, block_tables, groups, spans, block_size=block_size, bias_dtype=dtype)
             ),

@@ -40,7 +40,7 @@ from quire.worker.fusion.modules import (
     swap,
 )
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
-from quire.worker.fusion.trial import COMPARED, LARGE, Recording, Trial, own_attention_replaced, record
+from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
 
 # Norms of a layer, by name: before and after attention, before and after the MLP.
@@ -103,7 +103,7 @@ class _Fusion:
         self._max_model_len = max_model_len
         self._steps = steps
         self._stream = ResidualStream()
-        self._trial = Trial(model, specs, max_model_len)
+        self._trial = FusionTrial(model, specs, max_model_len)
         self._tables: dict[tuple[nn.Module, str], Tensor] = {}
         self._norms: dict[nn.Module, Norm] = {}
         self._swapped: Counter[str] = Counter()

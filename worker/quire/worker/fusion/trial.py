@@ -38,7 +38,7 @@ COMPARED = ("queries", "keys", "values", "results")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """A call of a module, and its result."""
 
     arguments: tuple[Any, ...]
@@ -61,7 +61,7 @@ class Call:
 class Recording:
     """One forward of the unchanged model: the last call of each module, and the callers of attention, by layer."""
 
-    calls: dict[nn.Module, Call] = field(default_factory=dict)
+    calls: dict[nn.Module, ModuleCall] = field(default_factory=dict)
     attention: dict[int, nn.Module] = field(default_factory=dict)
 
     def readers(self, tensor: Tensor) -> list[nn.Module]:
@@ -72,7 +72,7 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AttentionCall:
     """A call of attention: q [T, Hq, D], k and v [T, H, D], and the rest."""
 
     q: Tensor
@@ -83,7 +83,7 @@ class Asked:
     sinks: Tensor | None
 
 
-class Trial:
+class FusionTrial:
     """The common state of the trials of one model.
 
     batch   TRIAL_TOKENS tokens of a sequence, at early positions and a few late ones
@@ -93,7 +93,7 @@ class Trial:
     def __init__(self, model: Any, specs: Mapping[int, LayerSpec], max_model_len: int) -> None:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.asked: list[Asked] = []
+        self.asked: list[AttentionCall] = []
         self.modules: list[nn.Module] = []
         self._specs = specs
         self._generator = torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ class Trial:
     ) -> tuple[Tensor, None]:
         """The replacement of attention during a trial."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        self.asked.append(Asked(q, k, v, scaling, softcap, s_aux))
+        self.asked.append(AttentionCall(q, k, v, scaling, softcap, s_aux))
         self.modules.append(module)
         layer_idx: Any = module.layer_idx
         return self.answer(self._specs[layer_idx])[None], None
@@ -136,18 +136,20 @@ class Trial:
         with torch.inference_mode(), attention_step(_TrialStep(self, self._specs)):
             return forward(*arguments, **keywords)
 
-    def ask(self, module: nn.Module, rows: Tensor, call: Call) -> tuple[Asked, Tensor]:
+    def ask(self, module: nn.Module, rows: Tensor, call: ModuleCall) -> tuple[AttentionCall, Tensor]:
         """An attention module's call of attention for rows, and its use of the answer."""
         self.asked.clear()
         result = call.repeat(module, rows)[0]
         return self.asked[-1], result
 
-    def ask_stand_in(self, stand_in: Callable[..., Any], rows: Tensor) -> tuple[Asked, Tensor]:
+    def ask_stand_in(self, stand_in: Callable[..., Any], rows: Tensor) -> tuple[AttentionCall, Tensor]:
         self.asked.clear()
         result = self.run(stand_in, rows)[0]
         return self.asked[-1], result
 
-    def first_difference(self, actual: tuple[Asked, Tensor], expected: tuple[Asked, Tensor]) -> str | None:
+    def first_difference(
+        self, actual: tuple[AttentionCall, Tensor], expected: tuple[AttentionCall, Tensor]
+    ) -> str | None:
         """The first of COMPARED that differs."""
         pairs = [(getattr(actual[0], name), getattr(expected[0], name)) for name in ("q", "k", "v")]
         pairs.append((actual[1], expected[1]))
@@ -167,7 +169,7 @@ class Trial:
 
 
 class _TrialStep(AttentionStep):
-    def __init__(self, trial: Trial, specs: Mapping[int, LayerSpec]) -> None:
+    def __init__(self, trial: FusionTrial, specs: Mapping[int, LayerSpec]) -> None:
         pool = KVPool(specs, num_blocks=2, block_size=TRIAL_TOKENS, dtype=trial.dtype, device=trial.device)
         super().__init__(trial.batch, pool, specs=specs)
         self._trial = trial
@@ -184,7 +186,7 @@ class _TrialStep(AttentionStep):
         out: Tensor | None = None,
     ) -> Tensor:
         k, v = self.pool.k(layer_idx)[1], self.pool.v(layer_idx)[1]
-        self._trial.asked.append(Asked(q, k, v, scaling, softcap, sinks))
+        self._trial.asked.append(AttentionCall(q, k, v, scaling, softcap, sinks))
         return self._trial.answer(self.specs[layer_idx])
 
 
@@ -207,7 +209,7 @@ def _trial_batch(device: torch.device, max_model_len: int) -> StepBatch:
 
 
 @contextmanager
-def own_attention_replaced(model: Any, trial: Trial) -> Iterator[None]:
+def own_attention_replaced(model: Any, trial: FusionTrial) -> Iterator[None]:
     """transformers calls the trial instead of attention."""
     AttentionInterface.register(TRIAL_NAME, trial.attend)
     previous = model.config._attn_implementation
@@ -218,12 +220,12 @@ def own_attention_replaced(model: Any, trial: Trial) -> Iterator[None]:
         model.set_attn_implementation(previous)
 
 
-def record(model: Any, trial: Trial) -> Recording:
+def record(model: Any, trial: FusionTrial) -> Recording:
     """One forward of the model as it is. Raises UnsupportedModel if it fails."""
     recording = Recording()
 
     def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        recording.calls[module] = Call(arguments, keywords, output)
+        recording.calls[module] = ModuleCall(arguments, keywords, output)
 
     hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in model.modules()]
     try:

@@ -30,7 +30,7 @@ from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
-from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, Masks, Run
+from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler, SamplingParams
 
@@ -497,12 +497,12 @@ class Executor:
         self._model.states.clear(row)
 
 
-def _runs_of(step: AcceptedStep, rows: list[int]) -> list[Run]:
+def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
     """The step's runs as grammars see them."""
     grant = step.grant
     runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)
     return [
-        Run(row, start, count, step.given_tokens.get(index), samples)
+        MaskedRun(row, start, count, step.given_tokens.get(index), samples)
         for index, (row, start, count, samples) in enumerate(runs)
     ]
 

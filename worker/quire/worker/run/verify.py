@@ -54,21 +54,21 @@ class OwnershipViolation(Exception):
     """A step would access a block of another sequence. Names the invariant, the block, the lease, sequence and step."""
 
 
-class Content(NamedTuple):
+class SlotContent(NamedTuple):
     """The content of a slot's KV: digests of all tokens before its own, and of all with it."""
 
     before: bytes
     upto: bytes
 
 
-BEGINNING = Content(b"", b"")
+BEGINNING = SlotContent(b"", b"")
 
 
 @dataclass(slots=True)
 class HostBlock:
     """A block of the host tier: the content copied to it last, its layer group, and its lease."""
 
-    slots: list[Content | None] = field(default_factory=list)
+    slots: list[SlotContent | None] = field(default_factory=list)
     group: int = 0
     lease_id: str = ""
 
@@ -77,7 +77,7 @@ class HostBlock:
 class Block:
     """A block as the grants and steps so far have left it."""
 
-    slots: list[Content | None]
+    slots: list[SlotContent | None]
     given_to: Holder = NOBODY
     """The last holder of the block."""
     group: int = 0
@@ -100,7 +100,7 @@ class HeldSequence:
     """
 
     tables: list[list[int]]
-    content: list[Content | None] = field(default_factory=list)
+    content: list[SlotContent | None] = field(default_factory=list)
     sampled: tuple[int, int] | None = None
     """Position and id of the token sampled last."""
     untouched: set[int] = field(default_factory=set)
@@ -108,7 +108,7 @@ class HeldSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GrantedRun:
     """One run of a grant. It computes positions start .. end - 1. Its tokens begin at `offset` of the step's."""
 
     holder: Holder
@@ -142,7 +142,7 @@ class OwnershipVerifier:
         self._host_blocks = [HostBlock() for _ in range(self._num_host_blocks)]
         self._sequences: dict[Holder, HeldSequence] = {}
         self._offloaded: dict[Holder, HeldSequence] = {}
-        self._running: list[Run] = []
+        self._running: list[GrantedRun] = []
 
     def fence_lease(self, lease_id: str) -> None:
         """Forgets a lease's sequences."""
@@ -274,24 +274,24 @@ class OwnershipVerifier:
 
     # -- one step
 
-    def _runs(self, grant: grant_pb2.StepGrant) -> list[Run]:
+    def _runs(self, grant: grant_pb2.StepGrant) -> list[GrantedRun]:
         runs, offset = [], 0
         for index, (seq_id, start, count) in enumerate(
             zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True)
         ):
             holder = (grant.lease_id, seq_id)
-            runs.append(Run(holder, self._sequences[holder], index, start, start + count, offset))
+            runs.append(GrantedRun(holder, self._sequences[holder], index, start, start + count, offset))
             offset += count
         return runs
 
-    def _check_token(self, grant: grant_pb2.StepGrant, run: Run, tokens: Sequence[int]) -> None:
+    def _check_token(self, grant: grant_pb2.StepGrant, run: GrantedRun, tokens: Sequence[int]) -> None:
         """Checks that a token which is not given is the one sampled last."""
         if run.index not in grant.given_run_indexes and run.sequence.sampled != (run.start, tokens[run.offset]):
             block_id = run.sequence.tables[0][run.start // self._block_size]
             raise self._violated("I5", grant, run.holder, block_id, "would get a token that was not sampled last")
 
     def _check_batch(
-        self, grant: grant_pb2.StepGrant, run: Run, group: int, slots: Sequence[int], table: list[int]
+        self, grant: grant_pb2.StepGrant, run: GrantedRun, group: int, slots: Sequence[int], table: list[int]
     ) -> None:
         """Checks that the device's inputs for a layer group are those of the grants, and reach over what is read."""
         size, own = self._block_size, run.sequence.tables[group]
@@ -309,11 +309,11 @@ class OwnershipVerifier:
             if slot != own[position // size] * size + position % size:
                 raise self._violated("I5", grant, run.holder, slot // size, f"is written for position {position}")
 
-    def _first_read(self, run: Run, group: int) -> int:
+    def _first_read(self, run: GrantedRun, group: int) -> int:
         """The first position that the run's first token sees in a layer group."""
         return self._masks[group].first_visible(run.start)
 
-    def _note_published(self, grant: grant_pb2.StepGrant, run: Run, group: int) -> None:
+    def _note_published(self, grant: grant_pb2.StepGrant, run: GrantedRun, group: int) -> None:
         """Records blocks that the run reads and cachemgr has certainly published."""
         size = self._block_size
         for index in range(self._first_read(run, group) // size, -(-run.start // size)):
@@ -327,7 +327,7 @@ class OwnershipVerifier:
             is_known = is_behind and step_number <= grant.known_step_number
             block.is_published |= is_known or lease_id != grant.lease_id
 
-    def _check_writable(self, grant: grant_pb2.StepGrant, run: Run, group: int) -> None:
+    def _check_writable(self, grant: grant_pb2.StepGrant, run: GrantedRun, group: int) -> None:
         for block_id in self._written(run, group):
             block = self._blocks[block_id]
             if block.given_to[0] != grant.lease_id:
@@ -343,16 +343,16 @@ class OwnershipVerifier:
             elif block.is_published:
                 raise self._violated("I3", grant, run.holder, block_id, "is published, and would be written")
 
-    def _written(self, run: Run, group: int) -> list[int]:
+    def _written(self, run: GrantedRun, group: int) -> list[int]:
         """The blocks of a layer group that the run writes."""
         return run.sequence.tables[group][run.start // self._block_size : -(-run.end // self._block_size)]
 
-    def _write(self, grant: grant_pb2.StepGrant, run: Run, tokens: Sequence[int], written: set[int]) -> None:
+    def _write(self, grant: grant_pb2.StepGrant, run: GrantedRun, tokens: Sequence[int], written: set[int]) -> None:
         size = self._block_size
         before = self._before(grant, run)
         for position, token in zip(range(run.start, run.end), tokens, strict=True):
             digest = blake2b(before.upto + token.to_bytes(4, "little"), digest_size=16)
-            before = Content(before.upto, digest.digest())
+            before = SlotContent(before.upto, digest.digest())
             for table in run.sequence.tables:
                 slot = table[position // size] * size + position % size
                 if slot in written:
@@ -360,7 +360,7 @@ class OwnershipVerifier:
                 written.add(slot)
             self._put(run.sequence, position, before)
 
-    def _before(self, grant: grant_pb2.StepGrant, run: Run) -> Content:
+    def _before(self, grant: grant_pb2.StepGrant, run: GrantedRun) -> SlotContent:
         """The content of the position before the run, in a group that still has it."""
         if not run.start:
             return BEGINNING
@@ -374,7 +374,7 @@ class OwnershipVerifier:
         known = run.sequence.content[run.start - 1 : run.start]
         return known[0] or BEGINNING if known else BEGINNING  # no layer sees it
 
-    def _read(self, grant: grant_pb2.StepGrant, run: Run) -> list[Content | None]:
+    def _read(self, grant: grant_pb2.StepGrant, run: GrantedRun) -> list[SlotContent | None]:
         """The content that the run attends to in all groups, its own positions included."""
         content = run.sequence.content[: run.start]
         content += [None] * (run.end - len(content))
@@ -393,14 +393,14 @@ class OwnershipVerifier:
                 content[position] = slot
         return content
 
-    def _note_computed(self, grant: grant_pb2.StepGrant, run: Run) -> None:
+    def _note_computed(self, grant: grant_pb2.StepGrant, run: GrantedRun) -> None:
         for group in range(len(self._masks)):
             for block_id in self._written(run, group):
                 self._blocks[block_id].computed_by = (grant.lease_id, grant.step_number)
 
     # -- slots
 
-    def _slots(self, grant: grant_pb2.StepGrant, run: Run, group: int, first: int) -> list[Content | None]:
+    def _slots(self, grant: grant_pb2.StepGrant, run: GrantedRun, group: int, first: int) -> list[SlotContent | None]:
         """The content of positions first .. run.end - 1 in a layer group."""
         size, found = self._block_size, []
         for position in range(first, run.end):
@@ -411,14 +411,14 @@ class OwnershipVerifier:
             found.append(block.slots[position % size])
         return found
 
-    def _put(self, sequence: HeldSequence, position: int, content: Content | None) -> None:
+    def _put(self, sequence: HeldSequence, position: int, content: SlotContent | None) -> None:
         for table in sequence.tables:
             self._blocks[table[position // self._block_size]].slots[position % self._block_size] = content
 
     # -- violations
 
     def _misread(
-        self, invariant: str, grant: grant_pb2.StepGrant, run: Run, group: int, position: int, what: str
+        self, invariant: str, grant: grant_pb2.StepGrant, run: GrantedRun, group: int, position: int, what: str
     ) -> OwnershipViolation:
         block_id = run.sequence.tables[group][position // self._block_size]
         return self._violated(invariant, grant, run.holder, block_id, f"{what} (position {position})")

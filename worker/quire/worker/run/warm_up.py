@@ -48,7 +48,7 @@ SAMPLED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WarmUpRun:
     """A sequence of a step: `count` tokens from position `start`."""
 
     start: int
@@ -64,7 +64,7 @@ class StepSizes:
     max_model_len: int
     can_go_on: bool
 
-    def allow(self, runs: Sequence[Run]) -> bool:
+    def allow(self, runs: Sequence[WarmUpRun]) -> bool:
         """Say if a step may have these runs."""
         return (
             len(runs) <= self.max_num_seqs
@@ -92,31 +92,33 @@ def warm_up(
     for runs in batches(sizes):
         lease.run(runs)
     for params in SAMPLED:
-        lease.run([Run(0, 1)], params)
+        lease.run([WarmUpRun(0, 1)], params)
     lease.move_blocks(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
-def batches(sizes: StepSizes) -> Iterator[list[Run]]:
+def batches(sizes: StepSizes) -> Iterator[list[WarmUpRun]]:
     """Yield the runs of each step."""
     return (runs for runs in _batches(sizes) if sizes.allow(runs))
 
 
-def _batches(sizes: StepSizes) -> Iterator[list[Run]]:
+def _batches(sizes: StepSizes) -> Iterator[list[WarmUpRun]]:
     longest, most = sizes.max_model_len, sizes.max_step_tokens
     for count in (1 << power for power in range(min(most, longest).bit_length())):
         yield from _at_the_beginning(count)
         if count <= MAX_TOKENS_AT_END:
-            yield from ([Run(longest - run.count, run.count) for run in runs] for runs in _at_the_beginning(count))
-    yield [Run(0, 2)] * min(sizes.max_num_seqs, most // 2)
-    yield [Run(0, 1)] * min(sizes.max_num_seqs, most)
+            yield from (
+                [WarmUpRun(longest - run.count, run.count) for run in runs] for runs in _at_the_beginning(count)
+            )
+    yield [WarmUpRun(0, 2)] * min(sizes.max_num_seqs, most // 2)
+    yield [WarmUpRun(0, 1)] * min(sizes.max_num_seqs, most)
 
 
-def _at_the_beginning(count: int) -> Iterator[list[Run]]:
+def _at_the_beginning(count: int) -> Iterator[list[WarmUpRun]]:
     """Yield the runs of steps with prompts of so many tokens in all."""
-    yield [Run(0, count)]
+    yield [WarmUpRun(0, count)]
     if 4 <= count <= MAX_MIXED_TOKENS:
-        one, half = Run(0, 1), Run(0, count // 2)
-        yield [one, Run(0, count)]
+        one, half = WarmUpRun(0, 1), WarmUpRun(0, count // 2)
+        yield [one, WarmUpRun(0, count)]
         yield [half, one, half, one]
 
 
@@ -128,7 +130,7 @@ class _Lease:
         self._block_size = block_size
         self._num_groups = num_groups
 
-    def run(self, runs: Sequence[Run], params: SamplingParams | None = None) -> None:
+    def run(self, runs: Sequence[WarmUpRun], params: SamplingParams | None = None) -> None:
         """Run a step of new sequences."""
         grant = self._grant()
         for seq_id, run in enumerate(runs):

@@ -37,7 +37,7 @@ _Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MaskedRun:
     """One sequence of a step; token_ids is None for the token that was sampled last."""
 
     row: int
@@ -144,7 +144,7 @@ class GrammarRows:
         """True if one of the rows follows a grammar."""
         return bool(self._following) and any(row in self._following for row in rows)
 
-    def begin(self, runs: Sequence[Run]) -> MasksInWork:
+    def begin(self, runs: Sequence[MaskedRun]) -> MasksInWork:
         """Begin to make the masks of a step, before its forward; finish() has to be called in this step.
 
         Cost: a copy of the sampled tokens that they depend on, queued behind the steps that sample them; no sync.
@@ -213,7 +213,7 @@ class GrammarRows:
             self._following[row] = Following(compiled, compiled.matcher, 0, error=error)
 
 
-def _follow(following: Following, run: Run, sampled: SampledTokens, bits: _Bits | None) -> None:
+def _follow(following: Following, run: MaskedRun, sampled: SampledTokens, bits: _Bits | None) -> None:
     """Record a run, and write the allowed next tokens into bits, if it samples."""
     token_ids = [sampled.token(run.row)] if run.token_ids is None else [int(token) for token in run.token_ids]
     following.run(run.start, token_ids)

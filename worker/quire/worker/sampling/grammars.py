@@ -234,7 +234,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "quire.worker.sampling.grammar_trial", *arguments]
 
 
-class Trial:
+class GrammarTrial:
     """The process that compiles first; it is started when it is needed."""
 
     def __init__(self, arguments: Sequence[str], *, timeout_s: float) -> None:
@@ -326,7 +326,7 @@ class Grammars:
         self._kept_bytes = 0
         self._compiling: dict[bytes, asyncio.Future[Result]] = {}
         self._queue: queue.SimpleQueue[tuple[Grammar, Future[Result]] | None] = queue.SimpleQueue()
-        self._trials = [Trial(trial_arguments, timeout_s=timeout_s) for _ in range(NUM_COMPILERS)]
+        self._trials = [GrammarTrial(trial_arguments, timeout_s=timeout_s) for _ in range(NUM_COMPILERS)]
         with large_stacks():
             for trial in self._trials:
                 threading.Thread(target=self._compile_all, args=(trial,), name="grammars", daemon=True).start()
@@ -396,7 +396,7 @@ class Grammars:
             _, (num_bytes, _) = self._kept.popitem(last=False)
             self._kept_bytes -= num_bytes
 
-    def _compile_all(self, trial: Trial) -> None:
+    def _compile_all(self, trial: GrammarTrial) -> None:
         while (work := self._queue.get()) is not None:
             grammar, compiling = work
             try:
@@ -409,7 +409,7 @@ class Grammars:
                 compiling.set_result(unavailable)
         trial.close()
 
-    def _compile(self, trial: Trial, grammar: Grammar) -> Compiled:
+    def _compile(self, trial: GrammarTrial, grammar: Grammar) -> Compiled:
         matcher = make_matcher(self.tokenizer, trial.translate(grammar))
         if matcher.is_error():
             raise GrammarRefused(describe(matcher.get_error()))

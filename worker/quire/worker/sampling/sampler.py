@@ -240,7 +240,7 @@ class _Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SamplingPlan:
     """One batch's tensors on the device; valid until the rows or their parameters change."""
 
     constraints: ConstraintPlan | None
@@ -267,7 +267,7 @@ class Sampler:
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        self._planned: tuple[tuple[int, ...], _Plan] | None = None
+        self._planned: tuple[tuple[int, ...], _SamplingPlan] | None = None
         self._planned_draws: tuple[tuple[int, ...], Draws | None] | None = None
 
     def set_params(
@@ -408,7 +408,7 @@ class Sampler:
         if not 0 <= row < self.max_num_seqs:
             raise ValueError(f"row={row} is not in 0 .. {self.max_num_seqs - 1}")
 
-    def _plan(self, rows: tuple[int, ...]) -> _Plan:
+    def _plan(self, rows: tuple[int, ...]) -> _SamplingPlan:
         if self._planned is None or self._planned[0] != rows:
             params = [self._params[row] for row in rows]
             self._planned = (rows, _make_plan(rows, params, self._constraints.plan(rows), self.device))
@@ -440,8 +440,8 @@ def _mix(x: _Uint64s) -> _Uint64s:
 
 def _make_plan(
     rows: Sequence[int], params: Sequence[SamplingParams], constraints: ConstraintPlan | None, device: torch.device
-) -> _Plan:
-    return _Plan(
+) -> _SamplingPlan:
+    return _SamplingPlan(
         constraints=constraints,
         penalties=_plan_penalties(rows, params, device),
         draw=_plan_draw(params, device),

@@ -15,7 +15,7 @@ from quire.worker.run.executor import Executor, LaunchedStep
 from quire.worker.run.ranks import OneRank
 from quire.worker.sampling.sampler import Sampled
 from quire.worker.tensor_parallel.group import RankGroup
-from quire.worker.tensor_parallel.orders import Kind, Order, read_block_ids, read_step
+from quire.worker.tensor_parallel.orders import Order, OrderKind, read_block_ids, read_step
 
 
 class Follower(OneRank):
@@ -70,8 +70,8 @@ def follow(executor: Executor, group: RankGroup, on_failure: Callable[[BaseExcep
     `on_failure` gets an error of a step that was launched; it has to end the process.
     """
     collector = Collector(on_failure)
-    while (order := group.receive()).kind is not Kind.END:
-        if order.kind in (Kind.COMPUTE, Kind.APPLY):
+    while (order := group.receive()).kind is not OrderKind.END:
+        if order.kind in (OrderKind.COMPUTE, OrderKind.APPLY):
             step = read_step(order)
             if executor.runs_ahead:
                 collector.put(executor.launch(step))
@@ -84,9 +84,9 @@ def follow(executor: Executor, group: RankGroup, on_failure: Callable[[BaseExcep
 
 
 def _run(executor: Executor, order: Order) -> None:
-    if order.kind is Kind.FENCE_LEASE:
+    if order.kind is OrderKind.FENCE_LEASE:
         executor.fence_lease(order.parts[0].decode())
-    elif order.kind is Kind.BEGIN_EPOCH:
+    elif order.kind is OrderKind.BEGIN_EPOCH:
         executor.begin_epoch()
     else:
         executor.checksum_blocks(read_block_ids(order))

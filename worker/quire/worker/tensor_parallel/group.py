@@ -39,7 +39,7 @@ SIGN_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A rank's place in its group.
 
     store_path  a file that ranks of one machine meet by; None: at torchrun's MASTER_ADDR and MASTER_PORT
@@ -57,13 +57,13 @@ class Place:
         return self.rank == LEADER
 
 
-def given_place() -> Place | None:
+def given_place() -> RankPlace | None:
     """Return the place that torchrun gave to this process by its environment, None if there is none."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if any(name not in os.environ for name in names):
         return None
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    return Place(rank, size, local_rank, local_size) if size > 1 else None
+    return RankPlace(rank, size, local_rank, local_size) if size > 1 else None
 
 
 class RankGroup:
@@ -72,7 +72,7 @@ class RankGroup:
     num_orders, order_bytes    orders sent or received since then, and their bytes, headers included
     """
 
-    def __init__(self, place: Place, device: torch.device, *, silence_s: float | None = None) -> None:
+    def __init__(self, place: RankPlace, device: torch.device, *, silence_s: float | None = None) -> None:
         """Wait for all ranks. Raises RankLostError if they have not all come within JOIN_TIMEOUT.
 
         A watched rank that sends no sign of life for silence_s is lost; None: signs are neither sent nor expected.
@@ -178,7 +178,7 @@ class RankGroup:
         return sha256(b"".join(each.numpy().tobytes() for each in found)).hexdigest()
 
 
-def _init(place: Place, device: torch.device) -> None:
+def _init(place: RankPlace, device: torch.device) -> None:
     is_cuda = device.type == "cuda"
     store = None if place.store_path is None else dist.FileStore(place.store_path, place.size)  # type: ignore[attr-defined]
     dist.init_process_group(

@@ -15,7 +15,7 @@ from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.run.ranks import OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.sampler import Sampled
 from quire.worker.tensor_parallel.group import RankGroup
-from quire.worker.tensor_parallel.orders import Kind, Order, checksum_order, step_order
+from quire.worker.tensor_parallel.orders import Order, OrderKind, checksum_order, step_order
 
 WHY_TIMEOUT_S = 5.0
 """The time to wait for the cause of a broken connection: the end of the other process."""
@@ -99,12 +99,12 @@ class Leader(OneRank):
     def fence_lease(self, lease_id: str) -> None:
         """See OneRank.fence_lease."""
         with self._talking():
-            self.group.send(Order(Kind.FENCE_LEASE, (lease_id.encode(),)))
+            self.group.send(Order(OrderKind.FENCE_LEASE, (lease_id.encode(),)))
 
     def begin_epoch(self) -> None:
         """See OneRank.begin_epoch."""
         with self._talking():
-            self.group.send(Order(Kind.BEGIN_EPOCH))
+            self.group.send(Order(OrderKind.BEGIN_EPOCH))
 
     def add_checksums(self, block_ids: list[int], own: list[int]) -> list[int]:
         """See OneRank.add_checksums: the sum of the ranks' checksums, each times an odd number of its own."""
@@ -119,7 +119,7 @@ class Leader(OneRank):
     def end(self) -> None:
         """Tell the followers to end."""
         with self._talking():
-            self.group.send(Order(Kind.END))
+            self.group.send(Order(OrderKind.END))
 
     def least(self, value: int) -> int:
         """See OneRank.least."""

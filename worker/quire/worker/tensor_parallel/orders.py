@@ -39,7 +39,7 @@ Header = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Payload = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-class Kind(IntEnum):
+class OrderKind(IntEnum):
     """The work that an order is for. COMPUTE is a step that runs the model, APPLY one that only changes tables."""
 
     COMPUTE = 1
@@ -54,7 +54,7 @@ class Kind(IntEnum):
 class Order:
     """One order: its kind and its parts, as bytes."""
 
-    kind: Kind
+    kind: OrderKind
     parts: tuple[bytes, ...] = ()
 
     def header(self) -> Header:
@@ -71,17 +71,17 @@ def read_order(header: Header, payload: Payload) -> Order:
     """Return the order that has this header() and payload(). Raises ValueError for an unknown kind."""
     kind, *sizes = header.tolist()
     ends = accumulate(sizes, initial=0)
-    return Order(Kind(kind), tuple(payload[start:end].tobytes() for start, end in pairwise(ends)))
+    return Order(OrderKind(kind), tuple(payload[start:end].tobytes() for start, end in pairwise(ends)))
 
 
 def step_order(step: AcceptedStep, *, computes: bool) -> Order:
     """Return the order to run a step that the leader has accepted; computes False: only its changes of tables."""
     grant = step.grant.SerializeToString()
     if not computes:
-        return Order(Kind.APPLY, (grant,))
+        return Order(OrderKind.APPLY, (grant,))
     scored = [(run, each.num_top, len(each.next_token_ids)) for run, each in step.scored.items()]
     return Order(
-        Kind.COMPUTE,
+        OrderKind.COMPUTE,
         (
             grant,
             _int32s(list(step.given_tokens)),
@@ -95,7 +95,7 @@ def step_order(step: AcceptedStep, *, computes: bool) -> Order:
 def read_step(order: Order) -> AcceptedStep:
     """The step of a COMPUTE or an APPLY order: without sampling parameters, which only the leader needs."""
     grant = grant_pb2.StepGrant.FromString(order.parts[0])
-    if order.kind is Kind.APPLY:
+    if order.kind is OrderKind.APPLY:
         return AcceptedStep(grant, skip=True)
     given_runs, given, scored_runs, scored = (np.frombuffer(part, dtype=np.int32) for part in order.parts[1:])
     counts = [grant.run_token_counts[run] for run in given_runs.tolist()]
@@ -112,7 +112,7 @@ def read_step(order: Order) -> AcceptedStep:
 
 def checksum_order(block_ids: list[int]) -> Order:
     """The order to send the checksums of these blocks."""
-    return Order(Kind.CHECKSUM, (_int32s(block_ids),))
+    return Order(OrderKind.CHECKSUM, (_int32s(block_ids),))
 
 
 def read_block_ids(order: Order) -> list[int]:

@@ -38,7 +38,7 @@ from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import OneRank, RankLostError
 from quire.worker.run.watchdog import GROUP_LIMIT_S
 from quire.worker.tensor_parallel.follower import Follower, follow
-from quire.worker.tensor_parallel.group import LEADER, Place, RankGroup, given_place
+from quire.worker.tensor_parallel.group import LEADER, RankGroup, RankPlace, given_place
 from quire.worker.tensor_parallel.leader import FAILURE_TIMEOUT_S, Leader
 
 log = logging.getLogger("quire.worker")
@@ -66,7 +66,7 @@ def run_given_rank(config: WorkerConfig) -> None:
         run_follower(config, place)
 
 
-def rank_config(config: WorkerConfig, place: Place) -> WorkerConfig:
+def rank_config(config: WorkerConfig, place: RankPlace) -> WorkerConfig:
     """The settings of one rank: its device, its part of the CPU's threads. Raises ValueError, naming the flag."""
     threads = max(1, config.threads // place.local_size)
     has_gpus = torch.cuda.is_available()
@@ -88,7 +88,7 @@ def rank_config(config: WorkerConfig, place: Place) -> WorkerConfig:
     return replace(config, device=str(device), threads=threads)
 
 
-def silence_limit_s(config: WorkerConfig, place: Place) -> float | None:
+def silence_limit_s(config: WorkerConfig, place: RankPlace) -> float | None:
     """Seconds without a sign of life after which another rank is lost, as long as a step may hang; None: no limit.
 
     Ranks that the worker has started are on one machine. No network between them can be cut.
@@ -105,9 +105,9 @@ class Group:
     lost    done, with RankLostError, once another rank has ended; its cause is in the message
     """
 
-    def __init__(self, config: WorkerConfig, place: Place | None, thread: ModelThread) -> None:
+    def __init__(self, config: WorkerConfig, place: RankPlace | None, thread: ModelThread) -> None:
         """`place` is torchrun's, None if the followers are to be started here."""
-        self.place = place or Place(LEADER, config.tensor_parallel_size, 0, config.tensor_parallel_size)
+        self.place = place or RankPlace(LEADER, config.tensor_parallel_size, 0, config.tensor_parallel_size)
         self._starts_followers = place is None
         self._config = config
         self._thread = thread
@@ -228,14 +228,14 @@ class Group:
         return self._why
 
 
-def run_started_follower(index: int, config: WorkerConfig, leader: Place, leader_pid: int) -> NoReturn:
+def run_started_follower(index: int, config: WorkerConfig, leader: RankPlace, leader_pid: int) -> NoReturn:
     """Be the follower of this number, in a process that the leader started."""
     _end_with_parent(leader_pid)
     rank = index + 1
     run_follower(config, replace(leader, rank=rank, local_rank=rank))
 
 
-def run_follower(config: WorkerConfig, place: Place) -> NoReturn:
+def run_follower(config: WorkerConfig, place: RankPlace) -> NoReturn:
     """Be a follower, from the start to the end of the process: status 0 when the leader says so, 1 after an error."""
     configure_logging(config.server.log_level, config.server.log_format)
     log.setLevel(max(logging.WARNING, log.getEffectiveLevel()))  # the leader says the rest
@@ -251,7 +251,7 @@ def run_follower(config: WorkerConfig, place: Place) -> NoReturn:
     os._exit(0)
 
 
-def _follow(config: WorkerConfig, place: Place) -> None:
+def _follow(config: WorkerConfig, place: RankPlace) -> None:
     from quire.worker.run.loading import load_warm, make_executor
 
     config = rank_config(config, place)
@@ -264,7 +264,7 @@ def _follow(config: WorkerConfig, place: Place) -> None:
     follow(executor, group, lambda error: _exit(f"failed: {error} ({describe_exception(error)})", place))
 
 
-def _exit(why: str, place: Place) -> NoReturn:
+def _exit(why: str, place: RankPlace) -> NoReturn:
     log.error("rank %d of %d ends: %s", place.rank, place.size, why)
     _flush()
     os._exit(1)
