@@ -138,7 +138,7 @@ def to_pool_dtype(x, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _copy_rows(source, target, row_mask, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One row of D from each pointer of source to the one of target."""
+    """Copy one row of D from each pointer of source to the one of target."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = row_mask[:, None] & (dims < HEAD_DIM)
     x = tl.load(source[:, None] + dims, mask=mask)

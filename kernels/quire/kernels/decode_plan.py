@@ -65,7 +65,7 @@ class PlanLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Which program attends to which keys, and where the step's tokens go.
+    """The keys that each program attends to, and the slots of the step's tokens.
 
     Sizes: n sequences, N query tokens, P programs per kv head, W the most splits there can be.
         splits          [W, 3]      int32, (sequence, first key, one past the last key), in the order of sequences
@@ -249,7 +249,7 @@ def _tiles(seq_lens_ptr, cu_seqlens_q_ptr, seqs, num_seqs, window, chunk, RAGGED
 
 @triton.jit
 def _first_and_count(begin, tiles, run):
-    """Which run of the row the tiles begin in, and over how many runs they reach."""
+    """Return the run of the row in which the tiles begin, and the number of runs that they reach over."""
     first = begin // run
     return first, tl.where(tiles > 0, tl.cdiv(begin + tiles, run) - first, 0)
 

@@ -89,7 +89,7 @@ class Variant(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """All of a tensor but its memory: the part that checks and choices of a launcher depend on."""
+    """The description of a tensor without its memory: the part that checks and choices of a launcher depend on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -97,15 +97,15 @@ class Layout(NamedTuple):
     device: torch.device
 
     def dim(self) -> int:
-        """As Tensor.dim."""
+        """Return what Tensor.dim returns."""
         return len(self.shape)
 
     def stride(self, dim: int | None = None) -> Any:
-        """As Tensor.stride."""
+        """Return what Tensor.stride returns."""
         return self.strides if dim is None else self.strides[dim]
 
     def is_contiguous(self) -> bool:
-        """As Tensor.is_contiguous."""
+        """Return what Tensor.is_contiguous returns."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:

@@ -38,7 +38,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:
-    """One block's bytes of all tensors [B, ...], one after another in the order in which they lie in memory: [n] uint8.
+    """Return one block's bytes of all tensors [B, ...], in the order in which they lie in memory: [n] uint8.
 
     A block of each tensor is one run of memory.
     """

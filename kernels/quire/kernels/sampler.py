@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""From logits to tokens: argmax, and seeded sampling with top-k, top-p and min-p. Nothing is sorted.
+"""Sampling from logits to tokens: argmax, and seeded sampling with top-k, top-p and min-p. Nothing is sorted.
 
 The meaning is that of quire.worker.sampling.sampler: from the same logits a seed draws the same token on a CPU and
 here, but for rounding at a border between two tokens. A row is drawn by inverting its cumulative distribution, in token
@@ -209,7 +209,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """Equal to quire.worker.sampling.sampler.uniform: 0 <= u < 1, float64."""
+    """Return 0 <= u < 1, float64, equal to quire.worker.sampling.sampler.uniform."""
     counter = position.to(tl.uint64) + 1
     bits = _mix(_mix(seed.to(tl.uint64)) + counter * _GOLDEN) >> 11
     return bits.to(tl.int64).to(tl.float64) * 1.1102230246251565e-16

@@ -157,7 +157,7 @@ def is_answered(path: str) -> bool:
 
 @contextlib.contextmanager
 def claimed_socket(path: str) -> Iterator[None]:
-    """Within the block no other server that uses this function binds in the socket's folder; `path` is free.
+    """Keep other servers that use this function from binding in the socket's folder meanwhile; `path` is free.
 
     Raises AddressError if the folder is missing or not writable, AddressInUseError as `remove_stale_socket`.
     """
@@ -177,7 +177,7 @@ def claimed_socket(path: str) -> Iterator[None]:
 
 
 def explain_bind_failure(address: TcpAddress) -> str:
-    """Why this address can't be bound, in the system's words; gRPC does not say. Empty if it could be bound now."""
+    """Return the reason why this address can't be bound, in the system's words; empty if it could be bound now."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

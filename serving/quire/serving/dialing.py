@@ -1,4 +1,4 @@
-"""How clients and workers dial cachemgr and workers: TLS to host:port if there are authorities, and a token.
+"""The channels of clients and workers to cachemgr and workers: TLS to host:port if there are authorities, and a token.
 
 Certificate files are read when a channel is made: a later channel has the newer certificate. A token is read again
 when its file has changed.

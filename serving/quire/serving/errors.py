@@ -76,7 +76,7 @@ class CallEnded(Exception):
 
 
 def to_grpc_status(error: ErrorStatus) -> grpc.Status:
-    """For `context.abort_with_status`."""
+    """Return the error for `context.abort_with_status`."""
     message = _shortened(error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=error.domain, metadata=_shown(error.metadata))
     details = [_packed(info)]
@@ -87,7 +87,7 @@ def to_grpc_status(error: ErrorStatus) -> grpc.Status:
 
 
 def to_message(error: ErrorStatus) -> error_pb2.Error:
-    """For an answer about many items or requests. The domain is not sent: it is the service's own."""
+    """Return the error for an answer about many items or requests. The domain is not sent: it is the service's own."""
     return error_pb2.Error(
         code=_number(error.code),
         reason=error.reason,

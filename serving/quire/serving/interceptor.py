@@ -301,7 +301,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
             self._streams.discard(opened)
 
     async def _last_words(self, opened: "_Stream", context: Context) -> ErrorStatus:
-        """Why we cancelled a stream. Raises CancelledError if it was its client."""
+        """Return the reason why we cancelled a stream. Raises CancelledError if it was its client."""
         if opened.last_words is None or context.cancelled():
             raise asyncio.CancelledError
         with contextlib.suppress(asyncio.CancelledError):

@@ -55,7 +55,7 @@ def current_call() -> Call | None:
 
 
 def begin_call(metadata: Iterable[tuple[str, Any]]) -> Call:
-    """For the interceptor: says which call this task answers. Its id is the caller's own if it can be one."""
+    """Note the call that this task answers, for the interceptor. Its id is the caller's own if it can be one."""
     given = dict(metadata).get(REQUEST_ID_KEY)
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         given = f"{random.getrandbits(64):016x}"

@@ -60,7 +60,7 @@ def section_of(names: Iterable[str]) -> str:
 
 
 def write_section(formatter: click.HelpFormatter, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Nothing, if there are no rows."""
+    """Write a section of the manual; nothing if there are no rows."""
     rows = list(rows)
     if rows:
         with formatter.section(title):

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def certificate_family(tls: ServerTls | None) -> Metric:
-    """When the certificate in force ends. Without TLS there is no sample."""
+    """Return the time at which the certificate in force ends. Without TLS there is no sample."""
     family = GaugeMetricFamily(
         "quire_tls_certificate_expiry_timestamp_seconds", "When the server's certificate ends, in seconds since 1970."
     )

@@ -124,4 +124,4 @@ class _SilentHandler(WSGIRequestHandler):
     """Logs no requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 4 * MAX_CALLS
 MAX_CONNECTIONS = MAX_CALLS
-"""For each address. One more is closed at once."""
+"""The most connections of each address. One more is closed at once."""
 # Unknown names are ignored without a word: tests watch the effects.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # else a second server binds the same port and takes half of the calls

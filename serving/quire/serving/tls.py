@@ -60,7 +60,7 @@ class ServerTls:
         return self._watched.current()
 
     def port_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
-        """For one port of a gRPC server; another port needs its own.
+        """Return the credentials of one port of a gRPC server; another port needs its own.
 
         gRPC checks before each handshake, port by port, whether the certificate has changed.
         """
@@ -162,7 +162,7 @@ def _is_readable_chain(cert: Path) -> bool:
 
 
 def _no_password() -> bytes:
-    """Without this OpenSSL would prompt on the terminal."""
+    """Return no password. Without this function OpenSSL would prompt on the terminal."""
     return b"-"
 
 

@@ -74,7 +74,7 @@ class WatchedFiles(Generic[Value]):
 
 
 def read_bytes(path: Path, flags: int = 0) -> bytes:
-    """All of a file, opened with these flags beside those to read. Never waits for a writer, as of a fifo.
+    """Return all of a file, opened with these flags beside those to read. Never waits for a writer, as of a fifo.
 
     Raises FileError if there is none, if it is not a regular file or has more than MAX_FILE_BYTES, or if it is empty,
     as one is that is about to be written.

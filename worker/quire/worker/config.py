@@ -62,7 +62,7 @@ class WorkerConfig:
 
     @property
     def model_name(self) -> str:
-        """For people: a folder's last part, or the hub id."""
+        """The model's name for people: a folder's last part, or the hub id."""
         path = Path(self.model)
         return path.resolve().name if path.exists() else self.model
 

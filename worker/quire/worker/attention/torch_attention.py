@@ -513,7 +513,7 @@ def _tile_queries(num_query_heads: int, num_keys: int) -> int:
 
 
 def _hidden(mask: Mask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
-    """Which keys a query must not see, [queries, keys] bool, for two half-open ranges of positions."""
+    """Return the keys that a query must not see, [queries, keys] bool, for two half-open ranges of positions."""
     q = torch.arange(*queries, device=device)[:, None]
     k = torch.arange(*keys, device=device)
     match mask:

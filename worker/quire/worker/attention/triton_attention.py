@@ -63,7 +63,7 @@ MAX_LAYERS = 1024
 
 @lru_cache(maxsize=MAX_LAYERS)
 def why_torch(spec: LayerSpec) -> str | None:
-    """Why the kernels can't run this layer's attention, or None if they can."""
+    """Return the reason why the kernels can't run this layer's attention, None if they can."""
     for head_dim in (spec.k_head_dim, spec.v_head_dim):
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
             return f"head dim {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"

@@ -1,4 +1,4 @@
-"""Which device a worker computes on. Imports torch, and nothing that takes longer."""
+"""The device that a worker computes on. The file imports torch, and nothing that takes longer."""
 
 from __future__ import annotations
 

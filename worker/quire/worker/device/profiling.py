@@ -48,7 +48,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step_number: int) -> Iterator[None]:
-        """Around one step."""
+        """Record the step that runs in this context, if it is one of those to record."""
         self._num_seen += 1
         if self._num_seen == self._first:
             self._start()

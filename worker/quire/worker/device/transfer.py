@@ -59,7 +59,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class Moment:
-    """When the device is done with all work given to it so far."""
+    """The time at which the device is done with all work given to it so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_s = time.perf_counter()

@@ -138,7 +138,7 @@ class AttentionParts:
 
 
 class FusedAttention:
-    """From hidden states to hidden states: merged projection, prologue, attention over the pool, output projection."""
+    """A fused attention module: merged projection, prologue, attention over the pool, output projection."""
 
     def __init__(self, module: nn.Module, parts: AttentionParts, *, steps: FusedSteps) -> None:
         self._own = module.forward

@@ -30,7 +30,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Which dims of a head are rotated, and how: see qkv_prologue() in quire.kernels.
+    """The dims of a head that are rotated, and their angles: see qkv_prologue() in quire.kernels.
 
     table           [P, R]  float32, of make_rope_table()
     interleaved             pairs are dims 2i and 2i + 1 instead of i and i + R / 2

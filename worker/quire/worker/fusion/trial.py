@@ -50,7 +50,7 @@ class ModuleCall:
         return self.arguments[0] if self.arguments else self.keywords.get("hidden_states")
 
     def repeat(self, module: nn.Module, rows: Tensor) -> Any:
-        """Once more, with other hidden states."""
+        """Call the module once more, with other hidden states."""
         with torch.inference_mode():
             if self.arguments:
                 return module(rows, *self.arguments[1:], **self.keywords)
@@ -221,7 +221,7 @@ def own_attention_replaced(model: Any, trial: FusionTrial) -> Iterator[None]:
 
 
 def record(model: Any, trial: FusionTrial) -> Recording:
-    """One forward of the model as it is. Raises UnsupportedModel if it fails."""
+    """Run and record one forward of the model as it is. Raises UnsupportedModel if it fails."""
     recording = Recording()
 
     def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:

@@ -33,9 +33,9 @@ TOKEN_DTYPE = "<i4"
 MAX_ID_BYTES = 5
 """The most bytes of an id or a count in a grant: none is negative."""
 GRANT_HEAD_BYTES = 4_096
-"""More than names and numbers of a grant take."""
+"""A limit that the names and numbers of a grant stay below."""
 SEQUENCE_BYTES = 128
-"""More than a grant says of one sequence in one layer group, but for its blocks."""
+"""A limit that a grant's bytes for one sequence in one layer group stay below, its blocks aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedStep:
-    """One step, checked."""
+    """A step as this worker runs it: its grant was accepted, and the client's additions are checked."""
 
     grant: grant_pb2.StepGrant
     given_tokens: Mapping[int, TokenArray] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class AcceptedStep:
     sampling: Mapping[int, RowSampling] = field(default_factory=dict)
     """New sampling parameters, by sequence."""
     scored: Mapping[int, ScoredTokens] = field(default_factory=dict)
-    """By index of a run: tokens of its prompt with log-probabilities in the answer."""
+    """Tokens of a prompt with log-probabilities in the answer, by index of the run."""
     skip: bool = False
 
 

@@ -55,7 +55,7 @@ class Gate:
         return self._next_step
 
     def begin_epoch(self, epoch: int) -> None:
-        """Nothing that was granted before passes any more."""
+        """Refuse all grants of earlier epochs from now on."""
         self._epoch = epoch
         self._attached_term = 0
         self._signing_key = None

@@ -121,11 +121,11 @@ class KVPool:
 
     @property
     def windowed(self) -> list[bool]:
-        """For each group: True if blocks behind a window are given up, so that their entries in tables are null."""
+        """One flag a group: True if blocks behind a window are given up, so that their entries in tables are null."""
         return [group.is_windowed for group in self.groups]
 
     def tensors(self) -> list[Tensor]:
-        """All memory, by rising place in a block, K before V."""
+        """Return all tensors, by rising place in a block, K before V."""
         by_layer = ((self._k[i], self._v[i]) if self._has_values[i] else (self._k[i],) for i in sorted(self._k))
         return [tensor for tensors in by_layer for tensor in tensors]
 
@@ -214,7 +214,7 @@ def _have_one_geometry(specs: Mapping[int, KeptPerToken]) -> bool:
 
 
 def _block_runs(tensors: Sequence[Tensor]) -> BlockRuns | None:
-    """For the kernel that copies blocks, or None if theirs are of sizes that it does not take."""
+    """Return the tensors' blocks for the kernel that copies them, None if it does not take blocks of such sizes."""
     from quire.kernels.block_copy import block_runs
 
     try:

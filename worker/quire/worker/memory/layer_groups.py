@@ -103,7 +103,7 @@ def group_layers(
 
 
 def one_group(specs: Mapping[int, KeptPerToken]) -> LayerGroups:
-    """All layers in one group without a window."""
+    """Return one group of all layers, without a window."""
     return (LayerGroup(Causal(), tuple(sorted(specs))),)
 
 

@@ -41,7 +41,7 @@ Mask = Causal | Sliding | Chunked
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's attention. Scores are q . k * scaling, then capped, then masked."""
+    """The attention of one layer. Scores are q . k * scaling, then capped, then masked."""
 
     layer_idx: int
     num_query_heads: int
@@ -57,7 +57,7 @@ class LayerSpec:
 
 
 class KeptPerToken(Protocol):
-    """One layer's tensors for a token: a key and a value per head, or a key that begins with the value."""
+    """The tensors of one layer for a token: a key and a value per head, or a key that begins with the value."""
 
     @property
     def num_kv_heads(self) -> int: ...

@@ -123,7 +123,7 @@ class StateSlots:
                 slots[:, row].zero_()
 
     def tensors(self) -> list[Tensor]:
-        """All of them, [2, R, *shape]: before, then after."""
+        """Return all state tensors, [2, R, *shape]: before, then after."""
         return list(self._slots.values())
 
     def statistics(self) -> StateSlotsStatistics:

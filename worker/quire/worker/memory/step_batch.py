@@ -1,4 +1,4 @@
-"""One step's tokens as the device wants them: ragged, packed, each with its position and its slot.
+"""The tokens of one step as the device takes them: ragged, packed, each with its position and its slot.
 
 The host knows every length; token ids that were sampled on the device never leave it. All integers of a step cross in
 one transfer:

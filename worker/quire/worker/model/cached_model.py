@@ -281,7 +281,7 @@ def _lend(layer: Any, key: StateKey, state: Tensor) -> None:
 def run_cached(
     model: Any, batch: StepBatch, pool: KVPool, *, layout: CacheLayout, states: StateSlots, workspace: Workspace
 ) -> Tensor:
-    """One step of a model with its own attention; logits [B, vocab_size] float32 of each sequence's last token.
+    """Run a step of a model with its own attention; return logits [B, vocab_size] float32 of each one's last token.
 
     Raises StateNotKept; then, and if the model fails, `states` are as before. Cost: a forward for every run of several
     tokens and at least one for all others; in each the layers copy the keys and values of its sequences.

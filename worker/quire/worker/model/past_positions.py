@@ -1,4 +1,4 @@
-"""For models that count on from their cache's length instead of taking positions from the caller."""
+"""The stand-in of a cache, for models that take positions from their cache's length and not from the caller."""
 
 from __future__ import annotations
 

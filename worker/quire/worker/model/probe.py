@@ -198,7 +198,7 @@ def classify_mask(
 
 
 def _row(function: MaskFunction, position: int, keys: Tensor) -> Tensor:
-    """Which keys a query at `position` sees, [len(keys)] bool."""
+    """Return the keys that a query at `position` sees, [len(keys)] bool."""
     zero = keys.new_zeros(())
     return function(zero, zero, zero + position, keys).expand(keys.shape)
 

@@ -76,7 +76,7 @@ class OwnHead:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is divided over `size` ranks.
+    """The division of a model over `size` ranks.
 
     own_head        set if each rank has one key/value head, which others have too
     by_experts      True if experts are all that is sharded
@@ -105,7 +105,7 @@ class Sharding:
 
 
 def plan_sharding(model: Any, size: int) -> Sharding:
-    """Return how a model is divided over `size` ranks.
+    """Return the division of a model over `size` ranks.
 
     The model is as transformers makes it, its parameters on the meta device. Raises UnsupportedModel, with the numbers,
     if it can't be divided, and ValueError if a package is missing that transformers shards with.

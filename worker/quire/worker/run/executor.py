@@ -64,7 +64,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GrammarFailure:
-    """Why a sequence's grammar could not be followed; its token means nothing."""
+    """The reason why a sequence's grammar could not be followed; its token means nothing."""
 
     seq_id: int
     message: str
@@ -101,7 +101,7 @@ class Sampling:
     num_asked: list[int | None]
     sampled: Sampled
     moments: tuple[Moment, Moment, Moment, Moment]
-    """Before the step, with its batch built, after the forward, after sampling."""
+    """The times before the step, with its batch built, after the forward and after sampling."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
     """Sequences with log-probabilities for their prompts, and the tokens."""
@@ -234,7 +234,7 @@ class Executor:
             return self._launch_or_stop(step)
 
     def _recorded(self, step: AcceptedStep) -> AbstractContextManager[None]:
-        """Around what belongs to the step in a trace, if there is one."""
+        """Record the work in this context as a step of the trace, if there is one."""
         return nullcontext() if self.profiler is None else self.profiler.step(step.grant.step_number)
 
     def _launch_or_stop(self, step: AcceptedStep) -> LaunchedStep:
@@ -313,7 +313,7 @@ class Executor:
         return ExecutorStatistics(self._table.statistics().num_seqs, self._ranks.statistics())
 
     def _refused_outcome(self, lease: LeaseRows, step: AcceptedStep) -> Outcome | None:
-        """Why nothing is to be computed, if so."""
+        """Return the outcome of a step that must not be computed, None if it may be."""
         if step.skip:
             return Outcome.SKIPPED
         if lease.last_failed_step > step.grant.known_step_number and step.grant.run_sequence_ids:
@@ -508,7 +508,7 @@ def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:
-    """For sequences with a number: the chosen token's log-probability, and those of so many of the likeliest."""
+    """Return, for sequences with a number, the chosen token's log-probability, and so many of the likeliest."""
     if sampled.chosen_logprobs is None:
         return []
     none: list[list[int]] = [[]] * len(seq_ids)

@@ -45,7 +45,7 @@ _ROW, _TOKEN, _POSITION, _LENGTH = range(4)
 _DRAWS = slice(4, 4 + len(DRAW_COLUMNS))
 _SLOTS = slice(_DRAWS.stop, None)
 _LAST_SAMPLED = -1
-"""For a token: the one that was sampled last for its row."""
+"""The id in place of a token's that stands for the token sampled last for its row."""
 
 # The share of tokens that may differ from the Sampler's in the check of the replayed sampler: rounding moves the
 # borders between tokens, and a uniform number may lie between the old and the new.

@@ -22,7 +22,7 @@ class RankLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankStatistics:
-    """Since the process started, in the leader: orders sent, their bytes with headers, and seconds of exchanges.
+    """The leader's counts since the process started: orders sent, their bytes with headers, and seconds of exchanges.
 
     An exchange sends an order or sampled tokens, or waits for an answer. The model's own collectives are not counted.
     """
@@ -47,7 +47,7 @@ class OneRank(ModelRanks):
         """Raise RankLostError if a rank was lost before: what was launched behind that step has nothing to build on."""
 
     def computing(self, step: AcceptedStep) -> AbstractContextManager[None]:
-        """Around the forward of a step: all ranks run it."""
+        """Have all ranks run the forward of a step in this context."""
         return nullcontext()
 
     def sample(self, num_rows: int, sample: Callable[[], Sampled]) -> Sampled:
@@ -62,10 +62,10 @@ class OneRank(ModelRanks):
         return _nothing
 
     def fence_lease(self, lease_id: str) -> None:
-        """All ranks forget a lease."""
+        """Have all ranks forget a lease."""
 
     def begin_epoch(self) -> None:
-        """All ranks forget all leases."""
+        """Have all ranks forget all leases."""
 
     def add_checksums(self, block_ids: list[int], own: list[int]) -> list[int]:
         """Return checksums of blocks over all ranks, from those of this rank's part."""

@@ -89,7 +89,7 @@ class _Masked:
 
 @dataclass(frozen=True, slots=True)
 class _Delayed:
-    """For each place with end tokens to forbid: the length from which on they are allowed, and their flat indexes."""
+    """The places with end tokens to forbid: the length from which on these are allowed, and their flat indexes."""
 
     places: _Ints
     min_seq_tokens: _Ints
@@ -130,7 +130,7 @@ class ConstraintPlan:
     bad_words: _BadWords | None
     biases: _Biases | None
     forbidden_ends: tuple[bytes, Tensor] | None = None
-    """Which of the delayed rows are too short now, and the flat indexes of their end tokens."""
+    """The delayed rows that are too short now, and the flat indexes of their end tokens."""
 
 
 class ConstraintTable:

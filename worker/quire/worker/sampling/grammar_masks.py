@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_THREADS = 8
 """The most threads that make the masks of one step."""
 MASK_TIMEOUT_S = 1.0
-"""For one mask, once the tokens before it are known. llguidance's own limits don't bound its time."""
+"""The time limit of one mask, once the tokens before it are known. llguidance's own limits don't bound its time."""
 
 _Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 

@@ -21,7 +21,7 @@ _Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """For one run: the token that follows each of its tokens, and the number of the likeliest to report."""
+    """The scored tokens of a run: the token that follows each of its tokens, and the number of the likeliest."""
 
     next_token_ids: _Ints
     num_top: int

@@ -1,4 +1,4 @@
-"""From logits to tokens, for a batch in which every row has parameters of its own.
+"""Sampling: from logits to tokens, for a batch in which every row has parameters of its own.
 
 First tokens that a grammar does not allow are masked. Order and meaning of the rest are those of transformers' logits
 processors: constraints (constraints.py), repetition penalty over prompt and output, presence and frequency penalty over

@@ -172,7 +172,7 @@ class Attachment:
 
 @contextlib.asynccontextmanager
 async def writing(outbox: Outbox, call: AttachCall) -> AsyncIterator[None]:
-    """Within the block messages are sent as they come.
+    """Send messages as they come, as long as the block runs.
 
     gRPC would do it, given an iterator, but goes on waiting for its next message when the call has ended.
     """

@@ -12,7 +12,7 @@ from quire.worker.service.steps import Steps
 
 
 def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: str) -> Iterator[Metric]:
-    """All metrics of a worker. Counters are since the process started."""
+    """Return all metrics of a worker. Counters are since the process started."""
     # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
     yield InfoMetricFamily("quire_worker", "The worker's pool and model.", value={"pool": pool, "model": model})
     counters = steps.counters

@@ -77,7 +77,7 @@ class StepLimits:
 
 @dataclass(slots=True)
 class StepCounters:
-    """Since the process started."""
+    """Numbers of steps, tokens and blocks since the process started."""
 
     computed: int = 0
     failed: int = 0

@@ -32,7 +32,7 @@ from quire.worker.tensor_parallel.orders import HEADER_LENGTH, Order, read_order
 
 LEADER = 0
 JOIN_TIMEOUT = timedelta(minutes=10)
-"""For all ranks to be there: each has to import torch first."""
+"""The time that all ranks have to be there: each has to import torch first."""
 NO_TIMEOUT = timedelta(days=3650)
 SIGN_PERIOD_S = 1.0
 """Between two signs of life."""

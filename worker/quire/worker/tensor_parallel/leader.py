@@ -20,7 +20,7 @@ from quire.worker.tensor_parallel.orders import Order, OrderKind, checksum_order
 WHY_TIMEOUT_S = 5.0
 """The time to wait for the cause of a broken connection: the end of the other process."""
 FAILURE_TIMEOUT_S = 1.0
-"""The same time after a failed forward, which may be the fault of the model."""
+"""The time to wait for the cause of a failed forward, which may be the fault of the model."""
 
 
 class Leader(OneRank):
@@ -138,7 +138,7 @@ class Leader(OneRank):
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """Within it a broken connection is a lost rank. Two threads may be in it: steps are collected on another."""
+        """Take a broken connection here for a lost rank. Two threads may be in it: steps are collected on another."""
         start = time.perf_counter()
         try:
             yield

@@ -46,7 +46,7 @@ log = logging.getLogger("quire.worker")
 Result = TypeVar("Result")
 
 END_TIMEOUT_S = 5.0
-"""For followers to end once they are told to."""
+"""The time that followers have to end once they are told to."""
 _PR_SET_PDEATHSIG = 1
 
 
