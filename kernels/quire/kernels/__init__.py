@@ -1,0 +1,24 @@
+"""Triton kernels with their launchers, one file a family. They know tensors alone; only worker and tests import them.
+
+    launcher    checks shapes, dtypes and devices, chooses a configuration
+    kernel      trusts its launcher
+
+In the order in which a step runs them:
+
+    launching.py        the parts that all launchers share
+    block_copy.py       copies of blocks within the pool
+    offload.py          copies of blocks to the host tier and back
+    decode_plan.py      the work list of a step's decode attention
+    add_rmsnorm.py      the norm before each half of a layer
+    rope_table.py       cosines and sines by position
+    qkv_prologue.py     norm, rope and cache write, between the QKV projection and attention
+    cache_write.py      keys and values to their slots, where there is no prologue
+    paged_prefill.py    attention of prompts
+    paged_decode.py     attention of a few queries per sequence, in splits
+    combine.py          the splits of decode attention made one
+    merge_states.py     attention over several sets of keys made one
+    silu_mul.py         the middle of a gated MLP
+    sampler.py          from logits to tokens
+
+reference.py, reference_prologue.py and reference_elementwise.py define correct results, in float64.
+"""

@@ -55,6 +55,8 @@ def test_the_packages_import_what_the_contracts_allow() -> None:
         ("gateway/quire/gateway/texts.py", "from quire.gateway.gateway import Gateway", "gateway are in levels"),
         ("gateway/quire/gateway/chat/tools.py", "import quire.gateway.chat.models", "in one direction"),
         ("kernels/quire/kernels/rope_table.py", "import quire.worker.config", "kernels know tensors alone"),
+        ("worker/quire/worker/memory/state_slots.py", "from quire.worker.model import probe", "the rooms below it"),
+        ("worker/quire/worker/memory/layer_spec.py", "from quire.worker.memory import kv_pool", "no circle of files"),
     ],
 )
 def test_the_contracts_catch(module: str, line: str, contract: str, tmp_path: Path) -> None:

@@ -1,0 +1,11 @@
+"""From logits to tokens, and the rules that a token must keep.
+
+    grammars.py         compiles grammars, keeps them, follows them token by token
+    grammar_trial.py    the process in which a grammar is compiled first
+    grammar_masks.py    the tokens that grammars allow in a step, made while its forward runs
+    constraints.py      forbidden tokens and biases of logits
+    sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities
+    prompt_logprobs.py  log-probabilities of a prompt's tokens
+
+A token depends on its logits, the seed and its position, and not on the other rows of the batch.
+"""

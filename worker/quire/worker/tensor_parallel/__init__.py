@@ -12,12 +12,12 @@ The others, its followers, get each step from it and run it with the same execut
     all are past the step          <-   past it, and a hash of the block tables if QUIRE_VERIFY=1
     report
 
-    ranks.py           what the executor sees of it (in the folder above)
-    orders.py          steps and the rest of what the leader says, as packed integers
-    group.py           process groups of torch.distributed, and which rank is lost
+    run/ranks.py       the executor's view of a group
+    model/sharding.py  the division of a model over ranks
+    orders.py          steps, and everything else that the leader sends, as packed integers
+    group.py           process groups of torch.distributed, and the detection of a lost rank
     leader.py, follower.py
     process.py         the processes: start, join, end
-    sharding.py        which models can be sharded, and how
 
 One epoch for the group: a rank that ends, hangs or can't be reached for twice --step-timeout ends all others.
 """
