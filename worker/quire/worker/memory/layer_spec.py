@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.cache.v1.layer_spans import LayerGroupKind, first_seen
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
