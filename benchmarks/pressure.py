@@ -28,10 +28,10 @@ from rich.progress import Progress
 from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_outcome, encode_plan
-from quire.client.engine.plans import SchedulerLimits, Step
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.plans import SchedulerLimits, Step
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.sequence import FinishReason
 
 BLOCK_SIZE = 16
 NUM_BLOCKS, ROOMY_BLOCKS = 256, 8_192

@@ -17,7 +17,7 @@ from report import Findings, benchmark, table
 from rich.progress import Progress
 from rich.table import Table
 
-from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
+from quire.client.engine.scheduling.plans import DEFAULT_EXPECTED_PROMPTS
 from quire.lab.config import LabConfig, config_of
 from quire.lab.experiment import run
 from quire.lab.measures import Outcome

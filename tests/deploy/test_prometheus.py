@@ -44,9 +44,9 @@ from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.engine.metrics import EngineLook, Measured
 from quire.client.engine.metrics import families as engine_families
 from quire.client.engine.outputs import Chunk
-from quire.client.engine.plans import SchedulerLimits
-from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.plans import SchedulerLimits
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import BackendStatistics
 from quire.serving.interceptor import CallStatistics

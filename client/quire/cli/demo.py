@@ -47,7 +47,7 @@ from quire.client.cache_client import CacheClient
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.errors import QuireError
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN
 

@@ -11,7 +11,6 @@ block_kinds.py     the kinds in which blocks are drawn
 
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.credentials import Credentials
-from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.caching import CacheParams, CacheUse, Retention
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import Outage
@@ -19,10 +18,11 @@ from quire.client.engine.engine import Engine, EngineStatistics
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.llm import LLM
 from quire.client.engine.outputs import Beam, BeamCompletion, Chunk, Completion, Sample
-from quire.client.engine.policy import Policy, PoolView, PriorityPolicy, in_order
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import Delivered, FinishReason, Sequence
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
+from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPolicy, in_order
+from quire.client.engine.scheduling.sequence import Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import (
     AccessDenied,

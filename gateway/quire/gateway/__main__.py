@@ -18,7 +18,7 @@ from quire.client.channel import ONCE
 from quire.client.credentials import Credentials
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
-from quire.client.engine.policy import PriorityPolicy
+from quire.client.engine.scheduling.policy import PriorityPolicy
 from quire.client.engine.tracing import Tracing
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.gateway.app import make_app

@@ -20,9 +20,9 @@ from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import DEFAULT_POLICY, POLICIES
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
-from quire.client.engine import layer_groups as engine_groups
-from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
-from quire.client.engine.tier import DEFAULT_COPY_BYTES_PER_S
+from quire.client.engine.scheduling import layer_groups as engine_groups
+from quire.client.engine.scheduling.plans import DEFAULT_EXPECTED_PROMPTS
+from quire.client.engine.scheduling.tier import DEFAULT_COPY_BYTES_PER_S
 from quire.lab.errors import ConfigError
 from quire.lab.sessions import KINDS, Sessions
 from quire.lab.step_times import PRESETS, StepTime, calibrate

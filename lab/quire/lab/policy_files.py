@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.cachemgr._core import POLICIES
 from quire.cachemgr.eviction import EvictionPolicy
-from quire.client.engine.policy import Policy, PriorityPolicy
+from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.lab.errors import ConfigError
 from quire.lab.routers import ROUTERS, Router
 

@@ -23,12 +23,12 @@ from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
 from quire.client.engine.messages import decode_outcome, encode_plan, limits_of
-from quire.client.engine.plans import Step
-from quire.client.engine.policy import Policy
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduler import Scheduler, SchedulerStatistics
-from quire.client.engine.sequence import Sequence as EngineSequence
-from quire.client.engine.tier import TierCosts
+from quire.client.engine.scheduling.plans import Step
+from quire.client.engine.scheduling.policy import Policy
+from quire.client.engine.scheduling.scheduler import Scheduler, SchedulerStatistics
+from quire.client.engine.scheduling.sequence import Sequence as EngineSequence
+from quire.client.engine.scheduling.tier import TierCosts
 from quire.gateway.routing.choosing import PoolLoad, PoolUse
 from quire.lab.config import Fleet
 from quire.lab.step_times import IDLE_S

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.client.engine.layer_groups import FULL, LayerGroup
+from quire.client.engine.scheduling.layer_groups import FULL, LayerGroup
 from quire.lab.errors import ConfigError
 
 _FORMS = ("additive", "roofline")

@@ -27,7 +27,7 @@ from quire.cli.render import (
 )
 from quire.cli.snapshot import Snapshot, as_dict
 from quire.client.engine.outputs import Chunk
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 
 FREE, CACHED, RETIRED, ACTIVE, SHARED = BlockKind
 WIDTHS = [20, 40, 80, 200]

@@ -12,11 +12,11 @@ import pytest
 from unit.engine.test_scheduler import CHUNKED, END_TOKEN, SLIDING, VOCABULARY, World, expected_of, limits
 
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.client.engine.beam import BeamSearch, BeamSearchParams, Ended, Heir
 from quire.client.engine.caching import NO_CACHE_PARAMS
-from quire.client.engine.layer_groups import FULL, LayerGroup
-from quire.client.engine.plans import Sampled, SchedulerLimits
-from quire.client.engine.sequence import BeamGroup, FinishReason, SequenceState
+from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams, Ended, Heir
+from quire.client.engine.scheduling.layer_groups import FULL, LayerGroup
+from quire.client.engine.scheduling.plans import Sampled, SchedulerLimits
+from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, SequenceState
 from quire.client.errors import InvalidRequest
 
 ENDS = frozenset({END_TOKEN})

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from quire.cache.v1 import attach_pb2 as pb
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup
 from quire.client.engine.messages import limits_of
-from quire.client.engine.plans import SchedulerLimits
+from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
+from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.errors import ProtocolViolation
 
 SLIDING = LayerGroup(LayerGroupKind.SLIDING, 5)

@@ -22,9 +22,9 @@ from quire.client import (
     RequestFailed,
 )
 from quire.client.engine.metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
-from quire.client.engine.plans import SchedulerLimits
-from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.plans import SchedulerLimits
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.serving import loop_collector
 
 Page = dict[str, float]

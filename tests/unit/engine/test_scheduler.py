@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.engine.caching import CacheParams, CacheUse
-from quire.client.engine.fairness import divide
-from quire.client.engine.layer_groups import FULL, BlockTables, LayerGroup
-from quire.client.engine.plans import (
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.fairness import divide
+from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
+from quire.client.engine.scheduling.plans import (
     Admission,
     Blocks,
     Plan,
@@ -30,11 +31,10 @@ from quire.client.engine.plans import (
     SchedulerLimits,
     Step,
 )
-from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
-from quire.client.engine.room import Pressure as PressureNow
-from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.scheduling.room import Pressure as PressureNow
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.sequence import FinishReason, Sequence, SequenceState
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, StepFailed, error_of_reason
 
 VOCABULARY = 7
@@ -726,7 +726,7 @@ def test_samples_are_forked_from_one_prompt() -> None:
 
 def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt may have more: it goes alone."""
-    monkeypatch.setattr("quire.client.engine.drafting._MAX_PLAN_TOKENS", 8)
+    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_PLAN_TOKENS", 8)
     world = World(limits(max_step_tokens=64))
     lengths = [4, 4, 1, 12, 3]
     sequences = [world.add([number + 1] * length, max_tokens=3, ends=())[0] for number, length in enumerate(lengths)]
@@ -783,7 +783,7 @@ def test_who_is_preempted_is_named_again_and_so_is_who_lost_the_pool() -> None:
 
 
 def test_prompts_that_wait_are_named_as_far_as_a_plan_has_room_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.client.engine.drafting._MAX_PLAN_TOKENS", 8)
+    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_PLAN_TOKENS", 8)
     world = World(limits(max_running_sequences=2, max_step_tokens=64))
     for length in (3, 2, 3, 4, 12, 2):
         world.add([1] * length, max_tokens=5, ends=())
@@ -793,7 +793,7 @@ def test_prompts_that_wait_are_named_as_far_as_a_plan_has_room_for_tokens(monkey
 
 def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as one sequence can have in any case: 64."""
-    monkeypatch.setattr("quire.client.engine.drafting._MAX_FORKED_TOKENS", 1)
+    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_FORKED_TOKENS", 1)
     world = World(limits(max_step_tokens=64))
     sequences = world.add([1, 2, 3, 4] * 5, max_tokens=9, n=6, ends=())
     forked = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.client.engine.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
+from quire.client.engine.scheduling.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
 from quire.client.errors import InvalidRequest
 
 

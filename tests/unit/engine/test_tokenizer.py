@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from quire.client.engine.outputs import Mailbox, SampleText, complete
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from quire.client.errors import InvalidRequest
 

@@ -16,7 +16,7 @@ from planning import Admission, StepRequest, plan_step, report_of
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import Ledger
 from quire.cachemgr.service import messages
-from quire.client.engine.layer_groups import FULL, LayerGroup
+from quire.client.engine.scheduling.layer_groups import FULL, LayerGroup
 from quire.lab import ConfigError, LabConfig, StepTime, compare, run, write_report
 from quire.lab.config import config_of
 from quire.lab.pool import prompt_bytes

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
-from quire.client.engine.plans import DEFAULT_EXPECTED_PROMPTS
+from quire.client.engine.scheduling.plans import DEFAULT_EXPECTED_PROMPTS
 from quire.client.errors import InvalidRequest
 
 _LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens", "max_unread_tokens")

@@ -34,7 +34,6 @@ from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
@@ -42,12 +41,13 @@ from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
-from quire.client.engine.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
-from quire.client.engine.policy import Policy
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduler import Scheduler, SchedulerStatistics
-from quire.client.engine.sequence import Delivered, Sequence
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
+from quire.client.engine.scheduling.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.scheduling.policy import Policy
+from quire.client.engine.scheduling.scheduler import Scheduler, SchedulerStatistics
+from quire.client.engine.scheduling.sequence import Delivered, Sequence
 from quire.client.engine.session import ConnectWorker, Session
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import NO_SPAN, NoSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing

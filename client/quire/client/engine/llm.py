@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.engine.beam import BeamSearchParams
 from quire.client.engine.engine import Engine, EngineOptions
 from quire.client.engine.outputs import BeamCompletion, Completion
 from quire.client.engine.requests import Prompt
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.errors import EngineStopped
 
 Answer = TypeVar("Answer")

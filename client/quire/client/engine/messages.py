@@ -11,8 +11,8 @@ from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.channel import decode_error
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
-from quire.client.engine.layer_groups import LayerGroup
-from quire.client.engine.plans import (
+from quire.client.engine.scheduling.layer_groups import LayerGroup
+from quire.client.engine.scheduling.plans import (
     DEFAULT_EXPECTED_PROMPTS,
     Admission,
     Blocks,
@@ -24,7 +24,7 @@ from quire.client.engine.plans import (
     SchedulerLimits,
     Step,
 )
-from quire.client.engine.sequence import Sequence
+from quire.client.engine.scheduling.sequence import Sequence
 from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS

@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.engine.tokenizer import Detokenizer, StopStrings
 
 

@@ -11,7 +11,6 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from quire.client.engine.backlog import Backlog
-from quire.client.engine.beam import BeamSearch, BeamSearchParams
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
@@ -26,11 +25,12 @@ from quire.client.engine.outputs import (
     best_of,
     complete,
 )
-from quire.client.engine.plans import Failed, Sampled, Step
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduler import Scheduler
-from quire.client.engine.sequence import BeamGroup, Delivered, FinishReason, Sequence
+from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams
+from quire.client.engine.scheduling.plans import Failed, Sampled, Step
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
 from quire.client.errors import (

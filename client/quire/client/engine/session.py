@@ -8,7 +8,7 @@ from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy, retried
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.messages import decode_outcome, encode_grammar, encode_plan, encode_step
-from quire.client.engine.plans import Plan, PlanOutcome, Step
+from quire.client.engine.scheduling.plans import Plan, PlanOutcome, Step
 from quire.client.errors import LeaseLost, OutOfRoom, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import StepAnswer, WorkerApi
 from quire.compute.v1 import worker_service_pb2

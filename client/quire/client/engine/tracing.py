@@ -27,7 +27,7 @@ from quire.cache.v1 import cache_service_pb2
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE, RETRIES, decode_error, decode_rpc_error, unary
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.errors import QuireError, Unavailable
 from quire.client.worker_client import StepAnswer, WorkerClient
 from quire.compute.v1 import worker_service_pb2

@@ -18,7 +18,7 @@ from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import BadWord, SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.errors import InvalidRequest
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORDS

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text

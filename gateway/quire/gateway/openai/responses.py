@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import (
     MAX_MESSAGES,
     ROLES,

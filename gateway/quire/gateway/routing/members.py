@@ -16,7 +16,7 @@ from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
-from quire.client.engine.policy import PriorityPolicy
+from quire.client.engine.scheduling.policy import PriorityPolicy
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import Tracing
 from quire.client.errors import InvalidRequest, NotFound, QuireError, Unavailable, WorkerUnavailable

@@ -28,7 +28,7 @@ from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import Delivered
+from quire.client.engine.scheduling.sequence import Delivered
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import TracedCacheClient, TracedWorkerClient, Tracing
 from quire.client.errors import (

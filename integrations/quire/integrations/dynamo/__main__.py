@@ -35,7 +35,7 @@ from quire.client.engine.engine import Engine
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.errors import EngineStopped, InvalidRequest, NotFound, OutOfRoom, QuireError, Unavailable
 from quire.integrations.kv_events.follower import PoolFollower
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change

@@ -14,7 +14,7 @@ from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.grpc.errors import DOMAIN, answering, invalid
 from quire.gateway.grpc.messages import MAX_MESSAGE_TOKENS, bounded
 from quire.gateway.limits import MAX_TOKEN_IDS

@@ -16,9 +16,9 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Protocol
 
-from quire.client.engine.fairness import FairShares, divide
-from quire.client.engine.plans import SchedulerLimits
-from quire.client.engine.sequence import Sequence, SequenceState
+from quire.client.engine.scheduling.fairness import FairShares, divide
+from quire.client.engine.scheduling.plans import SchedulerLimits
+from quire.client.engine.scheduling.sequence import Sequence, SequenceState
 
 # Admissions leave the blocks that running sequences will need within this many steps, or more under pressure.
 _RESERVE_STEPS = 4

@@ -2,7 +2,7 @@
 
 from collections import abc, deque
 
-from quire.client.engine.plans import Step
+from quire.client.engine.scheduling.plans import Step
 from quire.client.errors import ProtocolViolation
 
 

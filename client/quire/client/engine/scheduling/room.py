@@ -3,8 +3,8 @@
 from collections import abc
 from dataclasses import dataclass, field
 
-from quire.client.engine.plans import Blocks, SchedulerLimits
-from quire.client.engine.sequence import Sequence
+from quire.client.engine.scheduling.plans import Blocks, SchedulerLimits
+from quire.client.engine.scheduling.sequence import Sequence
 from quire.client.errors import QuireError
 
 # Reasons of refusals for lack of room: in the pool, or within this client's quota.

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
-from quire.client.engine.layer_groups import BlockTables, LayerGroup
-from quire.client.engine.sequence import FinishReason, Sequence
+from quire.client.engine.scheduling.layer_groups import BlockTables, LayerGroup
+from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.errors import InvalidRequest, QuireError
 
 # One in so many of a step's tokens is reserved for prompts.

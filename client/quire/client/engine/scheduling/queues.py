@@ -18,8 +18,8 @@ decides which sequence moves, and when.
 from bisect import bisect_right, insort
 from collections import abc
 
-from quire.client.engine.layer_groups import BlockTables
-from quire.client.engine.sequence import BeamGroup, FinishReason, Sequence, SequenceState
+from quire.client.engine.scheduling.layer_groups import BlockTables
+from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 
 # The states in which a sequence may have blocks in the host tier.
 _AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})

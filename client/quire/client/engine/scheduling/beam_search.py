@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from quire.client.engine.sampling import SamplingParams, checked_integer
-from quire.client.engine.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.errors import InvalidRequest
 
 MAX_BEAM_WIDTH = 16

@@ -19,9 +19,9 @@ from enum import Enum
 from types import MappingProxyType
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
-from quire.client.engine.layer_groups import BlockTables
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.layer_groups import BlockTables
 
 
 class SequenceState(Enum):

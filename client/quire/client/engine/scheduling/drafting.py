@@ -3,11 +3,11 @@
 from collections import abc
 from itertools import groupby
 
-from quire.client.engine.plans import Admission, ExpectedPrompt, Fork, Plan, SchedulerLimits
-from quire.client.engine.policy import Policy, PoolView
-from quire.client.engine.queues import Queues, id_of
-from quire.client.engine.room import Room
-from quire.client.engine.sequence import Sequence, SequenceState
+from quire.client.engine.scheduling.plans import Admission, ExpectedPrompt, Fork, Plan, SchedulerLimits
+from quire.client.engine.scheduling.policy import Policy, PoolView
+from quire.client.engine.scheduling.queues import Queues, id_of
+from quire.client.engine.scheduling.room import Room
+from quire.client.engine.scheduling.sequence import Sequence, SequenceState
 
 # Tokens of all admissions of one plan, if there are two or more, and of its expected prompts (Admission.token_ids of
 # the proto); and ids in the sampling parameters of its admitted or restored sequences.

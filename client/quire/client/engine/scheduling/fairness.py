@@ -10,7 +10,7 @@ Beside the tags, a tenant with fewer running sequences than its share may take p
 from collections import Counter, abc
 from dataclasses import dataclass
 
-from quire.client.engine.sequence import Sequence
+from quire.client.engine.scheduling.sequence import Sequence
 from quire.client.errors import InvalidRequest
 
 # A tag counts thousandths of a token, so that weights need no fractions.

@@ -46,18 +46,18 @@ from collections import abc
 from dataclasses import dataclass, fields
 from itertools import islice
 
-from quire.client.engine.beam import BeamSearchParams, Heir
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
-from quire.client.engine.drafting import Draft
-from quire.client.engine.flight import Flight
-from quire.client.engine.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
-from quire.client.engine.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.prompt_logprobs import PromptLogprobs
-from quire.client.engine.queues import Queues, by_rank, id_of, require
-from quire.client.engine.room import NO_BLOCKS, Awaited, Pressure, Room
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.sequence import BeamGroup, Delivered, FinishReason, Sequence, SequenceState
-from quire.client.engine.tier import TierCosts
+from quire.client.engine.scheduling.beam_search import BeamSearchParams, Heir
+from quire.client.engine.scheduling.drafting import Draft
+from quire.client.engine.scheduling.flight import Flight
+from quire.client.engine.scheduling.plans import Failed, Plan, PlanItem, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPolicy
+from quire.client.engine.scheduling.queues import Queues, by_rank, id_of, require
+from quire.client.engine.scheduling.room import NO_BLOCKS, Awaited, Pressure, Room
+from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence, SequenceState
+from quire.client.engine.scheduling.tier import TierCosts
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, RequestFailed
 
 _MAX_SEQ_ID = 2**31
