@@ -26,8 +26,9 @@ from quire.client.engine.messages import decode_outcome, encode_plan, limits_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.plans import Step
 from quire.client.engine.scheduling.policy import Policy
-from quire.client.engine.scheduling.scheduler import Scheduler, SchedulerStatistics
+from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Sequence as EngineSequence
+from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.engine.scheduling.tier import TierCosts
 from quire.gateway.routing.choosing import PoolLoad, PoolUse
 from quire.lab.config import Fleet

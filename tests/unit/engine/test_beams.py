@@ -169,7 +169,7 @@ def test_a_group_is_preempted_as_a_whole_and_waits_once_in_line() -> None:
     group = world.search([1, 2, 3, 4, 5, 1], beam_width=4, max_tokens=12)
     while len(group.running) < 4 or len(group.members[0].token_ids) < 10:
         world.turn()
-    world.scheduler._preempt(group.members[2])
+    world.scheduler._preemption.preempt(group.members[2])
     assert sorted(beam.state.value for beam in group.members) == ["following"] * 3 + ["waiting"]
     assert world.scheduler.statistics().preemptions == 4
     world.run()
@@ -248,7 +248,7 @@ class ApartWorld(BeamWorld):
         group = self.search(list(prompt), beam_width=4, max_tokens=24)
         while len(group.running) < 4 or len(group.members[0].token_ids) < 20:
             self.turn()
-        self.scheduler._preempt(group.members[0])
+        self.scheduler._preemption.preempt(group.members[0])
         hogged, self.cache.hogged = self.cache.hogged, self.cache.num_blocks
         self.plan()
         while self.flight:  # until its blocks are no longer retired
@@ -334,7 +334,7 @@ def test_a_beam_apart_ends_with_its_group() -> None:
 def test_a_group_that_is_preempted_while_its_beam_is_admitted_gives_the_blocks_back() -> None:
     world = ApartWorld()
     group = world.part()
-    world.plan(between=lambda: world.scheduler._preempt(group.leader))
+    world.plan(between=lambda: world.scheduler._preemption.preempt(group.leader))
     world.run()
     world.check_found()
 

@@ -46,8 +46,9 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.engine.scheduling.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.scheduling.policy import Policy
-from quire.client.engine.scheduling.scheduler import Scheduler, SchedulerStatistics
+from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
+from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.engine.session import ConnectWorker, Session
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import NO_SPAN, NoSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing

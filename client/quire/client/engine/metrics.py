@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from quire.client.engine.scheduling.scheduler import SchedulerStatistics
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.errors import InvalidRequest
 from quire.serving.addresses import AddressError, UnixAddress, parse_listen_address
 from quire.serving.loop_collector import LoopCollector

@@ -29,6 +29,7 @@ from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams
 from quire.client.engine.scheduling.plans import Failed, Sampled, Step
+from quire.client.engine.scheduling.request_limits import check_beam_search, check_request
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
@@ -205,7 +206,7 @@ class Requests:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
-        self._scheduler.check(token_ids, params, delivered)
+        check_request(self._scheduler.limits, token_ids, params, delivered)
         self._check_choice(params)
         return token_ids, params
 
@@ -219,7 +220,7 @@ class Requests:
             limit = f"at most {most}: the worker's max_logprob_count, {self._max_logprobs}, less {num_ends} end tokens"
             raise InvalidRequest.of_field("beam_width", params.beam_width, limit)
         token_ids = self._token_ids(prompt)
-        self._scheduler.check_beams(token_ids, params, cache)
+        check_beam_search(self._scheduler.limits, token_ids, params, cache)
         return token_ids
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:

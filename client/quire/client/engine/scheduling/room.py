@@ -1,9 +1,10 @@
 """The room in the pool, as known from the answers to the last plans. Pure."""
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from quire.client.engine.scheduling.plans import Blocks, SchedulerLimits
+from quire.client.engine.scheduling.policy import PoolView
 from quire.client.engine.scheduling.sequence import Sequence
 from quire.client.errors import QuireError
 
@@ -35,6 +36,7 @@ class Awaited:
 class Room:
     """Forgotten with the pool.
 
+    limits                  of the pool and of the model
     blocks                  after the last plan
     num_free_host_blocks    of the host tier, those that no offload was chosen for yet
     pressure                by which admissions leave blocks to running sequences
@@ -48,6 +50,7 @@ class Room:
                             None: as many as a step may have
     """
 
+    limits: SchedulerLimits
     blocks: Blocks
     num_free_host_blocks: int
     pressure: Pressure = Pressure()
@@ -62,7 +65,17 @@ class Room:
     @classmethod
     def of_empty_pool(cls, limits: SchedulerLimits) -> "Room":
         """Before the first plan."""
-        return cls(Blocks(free=limits.num_blocks, cached=0, active=0, retired=0), limits.num_host_blocks)
+        return cls(limits, Blocks(free=limits.num_blocks, cached=0, active=0, retired=0), limits.num_host_blocks)
+
+    def reset(self, limits: SchedulerLimits) -> None:
+        """Begin with another pool, or with a pool that has forgotten everything."""
+        fresh = Room.of_empty_pool(limits)
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))
+
+    def view(self, running: abc.Sequence[Sequence]) -> PoolView:
+        """Return the state that a policy decides by."""
+        return PoolView(self.limits, running, self.starved, self.pressure.num_plans)
 
     def observe_admission(self, *, num_tokens: int, num_cached: int) -> None:
         """Count an admission's tokens found in the prefix cache."""
@@ -102,13 +115,13 @@ class Room:
         """
         self.max_chunk_tokens = max(1, min(num_asked // 2, max(num_asked // 8, num_asked * coming // needed)))
 
-    def lengthen_chunks(self, limits: SchedulerLimits) -> None:
+    def lengthen_chunks(self) -> None:
         """Ask for up to twice as many tokens of prompts again, if there are blocks for them by now."""
         if self.max_chunk_tokens is None:
             return
         doubled = 2 * self.max_chunk_tokens
-        if limits.tables.num_chunk_blocks(doubled) <= self.blocks.free + self.blocks.cached:
-            self.max_chunk_tokens = doubled if doubled < limits.max_step_tokens else None
+        if self.limits.tables.num_chunk_blocks(doubled) <= self.blocks.free + self.blocks.cached:
+            self.max_chunk_tokens = doubled if doubled < self.limits.max_step_tokens else None
 
     def on_end(self) -> None:
         """A running sequence ended, and the pressure with it.
