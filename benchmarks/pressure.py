@@ -12,6 +12,7 @@ them only with a reservation, and none is preempted.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_outcome, encode_plan
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.new_sequences import new_samples
 from quire.client.engine.scheduling.plans import SchedulerLimits, Step
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason
@@ -118,6 +120,7 @@ class Run:
         self._num_blocks = num_blocks
         self._books = Books(num_blocks, block_size=BLOCK_SIZE, num_host_blocks=num_host_blocks)
         self._reserves = reserves
+        self._request_ids = itertools.count()
         self._scheduler = Scheduler(
             SchedulerLimits(
                 max_step_tokens=MAX_STEP_TOKENS,
@@ -153,7 +156,9 @@ class Run:
 
     def _add(self, request: Request) -> None:
         params = SamplingParams(max_tokens=request.num_new, ignore_eos=True)
-        (sequence,) = self._scheduler.add(request.prompt, params, end_token_ids=(), seed=0)
+        limits, request_id = self._scheduler.limits, next(self._request_ids)
+        (sequence,) = new_samples(limits, request_id, request.prompt, params, end_token_ids=(), seed=0)
+        self._scheduler.add([sequence])
         self._requests[sequence.request_id] = request
 
     def _plan(self) -> bool:

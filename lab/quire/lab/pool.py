@@ -9,6 +9,7 @@ of the requests. A step first does its copies to the host tier and back, one blo
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
 from quire.client.engine.messages import decode_outcome, encode_plan, limits_of
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.new_sequences import new_samples
 from quire.client.engine.scheduling.plans import Step
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
@@ -96,6 +98,7 @@ class SimulatedPool:
             max_expected_prompts=fleet.max_expected_prompts,
         )
         self._scheduler = Scheduler(limits, policy=policy, by_tenant=fleet.separate_tenants, verify=verify)
+        self._request_ids = itertools.count()
         self._jobs: dict[int, Job] = {}
         self._flight: deque[_Sent] = deque()
         self._free_at_s = 0.0
@@ -151,8 +154,10 @@ class SimulatedPool:
     def add(self, number: int, tokens: Sequence[int], num_prompt: int, *, tenant: str, is_length_known: bool) -> None:
         """Take a request. Raises InvalidRequest if it can never fit."""
         params = _params(len(tokens) - num_prompt if is_length_known else None, tenant)
-        (sequence,) = self._scheduler.add(tokens[:num_prompt], params, end_token_ids=(tokens[-1],), seed=0)
-        self._jobs[sequence.request_id] = Job(number, [*tokens[num_prompt:], UNUSED_TOKEN])
+        limits, request_id = self._scheduler.limits, next(self._request_ids)
+        sequences = new_samples(limits, request_id, tokens[:num_prompt], params, end_token_ids=(tokens[-1],), seed=0)
+        self._scheduler.add(sequences)
+        self._jobs[request_id] = Job(number, [*tokens[num_prompt:], UNUSED_TOKEN])
 
     def turn(self, now_s: float, on_first: Callable[[Job], None], on_end: Callable[[Job], None]) -> float | None:
         """Do all that the engine does at this time; return when it goes on, None if it waits for a request."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.engine.test_scheduler import CHUNKED, END_TOKEN, SLIDING, VOCABULARY, World, expected_of, limits
+from unit.engine.test_scheduler import CHUNKED, END_TOKEN, REQUEST_IDS, SLIDING, VOCABULARY, World, expected_of, limits
 
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.engine.caching import NO_CACHE_PARAMS
 from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams, Ended, Heir
 from quire.client.engine.scheduling.layer_groups import FULL, LayerGroup
+from quire.client.engine.scheduling.new_sequences import new_beam_group
 from quire.client.engine.scheduling.plans import Sampled, SchedulerLimits
 from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, SequenceState
 from quire.client.errors import InvalidRequest
@@ -46,7 +47,8 @@ class BeamWorld(World):
 
     def search(self, prompt: list[int], **fields: Any) -> BeamGroup:
         params = BeamSearchParams(**({"n": fields.get("beam_width", 4)} | fields))
-        group = self.scheduler.add_beams(prompt, params, end_token_ids=ENDS)
+        group = new_beam_group(self.limits, next(REQUEST_IDS), prompt, params, end_token_ids=ENDS)
+        self.scheduler.add(group.members)
         self.searches[group] = prompt, params, BeamSearch(params, max_tokens=group.max_tokens, end_token_ids=ENDS)
         return group
 
@@ -450,4 +452,4 @@ def test_a_search_has_to_fit_the_pool_with_all_of_its_beams() -> None:
 def test_a_model_with_a_state_per_sequence_has_no_beam_search() -> None:
     world = BeamWorld(replace(limits(), has_recurrent_state=True))
     with pytest.raises(InvalidRequest, match="state per sequence"):
-        world.scheduler.add_beams([1], BeamSearchParams(max_tokens=3), end_token_ids=ENDS, cache=NO_CACHE_PARAMS)
+        new_beam_group(world.limits, 0, [1], BeamSearchParams(max_tokens=3), end_token_ids=ENDS, cache=NO_CACHE_PARAMS)

@@ -5,6 +5,7 @@ ended, and finds prefixes. The model of the worker keeps the tokens that each se
 that does not continue them, so a token scheduled twice, left out or taken from another sequence fails the test.
 """
 
+import itertools
 import random
 import zlib
 from collections import abc, deque
@@ -20,6 +21,7 @@ from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.fairness import divide
 from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
+from quire.client.engine.scheduling.new_sequences import new_samples
 from quire.client.engine.scheduling.plans import (
     Admission,
     Blocks,
@@ -463,6 +465,16 @@ class ModelWorker:
         return sampled
 
 
+REQUEST_IDS = itertools.count()
+
+
+def added(scheduler: Scheduler, prompt: list[int], params: SamplingParams, **more: Any) -> list[Sequence]:
+    """The sequences of a new request, which the scheduler has taken."""
+    sequences = new_samples(scheduler.limits, next(REQUEST_IDS), prompt, params, **more)
+    scheduler.add(sequences)
+    return sequences
+
+
 class World:
     """A scheduler and both models, two steps in flight at most; `choose(n)` picks one of n possible events."""
 
@@ -487,7 +499,7 @@ class World:
     def add(
         self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int | str
     ) -> list:
-        sequences = self.scheduler.add(prompt, SamplingParams(**params), end_token_ids=ends, seed=seed)
+        sequences = added(self.scheduler, prompt, SamplingParams(**params), end_token_ids=ends, seed=seed)
         self.output.update({s.arrival: [] for s in sequences})
         return sequences
 
@@ -755,7 +767,7 @@ def test_a_prompt_that_waits_is_named_as_it_will_be_admitted() -> None:
     world.plan()
     for token, cache_use in enumerate(CacheUse):
         cache, params = CacheParams(salt=b"s", cache_use=cache_use), SamplingParams(max_tokens=9, tenant="t")
-        (sequence,) = world.scheduler.add([token] * 20, params, end_token_ids=(), seed=0, cache=cache)
+        (sequence,) = added(world.scheduler, [token] * 20, params, end_token_ids=(), seed=0, cache=cache)
         world.output[sequence.arrival] = []
     (named,) = world.scheduler.schedule().expected.values()
     world.run()
@@ -1321,7 +1333,7 @@ def test_a_reset_admits_everybody_again_with_the_tokens_known() -> None:
 
 def test_a_refusal_for_good_fails_one_request() -> None:
     scheduler = Scheduler(limits(), verify=True)
-    (bad,) = scheduler.add([1], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
+    (bad,) = added(scheduler, [1], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
     plan = scheduler.schedule()
     error = error_of_reason("SEQUENCE_TOO_LONG", "no")
     refusal = Refusal(PlanItem.ADMISSION, plan.admissions[0].seq_id, error)
@@ -1336,7 +1348,7 @@ def test_a_refusal_for_good_fails_one_request() -> None:
 )
 def test_an_answer_that_does_not_fit_the_plan_is_noticed(run, given_run_indexes) -> None:
     scheduler = Scheduler(limits(), verify=True)
-    scheduler.add([1, 2, 3], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
+    added(scheduler, [1, 2, 3], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
     plan = scheduler.schedule()
     seq_id, start, count = run
     outcome = PlanOutcome(1, [seq_id], [start], [count], given_run_indexes, [], [1], [0], Blocks(9, 0, 1, 0))
@@ -1366,7 +1378,7 @@ def test_a_step_without_its_token_is_noticed() -> None:
 def test_what_never_fits_is_refused_at_once(prompt, params, reason) -> None:
     scheduler = Scheduler(limits(), verify=True)
     with pytest.raises(InvalidRequest) as caught:
-        scheduler.add(prompt, SamplingParams(**params), end_token_ids=(), seed=0)
+        added(scheduler, prompt, SamplingParams(**params), end_token_ids=(), seed=0)
     assert caught.value.reason == reason
     assert {"field", "value", "limit"} <= caught.value.metadata.keys()
     assert not scheduler.has_work
@@ -1392,7 +1404,7 @@ def crowded(**changes: int) -> World:
 
 def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:
     scheduler = Scheduler(SchedulerLimits(64, 8, 4, 100, 100, VOCABULARY))
-    first, *others = scheduler.add([1, 2, 3], SamplingParams(n=1024, max_tokens=9), end_token_ids=(), seed=0)
+    first, *others = added(scheduler, [1, 2, 3], SamplingParams(n=1024, max_tokens=9), end_token_ids=(), seed=0)
     assert len({id(sequence.token_ids) for sequence in others}) == 1
     assert first.token_ids is not others[0].token_ids
 

@@ -5,7 +5,8 @@
                 deliver step k-1   texts, stop strings; the device has work meanwhile
                 await step k       its tokens, then turn k+1
 
-Two steps are in flight at most. One task does all of this and owns the scheduler; callers only read their mailboxes.
+Two steps are in flight at most. One task does all of this and owns the scheduler. Callers read their mailboxes, and put
+their calls for the scheduler into the inbox. The task takes these before each plan and before a step's tokens.
 
 The engine keeps every request's tokens, so requests survive failures of both services. After a failure it takes the
 answers of the steps in flight, drops the tokens being sampled, and admits all requests again, under the pool's new
@@ -37,14 +38,16 @@ from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
+from quire.client.engine.delivery import Delivery
 from quire.client.engine.grammar import Grammar
+from quire.client.engine.inbox import Inbox
 from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
-from quire.client.engine.scheduling.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.scheduling.plans import Plan, PlanOutcome, Sampled, SchedulerLimits, Step
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
@@ -175,12 +178,12 @@ class Engine:
         self._policy = policy
         self._tracing = tracing
         self._measured = Measured()
-        self._wake = asyncio.Event()
+        self._inbox = Inbox()
         self._requests = Requests(
             self._config,
             self._measured,
             tracing,
-            on_request=self._wake.set,
+            inbox=self._inbox,
             check_grammar=self._check_grammar,
         )
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
@@ -241,19 +244,21 @@ class Engine:
         try:
             session = await self._connection.open()
             await self._load_tokenizer(session.model.tokenizer)
+            limits = self._limits_of(session)
             self._scheduler = Scheduler(
-                self._limits_of(session),
+                limits,
                 policy=self._policy,
                 by_tenant=self._config.tenants,
                 verify=self._config.verify,
             )
-            self._requests.use_model(session.model)
+            self._delivery = Delivery(self._requests, self._scheduler, max_unread_tokens=self._config.max_unread_tokens)
+            self._requests.use_model(session.model, limits)
             if self._config.metrics_listen is not None:
                 self._page = EnginePage(self._config.metrics_listen, self._look)
         except BaseException:
             await self._connection.close()
             raise
-        self._requests.start(self._scheduler)
+        self._requests.start()
         self._loop = asyncio.create_task(self._run(), name="quire-engine")
 
     async def close(self) -> None:
@@ -341,6 +346,22 @@ class Engine:
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
         return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
 
+    def check(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheParams | None = None,
+        delivered: abc.Sequence[Delivered] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Return if generate would accept these arguments, and raise what it raises at once if not. Nothing begins.
+
+        Raises InvalidRequest, or EngineStopped if the engine does not run.
+        """
+        cache_params_of(cache)
+        self._requests.check(prompt, params_of(params, fields, SamplingParams), delivered)
+
     def fail_all(self, error: QuireError) -> None:
         """Fail all open requests with an error. Their callers get the tokens generated so far, then the error."""
         self._requests.fail_all(error)
@@ -392,7 +413,7 @@ class Engine:
         """Present numbers and counters."""
         counters = self._counters
         return EngineStatistics(
-            scheduler=self._scheduler.statistics(),
+            scheduler=self._inbox.counted_with(self._scheduler.statistics()),
             num_requests=len(self._requests),
             computed_steps=counters.computed_steps,
             recoveries=counters.recoveries,
@@ -412,7 +433,7 @@ class Engine:
         return EngineLook(
             pool=self.pool,
             model="" if session is None else session.model.model,
-            scheduler=self._scheduler.statistics(),
+            scheduler=self._inbox.counted_with(self._scheduler.statistics()),
             num_requests=len(self._requests),
             computed_steps=self._counters.computed_steps,
             recoveries=self._counters.recoveries,
@@ -425,12 +446,11 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                if self._scheduler.has_work:
+                if self._has_work():
                     await self._turn()
                     continue
                 self._deliver()
-                self._wake.clear()
-                await self._wake.wait()
+                await self._inbox.wait()
         except BaseException as error:
             if is_being_cancelled():
                 raise  # the engine is closed
@@ -438,6 +458,17 @@ class Engine:
             stopped = EngineStopped(f"the engine's loop has died: {error!r}")
             stopped.__cause__ = error
             self._requests.stop(stopped)
+
+    def _has_work(self) -> bool:
+        self._take_calls()
+        return self._scheduler.has_work
+
+    def _take_calls(self) -> None:
+        """Apply the calls of other tasks to the scheduler."""
+        self._inbox.take_into(self._scheduler)
+        for sequence in [sequence for sequence, task in self._compilations.items() if task.done()]:
+            del self._compilations[sequence]
+            self._scheduler.resume(sequence)
 
     async def _turn(self) -> None:
         session = self._connection.session
@@ -471,11 +502,11 @@ class Engine:
             if not (error.is_about_input and plan.sequences):
                 raise
             _log.warning("a plan was refused: %s", error)
-            self._requests.fail(self._scheduler.on_plan_refused(plan, error))
+            self._delivery.fail(self._scheduler.on_plan_refused(plan, error))
             return True
         planned = time.perf_counter()
         step = self._scheduler.on_planned(plan, outcome)
-        self._requests.fail(step.failed)
+        self._delivery.fail(step.failed)
         with self._span("quire.step", step.sequences) as span:
             answer = await session.run(step, grant, skip=step.is_void)
         sent = time.perf_counter()
@@ -552,9 +583,10 @@ class Engine:
         self._observe_costs(step, response, timings)
         if span is not NO_SPAN:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
-        self._requests.take_prompt_logprobs(step, response)
+        self._take_calls()  # of requests that end now no more tokens are taken
+        self._delivery.take_prompt_logprobs(step, response)
         sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
-        self._requests.choose(sampled, response, ended)
+        self._delivery.choose(sampled, response, ended)
         self._undelivered.append((sampled, response, ended))
         if step.seq_ids:
             self._counters.computed_steps += 1
@@ -580,7 +612,7 @@ class Engine:
         """A span for work on these sequences."""
         if self._tracing is None:
             return NO_SPAN
-        return self._tracing.step(name, self._requests.spans_of(sequences))
+        return self._tracing.step(name, self._delivery.spans_of(sequences))
 
     async def _skip_flight(self, session: Session, error: QuireError) -> None:
         """Send the steps in flight again, to be skipped: the oldest was refused, and so were those behind it."""
@@ -596,9 +628,9 @@ class Engine:
         if error.reason == "PRIOR_STEP_FAILED":
             self._scheduler.on_step_dropped(step)
         elif isinstance(error, StepFailed):
-            self._requests.fail(self._scheduler.on_step_failed(step, error))
+            self._delivery.fail(self._scheduler.on_step_failed(step, error))
         else:
-            self._requests.fail(self._scheduler.on_step_refused(step, error))
+            self._delivery.fail(self._scheduler.on_step_refused(step, error))
             self._compile_postponed()
         if not self._flight:
             await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
@@ -607,18 +639,16 @@ class Engine:
         """Let the worker compile the grammars of postponed sequences, which are planned again then."""
         for sequence in self._scheduler.postponed:
             if sequence not in self._compilations:
-                self._compilations[sequence] = asyncio.create_task(self._compile(sequence))
+                task = asyncio.create_task(self._compile(sequence))
+                task.add_done_callback(lambda _: self._inbox.wake())
+                self._compilations[sequence] = task
 
     async def _compile(self, sequence: Sequence) -> None:
         try:
             if sequence.params.grammar is not None:
                 await self._check_grammar(sequence.params.grammar)
         except QuireError as error:
-            self._requests.fail([Failed(sequence, error)])
-        finally:
-            del self._compilations[sequence]
-            self._scheduler.resume(sequence)
-            self._wake.set()
+            self._requests.fail_one(sequence.request_id, error)
 
     async def _pause(self) -> None:
         self._fruitless_in_row += 1
@@ -629,7 +659,7 @@ class Engine:
         started = time.perf_counter()
         undelivered, self._undelivered = self._undelivered, []
         for sampled, response, at_s in undelivered:
-            self._requests.deliver(sampled, response, at_s)
+            self._delivery.deliver(sampled, response, at_s)
         self._counters.deliver_s += time.perf_counter() - started
 
     # Failures.
@@ -670,7 +700,7 @@ class Engine:
     async def _reconnect(self) -> None:
         """Open a new session as soon as the services let us; if they do not in time, every request fails."""
         try:
-            session = await self._connection.reopen(while_needed=lambda: self._scheduler.has_work)
+            session = await self._connection.reopen(while_needed=self._has_work)
         except TEMPORARY_ERRORS as error:
             self._requests.fail_all(error)
             return
@@ -680,8 +710,9 @@ class Engine:
 
     def _use(self, session: Session) -> None:
         """Set the limits of this session's pool and model for the scheduler and new requests."""
-        self._requests.use_model(session.model)
-        self._scheduler.set_limits(self._limits_of(session))
+        limits = self._limits_of(session)
+        self._requests.use_model(session.model, limits)
+        self._scheduler.set_limits(limits)
 
     def _limits_of(self, session: Session) -> SchedulerLimits:
         allowed = session.model.max_step_tokens or self._config.max_step_tokens

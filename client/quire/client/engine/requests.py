@@ -1,8 +1,12 @@
-"""Requests of the engine's callers: checked, given to the scheduler, and delivered as text."""
+"""Requests of the engine's callers: checked, counted, and submitted; and their ends by a caller or a timeout.
+
+The tasks of callers run this. So it never touches the scheduler: calls for it go through the inbox. The results of
+steps come by delivery.py, from the engine's task.
+"""
 
 import asyncio
 import contextlib
-import logging
+import itertools
 import random
 import time
 from collections import abc
@@ -14,134 +18,32 @@ from quire.client.engine.backlog import Backlog
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
+from quire.client.engine.inbox import Inbox
 from quire.client.engine.metrics import Measured, RequestTimes
 from quire.client.engine.outputs import (
     Beam,
     BeamCompletion,
     Chunk,
     Completion,
-    Mailbox,
     SampleText,
     best_of,
     complete,
 )
-from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
+from quire.client.engine.request import BeamRequest, Request, undeliverable
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams
-from quire.client.engine.scheduling.plans import Failed, Sampled, Step
+from quire.client.engine.scheduling.new_sequences import new_beam_group, new_samples
+from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.request_limits import check_beam_search, check_request
-from quire.client.engine.scheduling.scheduler import Scheduler
-from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence
+from quire.client.engine.scheduling.sequence import Delivered, FinishReason
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
-from quire.client.errors import (
-    EngineStopped,
-    InvalidRequest,
-    ProtocolViolation,
-    QuireError,
-    RequestFailed,
-    after_delivery,
-)
+from quire.client.errors import EngineStopped, InvalidRequest, QuireError, after_delivery
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import leaves_token
 
 Prompt = str | abc.Sequence[int]
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
-
-_log = logging.getLogger(__name__)
-
-
-class Request:
-    """A caller's request: its samples' texts, and the unread chunks."""
-
-    __slots__ = (
-        *("delivered", "error", "first", "mailbox", "news", "open", "sequences", "span"),
-        *("tells_of_prompt", "texts", "timer", "times", "waits"),
-    )
-
-    def __init__(
-        self,
-        sequences: list[Sequence],
-        texts: list[SampleText],
-        times: RequestTimes,
-        span: RequestSpan | None,
-        *,
-        has_logprobs: bool,
-        delivered: abc.Sequence[Delivered] | None = None,
-    ) -> None:
-        self.sequences = sequences
-        self.first = sequences[0]
-        self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * len(texts)
-        self.span = span
-        self.texts = texts
-        self.times = times
-        self.mailbox = Mailbox(has_logprobs=has_logprobs)
-        self.news = asyncio.Event()
-        self.open = {sequence.index for sequence in sequences}  # indexes of samples without a finish_reason
-        self.waits = True  # for its first token
-        self.timer: asyncio.TimerHandle | None = None
-        self.error: QuireError | None = None
-        self.tells_of_prompt = delivered is None  # with the first token
-
-    def fail(self, error: QuireError) -> None:
-        self.error = self.error or error
-        self.news.set()
-
-    def outcome(self) -> tuple[int, list[FinishReason | None]]:
-        """Return the generated tokens of all samples, and why each has ended."""
-        num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in self.sequences)
-        return num_tokens, [sequence.finish_reason for sequence in self.sequences]
-
-    def time_out(self) -> None:
-        """End the open samples with the tokens generated so far."""
-        for index in sorted(self.open):
-            text = self.texts[index].flush()
-            self.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
-        self.open.clear()
-        self.news.set()
-
-    async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
-        while self.open or self.news.is_set():
-            await self.news.wait()
-            self.news.clear()
-            for chunk in self.mailbox.take():
-                self.delivered[chunk.index] += len(chunk.token_ids)
-                yield chunk
-            if self.error is not None:
-                raise after_delivery(self.error, self.delivered)
-
-
-class BeamRequest(Request):
-    """A caller's beam search. It has no samples: it returns its result when it has ended."""
-
-    __slots__ = ("group", "has_ended", "search")
-
-    def __init__(self, group: BeamGroup, search: BeamSearch, times: RequestTimes, span: RequestSpan | None) -> None:
-        super().__init__(group.members, [], times, span, has_logprobs=False)
-        self.open.clear()
-        self.group = group
-        self.search = search
-        self.has_ended = False
-
-    def outcome(self) -> tuple[int, list[FinishReason | None]]:
-        best = self.search.best() if self.has_ended else []
-        return sum(len(ended.token_ids) for ended in best), [ended.finish_reason for ended in best]
-
-    def end(self) -> None:
-        self.has_ended = True
-        self.news.set()
-
-    def time_out(self) -> None:
-        self.search.stop([beam.output_token_ids for beam in self.sequences], FinishReason.TIMEOUT)
-        self.end()
-
-    async def wait(self, num_beams: int) -> None:
-        """Wait for the end of the search. Raises its error."""
-        while not self.has_ended and self.error is None:
-            await self.news.wait()
-            self.news.clear()
-        if self.error is not None:
-            raise after_delivery(self.error, [0] * num_beams)
 
 
 class Requests:
@@ -153,29 +55,28 @@ class Requests:
         measured: Measured,
         tracing: Tracing | None,
         *,
-        on_request: abc.Callable[[], None],
+        inbox: Inbox,
         check_grammar: abc.Callable[[Grammar], abc.Awaitable[None]],
     ) -> None:
-        """on_request is called when the scheduler has got a request; check_grammar raises for a wrong grammar."""
+        """check_grammar raises for a wrong grammar."""
         self.tokenizer: Tokenizer | None = None
         self._backlog = Backlog(config)
         self._measured = measured
         self._tracing = tracing
-        self._on_request = on_request
+        self._inbox = inbox
         self._check_grammar = check_grammar
         self._open: dict[int, Request] = {}
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
         self._end_token_ids: tuple[int, ...] = ()
         self._max_logprobs = 0
-        self._max_unread_tokens = config.max_unread_tokens
+        self._request_ids = itertools.count()
 
     def __len__(self) -> int:
         """Return the number of requests that are not read to their end."""
         return len(self._open)
 
-    def start(self, scheduler: Scheduler) -> None:
-        """Take requests from now on."""
-        self._scheduler = scheduler
+    def start(self) -> None:
+        """Take requests from now on, within the limits of use_model."""
         self._stopped = None
 
     def stop(self, error: EngineStopped) -> None:
@@ -184,10 +85,15 @@ class Requests:
         for request in self._open.values():
             request.fail(error)
 
-    def use_model(self, model: worker_service_pb2.GetModelResponse) -> None:
-        """Set this model's limits."""
+    def use_model(self, model: worker_service_pb2.GetModelResponse, limits: SchedulerLimits) -> None:
+        """Set the limits of this model and of its pool."""
+        self._limits = limits
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
+
+    def find(self, request_id: int) -> Request | None:
+        """Return a request that its caller still reads."""
+        return self._open.get(request_id)
 
     def check(
         self, prompt: Prompt, params: SamplingParams, delivered: abc.Sequence[Delivered] | None = None
@@ -206,7 +112,7 @@ class Requests:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
-        check_request(self._scheduler.limits, token_ids, params, delivered)
+        check_request(self._limits, token_ids, params, delivered)
         self._check_choice(params)
         return token_ids, params
 
@@ -220,7 +126,7 @@ class Requests:
             limit = f"at most {most}: the worker's max_logprob_count, {self._max_logprobs}, less {num_ends} end tokens"
             raise InvalidRequest.of_field("beam_width", params.beam_width, limit)
         token_ids = self._token_ids(prompt)
-        check_beam_search(self._scheduler.limits, token_ids, params, cache)
+        check_beam_search(self._limits, token_ids, params, cache)
         return token_ids
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
@@ -237,7 +143,7 @@ class Requests:
         """Raises InvalidRequest if the parameters leave no token to choose."""
         ends = self._ends_of(params) if params.min_tokens else ()
         is_left = leaves_token(
-            self._scheduler.limits.vocabulary_size,
+            self._limits.vocabulary_size,
             allowed_token_ids=params.allowed_token_ids or (),
             bad_words=params.bad_word_ids,
             end_token_ids=ends,
@@ -302,21 +208,25 @@ class Requests:
             try:
                 text = self._text_of(token_ids, request.first.params).whole(ended.token_ids, ended.finish_reason)
             except Exception as error:  # the tokenizer's, about this text
-                raise _undeliverable(error) from error
+                raise undeliverable(error) from error
             beams.append(Beam(text, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
             await asyncio.sleep(0)  # a long text takes a while, and the engine must run
         return BeamCompletion(tuple(token_ids), tuple(beams))
 
     def _close(self, request_id: int, request: Request) -> None:
         self._open.pop(request_id, None)
-        self._wait_no_longer(request)
+        self.wait_no_longer(request)
         if request.timer is not None:
             request.timer.cancel()
         self._end_measuring(request)
-        if self._stopped is None:
-            self._scheduler.end(request.sequences, FinishReason.CANCELLED)
+        if self._stopped is None and any(sequence.finish_reason is None for sequence in request.sequences):
+            self._end(request, FinishReason.CANCELLED)
 
-    def _wait_no_longer(self, request: Request) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self._inbox.end(request.first.request_id, request.sequences, reason)
+
+    def wait_no_longer(self, request: Request) -> None:
+        """Count a request that has its first token, or has ended, no longer among those that wait."""
         if request.waits:
             request.waits = False
             self._backlog.leave(request.first.tenant, request.first.num_prompt_tokens)
@@ -326,7 +236,7 @@ class Requests:
         if self._stopped is not None or request.error is not None:
             return
         request.time_out()
-        self._scheduler.end(request.sequences, FinishReason.TIMEOUT)
+        self._end(request, FinishReason.TIMEOUT)
         request.times.close(FinishReason.TIMEOUT)
 
     def _end_measuring(self, request: Request) -> None:
@@ -350,13 +260,15 @@ class Requests:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
-        # Before the scheduler takes the request: what raises here leaves nothing behind.
+        # Before the request is counted and submitted: what raises here leaves nothing behind.
         texts = [self._text_of(token_ids, params) for _ in range(params.n)]
         for text, sample in zip(texts, delivered or (), strict=False):
             for token_id in sample.token_ids:
                 text.push(token_id, None)
         with self._entering(params.tenant, len(token_ids), is_limited=delivered is None):
-            sequences = self._scheduler.add(
+            sequences = new_samples(
+                self._limits,
+                next(self._request_ids),
                 token_ids,
                 params,
                 end_token_ids=self._end_token_ids,
@@ -376,7 +288,9 @@ class Requests:
             raise _copy_of(self._stopped)
         ends = self._ends_of(params)
         with self._entering(params.tenant, len(token_ids)):
-            group = self._scheduler.add_beams(token_ids, params, end_token_ids=ends, cache=cache)
+            group = new_beam_group(
+                self._limits, next(self._request_ids), token_ids, params, end_token_ids=ends, cache=cache
+            )
         sampling = group.members[0].params
         times, span = self._measure(sampling, num_prompt_tokens=len(token_ids), num_samples=1)
         search = BeamSearch(params, max_tokens=group.max_tokens, end_token_ids=ends)
@@ -396,7 +310,7 @@ class Requests:
 
     @contextlib.contextmanager
     def _entering(self, tenant: str, num_tokens: int, *, is_limited: bool = True) -> abc.Iterator[None]:
-        """Count a request that waits, unless the scheduler does not take it."""
+        """Count a request that waits, unless it is refused."""
         self._backlog.enter(tenant, num_tokens, is_limited=is_limited)
         try:
             yield
@@ -421,131 +335,23 @@ class Requests:
         self._open[request_id] = request
         if timeout_s is not None:
             request.timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, request)
-        self._on_request()
+        self._inbox.submit(request_id, request.sequences)
         return request_id
 
     def fail_all(self, error: QuireError) -> None:
         """Fail all open requests with one error."""
         for request in self._open.values():
-            self._scheduler.end(request.sequences, FinishReason.CANCELLED)
-            request.fail(error)
+            self._fail(request, error)
 
-    def fail(self, failed: abc.Iterable[Failed]) -> None:
-        """Fail the requests of these sequences."""
-        for sequence, error in ((entry.sequence, entry.error) for entry in failed):
-            request = self._open.get(sequence.request_id)
-            if request is not None:
-                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
-                request.fail(error)
+    def fail_one(self, request_id: int, error: QuireError) -> None:
+        """Fail an open request, if its caller still reads it."""
+        request = self._open.get(request_id)
+        if request is not None:
+            self._fail(request, error)
 
-    def spans_of(self, sequences: abc.Iterable[Sequence]) -> list[RequestSpan | None]:
-        """The spans of the open requests that these sequences belong to."""
-        request_ids = dict.fromkeys(sequence.request_id for sequence in sequences)
-        return [self._open[each].span for each in request_ids if each in self._open]
-
-    def take_prompt_logprobs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
-        """Take a step's results for prompts. Raises ProtocolViolation if they do not fit the request."""
-        runs = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
-        for entry in response.prompt_logprobs:
-            index = runs.get(entry.sequence_id)
-            logprobs = None if index is None else step.sequences[index].prompt_logprobs
-            if index is None or logprobs is None:
-                raise ProtocolViolation("log-probabilities of a prompt without a request for them")
-            logprobs.put(
-                step.starts[index] + 1,
-                entry.logprobs,
-                entry.top_token_ids,
-                entry.top_logprobs,
-                top_count=entry.top_count,
-            )
-
-    def choose(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
-        """Continue beam searches with the outcome of a step that has just ended, before the next step is planned.
-
-        at_s as in deliver. Raises ProtocolViolation if an outcome is missing.
-        """
-        beams = [event for event in events if event.sequence.group is not None]
-        if not beams:
-            return
-        logprobs = {entry.sequence_id: entry for entry in response.logprobs}
-        for event in beams:
-            entry = logprobs.get(event.seq_id)
-            if entry is None:
-                raise ProtocolViolation("a beam was computed without log-probabilities")
-            self._scheduler.take_top(event.sequence, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-        for request_id in dict.fromkeys(event.sequence.request_id for event in beams):
-            request = self._open.get(request_id)
-            if isinstance(request, BeamRequest) and request.sequences and request.group.is_ready:
-                self._go_on(request, at_s)
-
-    def _go_on(self, request: BeamRequest, at_s: float) -> None:
-        self._wait_no_longer(request)
-        beams = request.sequences
-        heirs = request.search.step([beam.top or () for beam in beams], [beam.output_token_ids for beam in beams])
-        if heirs:
-            request.times.token(0, at_s, None)
-            self._scheduler.branch(request.group, heirs)
-            return
-        request.times.token(0, at_s, request.search.best()[0].finish_reason)
-        self._scheduler.end(beams, FinishReason.STOP)
-        request.end()
-
-    def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
-        """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
-        logprobs = {entry.sequence_id: entry for entry in response.logprobs}
-        broken = {failure.sequence_id: failure.message for failure in response.grammar_failures}
-        for event in events:
-            if event.seq_id in broken:
-                self.fail([Failed(event.sequence, _not_followed(broken[event.seq_id]))])
-                continue
-            try:
-                self._deliver_one(event, logprobs.get(event.seq_id), at_s)
-            except RequestFailed as error:
-                self.fail([Failed(event.sequence, error)])
-            except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
-                _log.exception("the text of a request can't be made")
-                self.fail([Failed(event.sequence, _undeliverable(error))])
-
-    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
-        sequence, reason = event.sequence, event.finish_reason
-        request = self._open.get(sequence.request_id)
-        if request is None:
-            return
-        if sequence.index not in request.open:
-            return  # it was sampled before the sample's end was known: a stop string, or the request's time
-        self._wait_no_longer(request)
-        text = request.texts[sequence.index]
-        piece = text.push(event.token_id, reason)
-        if text.met_stop_string:
-            reason = FinishReason.STOP
-            self._scheduler.end([sequence], FinishReason.STOP)
-        request.times.token(sequence.index, at_s, reason)
-        if request.tells_of_prompt:
-            of_prompt = sequence.prompt_logprobs
-            request.mailbox.put_prompt(
-                logprobs=None if of_prompt is None else _whole(of_prompt),
-                num_cached_tokens=request.sequences[0].num_cached_tokens,
-            )
-            request.tells_of_prompt = False
-        request.mailbox.put(
-            sequence.index,
-            text=piece,
-            token_ids=(event.token_id,),
-            logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
-            finish_reason=reason,
-        )
-        if reason is not None:
-            request.open.discard(sequence.index)
-        request.news.set()
-        self._check_unread(request)
-
-    def _check_unread(self, request: Request) -> None:
-        """End a request with more unread tokens than the limit. Raises RequestFailed."""
-        num_unread, limit = request.mailbox.num_unread_tokens, self._max_unread_tokens
-        if limit is not None and num_unread > limit and request.open:
-            metadata = {"unread": str(num_unread), "limit": str(limit)}
-            message = f"{num_unread} tokens are unread, more than max_unread_tokens, {limit}"
-            raise RequestFailed(message, reason="TOO_SLOW", metadata=metadata)
+    def _fail(self, request: Request, error: QuireError) -> None:
+        self._end(request, FinishReason.CANCELLED)
+        request.fail(error)
 
 
 def params_of(params: Params | None, fields: abc.Mapping[str, Any], kind: type[Params]) -> Params:
@@ -589,30 +395,6 @@ def _integers_of(prompt: abc.Sequence[int]) -> list[int]:
         if kind is bool or not issubclass(kind, Integral):
             raise InvalidRequest.of_field("prompt", f"{type(prompt).__name__} of {kind.__name__}", limit)
     return list(map(int, token_ids))
-
-
-def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
-    return TokenLogprobs(token_id, entry.sampled_logprob, top)
-
-
-def _whole(logprobs: PromptLogprobs) -> PromptLogprobs:
-    if not logprobs.is_complete:
-        raise RequestFailed(
-            "no log-probabilities of the prompt: a part of it was found in the cache, though not asked for"
-        )
-    return logprobs
-
-
-def _not_followed(message: str) -> InvalidRequest:
-    metadata = {"field": "grammar", "limit": message}
-    return InvalidRequest(f"the grammar can't be followed any more: {message}", metadata=metadata)
-
-
-def _undeliverable(error: Exception) -> RequestFailed:
-    failed = RequestFailed(f"the tokens can't be made a text: {error!r}")
-    failed.__cause__ = error
-    return failed
 
 
 def _copy_of(error: QuireError) -> QuireError:

@@ -251,7 +251,7 @@ class Router:
         error: QuireError = EngineStopped("the router is closed")
         for member in self._members.values():
             try:
-                member.engine.generate(token_ids, params)  # refuses at once; nothing begins before it is iterated
+                member.engine.check(token_ids, params)
             except (InvalidRequest, EngineStopped) as refused:
                 error = refused
             else:

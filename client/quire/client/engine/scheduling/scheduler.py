@@ -23,11 +23,8 @@ docs/architecture.md describes the default policy.
 from collections import abc
 from itertools import islice
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
-from quire.client.engine.prompt_logprobs import PromptLogprobs
-from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.answers import Answers
-from quire.client.engine.scheduling.beam_search import BeamSearchParams, Heir
+from quire.client.engine.scheduling.beam_search import Heir
 from quire.client.engine.scheduling.beams import Beams
 from quire.client.engine.scheduling.drafting import Draft
 from quire.client.engine.scheduling.ending import Endings
@@ -37,9 +34,8 @@ from quire.client.engine.scheduling.plans import Failed, Plan, PlanOutcome, Samp
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.client.engine.scheduling.preemption import Preemption
 from quire.client.engine.scheduling.queues import Queues, by_rank, require
-from quire.client.engine.scheduling.request_limits import check_beam_search, check_request
 from quire.client.engine.scheduling.room import Room
-from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence, SequenceState
+from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 from quire.client.engine.scheduling.shortage import Shortage
 from quire.client.engine.scheduling.statistics import Counters, SchedulerStatistics, statistics_of
 from quire.client.engine.scheduling.tier import TierCosts
@@ -69,7 +65,6 @@ class Scheduler:
         self._policy = policy or PriorityPolicy()
         self._by_tenant = by_tenant
         self._verify = verify
-        self._next_request = 0
         self._next_seq_id = 0
         self._counters = counters = Counters()
         self._queues = queues = Queues(limits.tables)
@@ -98,98 +93,17 @@ class Scheduler:
         """True if schedule() or a step in flight still has something to do."""
         return bool(self._flight) or not self._queues.are_empty
 
-    def add(
-        self,
-        prompt_token_ids: abc.Sequence[int],
-        params: SamplingParams,
-        *,
-        end_token_ids: abc.Iterable[int],
-        seed: int,
-        cache: CacheParams = NO_CACHE_PARAMS,
-        delivered: abc.Sequence[Delivered] | None = None,
-    ) -> list[Sequence]:
-        """Take a request; returns its params.n sequences. Sample i has seed + i, in 64 bits.
-
-        With delivered, each sample that has not ended continues after its tokens; the others have no sequence.
-
-        Raises InvalidRequest if check_request() does; then no state has changed.
-        """
-        max_tokens = check_request(self.limits, prompt_token_ids, params, delivered)
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(end_token_ids)
-        request_id = self._next_request
-        self._next_request += 1
-        prompt = list(prompt_token_ids)
-        num_top = params.prompt_logprobs
-        # They came with the first token that was delivered.
-        logprobs = None if num_top is None or delivered is not None else PromptLogprobs(prompt, num_top=num_top)
-        known = [[*prompt, *sample.token_ids] for sample in delivered or ()]
-        sequences = [
-            Sequence(
-                request_id=request_id,
-                index=index,
-                arrival=(request_id, index),
-                token_ids=known[index] if known else prompt if index else prompt.copy(),
-                num_prompt_tokens=len(prompt_token_ids),
-                max_tokens=max_tokens,
-                end_token_ids=ends,
-                params=params,
-                prompt_logprobs=logprobs,
-                cache=cache,
-                seed=(seed + index + 2**63) % 2**64 - 2**63,
-                state=SequenceState.FOLLOWING if index and not known else SequenceState.WAITING,
-                num_forked_tokens=len(prompt),
-                was_admitted=bool(known),
-            )
-            for index in range(params.n)
-            if delivered is None or not delivered[index].has_ended
-        ]
-        self._enter(*([sequence] for sequence in sequences) if known else (sequences,))
-        return sequences
-
-    def _enter(self, *groups: list[Sequence]) -> None:
-        """Queue sequences. Those of a group share a prompt and follow its first sequence."""
+    def add(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Take the sequences of a request (new_sequences.py). Each that waits is queued; others follow the first."""
         view = self._room.view(self._queues.running)
-        for sequences in groups:
-            for sequence in sequences:
-                sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
-        for sequences in groups:
+        for sequence in sequences:
+            sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
+        if any(sequence.state is SequenceState.FOLLOWING for sequence in sequences):
             self._queues.add(sequences)
+        else:
+            for sequence in sequences:
+                self._queues.add([sequence])
         self._checked()
-
-    def add_beams(
-        self,
-        prompt_token_ids: abc.Sequence[int],
-        params: BeamSearchParams,
-        *,
-        end_token_ids: abc.Set[int],
-        cache: CacheParams = NO_CACHE_PARAMS,
-    ) -> BeamGroup:
-        """Take a beam search. Returns its group with one beam, the prompt. A beam ends with one of end_token_ids.
-
-        Raises InvalidRequest if check_beam_search() does; then no state has changed.
-        """
-        max_tokens = check_beam_search(self.limits, prompt_token_ids, params, cache)
-        request_id = self._next_request
-        self._next_request += 1
-        group = BeamGroup(params.beam_width, max_tokens, [])
-        beam = Sequence(
-            request_id=request_id,
-            index=0,
-            arrival=(request_id, 0),
-            token_ids=list(prompt_token_ids),
-            num_prompt_tokens=len(prompt_token_ids),
-            max_tokens=1,  # one more than it has: its next step depends on the other beams
-            end_token_ids=frozenset(),
-            params=params.sampling(num_logprobs=params.beam_width + len(end_token_ids)),
-            cache=cache,
-            seed=0,
-            group=group,
-        )
-        group.members.append(beam)
-        self._enter([beam])
-        return group
 
     def take_top(self, beam: Sequence, top: abc.Sequence[tuple[int, float]]) -> None:
         """Take the result of a beam after its step: its most probable next tokens."""
