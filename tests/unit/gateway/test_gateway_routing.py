@@ -16,6 +16,7 @@ from unit.engine.test_engine import RECITED, TOKENIZER, Services, geometry, gree
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import (
+    Engine,
     EngineConfig,
     FinishReason,
     InvalidRequest,
@@ -264,6 +265,28 @@ def test_a_full_queue_hands_on_to_the_next_pool_and_all_full_ones_refuse() -> No
             b.gate.set()
             assert await asyncio.gather(*begun) == [RECITED[:5]] * 2
             assert router.router_statistics().moves == 0
+
+    run(body())
+
+
+def test_a_request_is_checked_without_a_generator_in_any_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        begun: list[Engine] = []
+        generate = Engine.generate
+
+        def counted(engine: Engine, *arguments: Any, **fields: Any) -> Any:
+            begun.append(engine)
+            return generate(engine, *arguments, **fields)
+
+        monkeypatch.setattr(Engine, "generate", counted)
+        async with routing(Pool("a", max_tokens=20), Pool("b", max_tokens=100)) as router:
+            await until_pools(router, "a", "b")
+            with pytest.raises(InvalidRequest):
+                router.generate(PROMPT, greedy(200))
+            chunks = router.generate(PROMPT, greedy(60))
+            assert begun == [], "it is only checked"
+            assert [token async for chunk in chunks for token in chunk.token_ids] == RECITED[:60]
+            assert begun
 
     run(body())
 

@@ -10,6 +10,7 @@
     failed requests            <-   on_step_failed(), on_step_refused()        <-  a failure, a refusal
 
     scheduler.py       the calls above; it owns the state and hands each part what it needs
+    new_sequences.py   the sequences of a request, before the scheduler takes them
     request_limits.py  a new request is within the limits of the model and of the pool
     sequence.py        one stream of tokens, its states; the beams of one search
     policy.py          rank, victim, reserve, admission: exchangeable
