@@ -28,10 +28,10 @@ from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cachemgr.service import messages
-from quire.client.engine.messages import decode_outcome, encode_plan
+from quire.client.engine.messages import decode_granted_step, encode_plan
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.new_sequences import new_samples
-from quire.client.engine.scheduling.plans import SchedulerLimits, Step
+from quire.client.engine.scheduling.plans import SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason
 
@@ -132,7 +132,7 @@ class Run:
                 num_host_blocks=num_host_blocks,
             )
         )
-        self._flight: deque[tuple[Step, Any]] = deque()
+        self._flight: deque[tuple[StepInFlight, Any]] = deque()
         self._requests: dict[int, Request] = {}
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
@@ -173,7 +173,7 @@ class Run:
         planned = self._books.ledger.plan(asked.SerializeToString(), now=0.0)
         answer = cache_service_pb2.PlanStepResponse()
         messages.encode_plan(answer, planned)
-        step = self._scheduler.on_planned(plan, decode_outcome(answer))
+        step = self._scheduler.on_planned(plan, decode_granted_step(answer))
         if step.failed:
             raise RuntimeError(f"a request failed: {step.failed[0].error}")
         grant = grant_pb2.StepGrant.FromString(planned.encode_grant("", EPOCH, 1, LEASE))

@@ -23,10 +23,10 @@ from quire.cachemgr._core import Ledger
 from quire.cachemgr.eviction import EvictionPolicy
 from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
-from quire.client.engine.messages import decode_outcome, encode_plan, limits_of
+from quire.client.engine.messages import decode_granted_step, encode_plan, limits_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.new_sequences import new_samples
-from quire.client.engine.scheduling.plans import Step
+from quire.client.engine.scheduling.plans import StepInFlight
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Sequence as EngineSequence
@@ -66,7 +66,7 @@ class _Sent:
     compute_s     the time of the runs; num_copied blocks are copied to the host tier or back in copy_s, before them
     """
 
-    step: Step
+    step: StepInFlight
     sampler_ids: list[int]
     compute_s: float
     num_copied: int
@@ -184,7 +184,7 @@ class SimulatedPool:
         planned = self._ledger.plan(request.SerializeToString(), now=now_s, names_tenants=self._fleet.separate_tenants)
         answer = cache_service_pb2.PlanStepResponse()
         messages.encode_plan(answer, planned)
-        step = self._scheduler.on_planned(plan, decode_outcome(answer))
+        step = self._scheduler.on_planned(plan, decode_granted_step(answer))
         for failed in step.failed:
             self._end(self._jobs.pop(failed.sequence.request_id), failed.sequence, now_s, on_end)
         sampler_ids, num_copied = list(step.samplers), 0
@@ -197,7 +197,7 @@ class SimulatedPool:
         return True
 
     def _send(
-        self, step: Step, sampler_ids: list[int], num_copied: int, now_s: float, *, asked_to_compute: bool
+        self, step: StepInFlight, sampler_ids: list[int], num_copied: int, now_s: float, *, asked_to_compute: bool
     ) -> None:
         """Let the worker begin with a step when it is free."""
         times = self._fleet.step

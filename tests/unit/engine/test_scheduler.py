@@ -25,13 +25,13 @@ from quire.client.engine.scheduling.new_sequences import new_samples
 from quire.client.engine.scheduling.plans import (
     Admission,
     Blocks,
+    GrantedStep,
     Plan,
     PlanItem,
-    PlanOutcome,
     Refusal,
     Sampled,
     SchedulerLimits,
-    Step,
+    StepInFlight,
 )
 from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPolicy
 from quire.client.engine.scheduling.room import Pressure as PressureNow
@@ -219,7 +219,7 @@ class ModelCache:
         step.restored[seq_id] = held.num_scheduled
         return None
 
-    def plan(self, plan: Plan) -> PlanOutcome:
+    def plan(self, plan: Plan) -> GrantedStep:
         self.number += 1
         step = Pending(self.number, self.settled)
         refusals: list[Refusal] = []
@@ -313,7 +313,7 @@ class ModelCache:
             budget -= count
             self.extend(step, admission.seq_id, count, given)
         self.steps.append(step)
-        return PlanOutcome(
+        return GrantedStep(
             step_number=step.number,
             run_ids=[run[0] for run in step.runs],
             run_starts=[run[2] for run in step.runs],
@@ -432,7 +432,9 @@ class ModelWorker:
         self.seeds: dict[int, int] = {}
         self.failed_step = 0
 
-    def run(self, pending: Pending, step: Step, inputs: dict[int, list[int]], *, breaks: bool) -> dict[int, int] | None:
+    def run(
+        self, pending: Pending, step: StepInFlight, inputs: dict[int, list[int]], *, breaks: bool
+    ) -> dict[int, int] | None:
         """Return the sampled tokens, None if the step computed nothing. A void step is sent to be skipped."""
         for seq_id in pending.released:
             self.computed.pop(seq_id, None)
@@ -493,7 +495,7 @@ class World:
         limits = self.limits
         self.cache = ModelCache(limits.num_blocks, limits.block_size, limits.num_host_blocks, limits.layer_groups)
         self.worker = ModelWorker()
-        self.flight: deque[tuple[Step, Pending, dict[int, list[int]]]] = deque()
+        self.flight: deque[tuple[StepInFlight, Pending, dict[int, list[int]]]] = deque()
         self.outcomes: deque[tuple[dict[int, int] | None, bool]] = deque()
 
     def add(
@@ -535,7 +537,7 @@ class World:
         if plan.expected:
             self.named.append([len(prompt.token_ids) for prompt in plan.expected.values()])
 
-    def check_preemptions(self, outcome: PlanOutcome, count: int) -> None:
+    def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
             return
         blocks = outcome.blocks
@@ -1299,7 +1301,7 @@ def test_a_void_step_behind_steps_that_did_not_fail_is_noticed() -> None:
     world.add([1, 2, 3], max_tokens=9, ends=())
     world.step()
     plan = world.scheduler.schedule()
-    step = world.scheduler.on_planned(plan, PlanOutcome(2, [1], [0], [1], [], [], [], [], Blocks(9, 0, 1, 0)))
+    step = world.scheduler.on_planned(plan, GrantedStep(2, [1], [0], [1], [], [], [], [], Blocks(9, 0, 1, 0)))
     world.end_step()
     with pytest.raises(ProtocolViolation):
         world.scheduler.on_step_dropped(step)
@@ -1337,7 +1339,7 @@ def test_a_refusal_for_good_fails_one_request() -> None:
     plan = scheduler.schedule()
     error = error_of_reason("SEQUENCE_TOO_LONG", "no")
     refusal = Refusal(PlanItem.ADMISSION, plan.admissions[0].seq_id, error)
-    step = scheduler.on_planned(plan, PlanOutcome(1, [], [], [], [], [refusal], [], [], Blocks(9, 0, 0, 0)))
+    step = scheduler.on_planned(plan, GrantedStep(1, [], [], [], [], [refusal], [], [], Blocks(9, 0, 0, 0)))
     assert [(failed.sequence, failed.error) for failed in step.failed] == [(bad, error)]
     assert bad.finish_reason is FinishReason.FAILED
 
@@ -1351,7 +1353,7 @@ def test_an_answer_that_does_not_fit_the_plan_is_noticed(run, given_run_indexes)
     added(scheduler, [1, 2, 3], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
     plan = scheduler.schedule()
     seq_id, start, count = run
-    outcome = PlanOutcome(1, [seq_id], [start], [count], given_run_indexes, [], [1], [0], Blocks(9, 0, 1, 0))
+    outcome = GrantedStep(1, [seq_id], [start], [count], given_run_indexes, [], [1], [0], Blocks(9, 0, 1, 0))
     with pytest.raises(ProtocolViolation):
         scheduler.on_planned(plan, outcome)
     scheduler.reset_all()

@@ -9,7 +9,7 @@ from collections import abc
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.request import BeamRequest, Request, undeliverable
 from quire.client.engine.requests import Requests
-from quire.client.engine.scheduling.plans import Failed, Sampled, Step
+from quire.client.engine.scheduling.plans import Failed, Sampled, StepInFlight
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.engine.tracing import RequestSpan
@@ -42,7 +42,7 @@ class Delivery:
         found = map(self._requests.find, request_ids)
         return [request.span for request in found if request is not None]
 
-    def take_prompt_logprobs(self, step: Step, response: worker_service_pb2.RunStepResponse) -> None:
+    def take_prompt_logprobs(self, step: StepInFlight, response: worker_service_pb2.RunStepResponse) -> None:
         """Take a step's results for prompts. Raises ProtocolViolation if they do not fit the request."""
         runs = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
         for entry in response.prompt_logprobs:

@@ -47,7 +47,7 @@ from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
-from quire.client.engine.scheduling.plans import Plan, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.scheduling.plans import GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
@@ -129,7 +129,7 @@ class _Sent:
     void     why it computes nothing, if that is known: it was refused, or one before it failed, and is skipped now
     """
 
-    step: Step
+    step: StepInFlight
     grant: SignedGrant
     answer: StepAnswer
     sent_at: float
@@ -341,7 +341,7 @@ class Engine:
         Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises
         RequestFailed, Unavailable, EngineStopped, or InvalidRequest if a service refuses the request; each has the
         numbers of delivered tokens in delivered_token_counts. Work begins when the first item is requested; closing
-        the iterator, or cancelling the task that waits in it, frees everything with the next plan.
+        the iterator, or cancelling the task that waits in it, releases everything with the next plan.
         """
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
         return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
@@ -492,8 +492,8 @@ class Engine:
         scheduled = time.perf_counter()
         try:
             with self._span("quire.plan", plan.sequences.values()) as span:
-                outcome, grant = await self._ask(session, plan)
-            span.end(step_number=outcome.step_number, refusals=len(outcome.refusals))
+                granted, grant = await self._ask(session, plan)
+            span.end(step_number=granted.step_number, refusals=len(granted.refusals))
         except OutOfRoom:  # TOO_MANY_STEPS: their outcomes are on the way to cachemgr
             if not self._flight:
                 await self._pause()
@@ -505,7 +505,7 @@ class Engine:
             self._delivery.fail(self._scheduler.on_plan_refused(plan, error))
             return True
         planned = time.perf_counter()
-        step = self._scheduler.on_planned(plan, outcome)
+        step = self._scheduler.on_planned(plan, granted)
         self._delivery.fail(step.failed)
         with self._span("quire.step", step.sequences) as span:
             answer = await session.run(step, grant, skip=step.is_void)
@@ -516,10 +516,10 @@ class Engine:
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
         if plan.asks_to_compute and not step.seq_ids and len(self._flight) == 1:
             await self._settle(session)
-            await self._pause()  # blocks are on the way back, or others hold them
+            await self._pause()  # blocks are retired or being released, or others hold them
         return True
 
-    async def _ask(self, session: Session, plan: Plan) -> tuple[PlanOutcome, SignedGrant]:
+    async def _ask(self, session: Session, plan: Plan) -> tuple[GrantedStep, SignedGrant]:
         """Return cachemgr's answer to a plan, after as many attempts as needed. Raises the errors of Session.plan."""
         request = session.request_of(plan)
         try:
@@ -533,7 +533,7 @@ class Engine:
 
     async def _ask_again(
         self, session: Session, request: PlanStepRequest, error: Unavailable
-    ) -> tuple[PlanOutcome, SignedGrant]:
+    ) -> tuple[GrantedStep, SignedGrant]:
         deadline = self._connection.begin_outage(error)
         asking = asyncio.create_task(session.plan_again(request, error, until=deadline))
         try:
@@ -593,7 +593,7 @@ class Engine:
             self._recoveries_in_row = self._fruitless_in_row = 0
 
     def _observe_costs(
-        self, step: Step, response: worker_service_pb2.RunStepResponse, seconds: dict[str, float]
+        self, step: StepInFlight, response: worker_service_pb2.RunStepResponse, seconds: dict[str, float]
     ) -> None:
         """Learn the costs of computing tokens again and of copies, and count what was copied."""
         block_bytes = self._scheduler.limits.block_bytes
@@ -623,7 +623,7 @@ class Engine:
             sent.answer = await session.run(sent.step, sent.grant, skip=True)
             void = _prior_failed()
 
-    async def _take_failure(self, step: Step, error: QuireError) -> None:
+    async def _take_failure(self, step: StepInFlight, error: QuireError) -> None:
         _log.warning("step %d computed nothing: %s", step.step_number, error)
         if error.reason == "PRIOR_STEP_FAILED":
             self._scheduler.on_step_dropped(step)

@@ -17,12 +17,12 @@ from quire.client.engine.scheduling.plans import (
     Admission,
     Blocks,
     ExpectedPrompt,
+    GrantedStep,
     Plan,
     PlanItem,
-    PlanOutcome,
     Refusal,
     SchedulerLimits,
-    Step,
+    StepInFlight,
 )
 from quire.client.engine.scheduling.sequence import Sequence
 from quire.client.errors import ProtocolViolation
@@ -161,10 +161,10 @@ def _duration_of(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
-def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:
+def decode_granted_step(response: cache_service_pb2.PlanStepResponse) -> GrantedStep:
     """The answer to a plan. Raises ProtocolViolation if lists that belong together differ in length."""
     counts = response.block_counts
-    outcome = PlanOutcome(
+    granted = GrantedStep(
         step_number=response.step_number,
         run_ids=list(response.run_sequence_ids),
         run_starts=list(response.run_starts),
@@ -183,13 +183,13 @@ def decode_outcome(response: cache_service_pb2.PlanStepResponse) -> PlanOutcome:
         restored_counts=list(response.restored_token_counts),
         num_free_host_blocks=response.host_block_counts.free_count,
     )
-    if not len(outcome.run_ids) == len(outcome.run_starts) == len(outcome.run_counts):
+    if not len(granted.run_ids) == len(granted.run_starts) == len(granted.run_counts):
         raise ProtocolViolation("the runs of a plan differ in length")
-    if len(outcome.admitted_ids) != len(outcome.cached_counts):
+    if len(granted.admitted_ids) != len(granted.cached_counts):
         raise ProtocolViolation("the admissions of a plan differ in length")
-    if len(outcome.restored_ids) != len(outcome.restored_counts):
+    if len(granted.restored_ids) != len(granted.restored_counts):
         raise ProtocolViolation("the restores of a plan differ in length")
-    return outcome
+    return granted
 
 
 def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:
@@ -199,7 +199,9 @@ def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:
     return Refusal(item, refusal.sequence_id, decode_error(refusal.error))
 
 
-def encode_step(step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> worker_service_pb2.RunStepRequest:
+def encode_step(
+    step: StepInFlight, grant: grant_pb2.SignedGrant, *, skip: bool = False
+) -> worker_service_pb2.RunStepRequest:
     """A step as a request: the grant untouched, tokens and parameters only of those that need them.
 
     A step without runs, or one to skip, is sent to be skipped, so that step numbers have no holes.

@@ -187,7 +187,7 @@ def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:
         ("admitted_tokens", "Tokens admitted, those of sequences admitted again too.", scheduler.admitted_tokens),
         ("cached_tokens", "Tokens admitted that were found in the cache.", scheduler.cached_tokens),
         ("generation_tokens", "Tokens generated.", scheduler.sampled_tokens),
-        ("preemptions", "Running sequences that gave their blocks back for others.", scheduler.preemptions),
+        ("preemptions", "Running sequences that were preempted for others.", scheduler.preemptions),
         ("offloads", "Preemptions that moved computed blocks to the host tier.", scheduler.offloads),
         ("restores", "Sequences that came back from the host tier.", scheduler.restores),
         ("restored_tokens", "Tokens of these that were not computed again.", scheduler.restored_tokens),

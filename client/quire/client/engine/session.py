@@ -7,8 +7,8 @@ from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
 from quire.client.channel import RetryPolicy, retried
 from quire.client.engine.grammar import Grammar
-from quire.client.engine.messages import decode_outcome, encode_grammar, encode_plan, encode_step
-from quire.client.engine.scheduling.plans import Plan, PlanOutcome, Step
+from quire.client.engine.messages import decode_granted_step, encode_grammar, encode_plan, encode_step
+from quire.client.engine.scheduling.plans import GrantedStep, Plan, StepInFlight
 from quire.client.errors import LeaseLost, OutOfRoom, ProtocolViolation, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import StepAnswer, WorkerApi
 from quire.compute.v1 import worker_service_pb2
@@ -84,7 +84,7 @@ class Session:
         self._num_plans += 1
         return encode_plan(plan, lease_id=self._lease_id, epoch=self.epoch, request_id=str(self._num_plans))
 
-    async def plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
+    async def plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[GrantedStep, grant_pb2.SignedGrant]:
         """Ask cachemgr for a step. Raises LeaseLost, EpochChanged, OutOfRoom, Unavailable, ProtocolViolation."""
         if self._keeper.done():
             raise LeaseLost("the lease was lost while it was idle")
@@ -93,11 +93,11 @@ class Session:
             raise ProtocolViolation(f"a plan is for step {response.step_number}, behind {self._step_number}")
         self._step_number += 1
         self._on_renewal()
-        return decode_outcome(response), response.grant
+        return decode_granted_step(response), response.grant
 
     async def plan_again(
         self, request: cache_service_pb2.PlanStepRequest, error: Unavailable, *, until: float
-    ) -> tuple[PlanOutcome, grant_pb2.SignedGrant]:
+    ) -> tuple[GrantedStep, grant_pb2.SignedGrant]:
         """Repeat a plan that got this error instead of an answer, as long as the lease can be valid.
 
         until is the loop's time at which to give up anyway. Raises what plan raises; Unavailable only at the end.
@@ -126,7 +126,7 @@ class Session:
         async with self._grammar_checks:
             await retried(lambda: self._worker.check_grammar(message), _OVERLOADED, after=OutOfRoom)
 
-    async def run(self, step: Step, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
+    async def run(self, step: StepInFlight, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
         """Send a step to the worker, to be run or to be skipped."""
         return await self._worker.run(encode_step(step, grant, skip=skip))
 

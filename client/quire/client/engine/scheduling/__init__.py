@@ -20,7 +20,7 @@
     drafting.py        the next plan
     answers.py         cachemgr's answer to it
     shortage.py        refusals for lack of blocks
-    preemption.py      the sequences that give their blocks to others
+    preemption.py      the running sequences that are preempted for others
     tier.py            the cost of the host tier against computing again
     flight.py          the steps in flight
     failures.py        steps and plans that failed or were refused

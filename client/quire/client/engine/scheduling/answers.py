@@ -5,7 +5,7 @@ from collections import abc
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures
 from quire.client.engine.scheduling.flight import Flight
-from quire.client.engine.scheduling.plans import Failed, Plan, PlanItem, PlanOutcome, Step
+from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, PlanItem, StepInFlight
 from quire.client.engine.scheduling.queues import Queues
 from quire.client.engine.scheduling.room import NO_BLOCKS, Room
 from quire.client.engine.scheduling.sequence import Sequence, SequenceState
@@ -39,15 +39,15 @@ class Answers:
         self._endings = endings
         self._counters = counters
 
-    def take(self, plan: Plan, outcome: PlanOutcome) -> Step:
+    def take(self, plan: Plan, granted: GrantedStep) -> StepInFlight:
         """Take the answer to a plan. Returns the step, now in flight.
 
         Raises ProtocolViolation if the answer does not fit the plan; then the queues are of no use any more.
         """
-        refused = {(refusal.item, refusal.seq_id): refusal.error for refusal in outcome.refusals}
+        refused = {(refusal.item, refusal.seq_id): refusal.error for refusal in granted.refusals}
         self._counters.planned_steps += 1
         self._counters.refusals += len(refused)
-        self._room.blocks, self._room.num_free_host_blocks = outcome.blocks, outcome.num_free_host_blocks
+        self._room.blocks, self._room.num_free_host_blocks = granted.blocks, granted.num_free_host_blocks
         for sequence in plan.expected:
             sequence.is_expected = True
         self._take_releases(plan, refused)
@@ -55,14 +55,14 @@ class Answers:
         if plan.restore_ids or plan.admissions:
             if not self._queues.apart:
                 self._room.awaited = None
-            self._begin_restores(plan, outcome, refused)
-            failed += self._begin_admissions(plan, outcome, refused)
-        step = self._step_of(plan, outcome, failed)
+            self._begin_restores(plan, granted, refused)
+            failed += self._begin_admissions(plan, granted, refused)
+        step = self._step_of(plan, granted, failed)
         self._flight.begin(step)
         failed += self._refuse_extends(plan, refused)
         if plan.asks_to_compute:
-            self._room.num_stalls = 0 if outcome.run_ids else self._room.num_stalls + 1
-            if outcome.run_ids and not any(error.reason in NO_BLOCKS for error in refused.values()):
+            self._room.num_stalls = 0 if granted.run_ids else self._room.num_stalls + 1
+            if granted.run_ids and not any(error.reason in NO_BLOCKS for error in refused.values()):
                 self._room.lengthen_chunks()
         return step
 
@@ -77,7 +77,7 @@ class Answers:
             if sequence is None:
                 continue  # it ended while the plan was under way
             if is_refused:
-                self._queues.leave_host(sequence)
+                self._queues.release_host(sequence)
             else:
                 del self._queues.offloads[seq_id]
 
@@ -137,9 +137,9 @@ class Answers:
         self._queues.begin(sequence, seq_id, num_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
         return True
 
-    def _begin_admissions(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> list[Failed]:
+    def _begin_admissions(self, plan: Plan, granted: GrantedStep, refused: Refusals) -> list[Failed]:
         failed: list[Failed] = []
-        cached = dict(zip(outcome.admitted_ids, outcome.cached_counts, strict=True))
+        cached = dict(zip(granted.admitted_ids, granted.cached_counts, strict=True))
         for admission in plan.admissions:
             sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
             if seq_id in cached:
@@ -149,7 +149,7 @@ class Answers:
             elif not isinstance(error, OutOfRoom):
                 failed += self._endings.fail(sequence, error)
             elif error.reason in NO_BLOCKS and sequence not in self._queues.apart:
-                self._shortage.await_blocks(sequence, error, plan, outcome)
+                self._shortage.await_blocks(sequence, error, plan, granted)
         return failed
 
     def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
@@ -168,8 +168,8 @@ class Answers:
         else:
             self._begin(sequence, seq_id, num_tokens=num_cached)
 
-    def _begin_restores(self, plan: Plan, outcome: PlanOutcome, refused: Refusals) -> None:
-        restored = dict(zip(outcome.restored_ids, outcome.restored_counts, strict=True))
+    def _begin_restores(self, plan: Plan, granted: GrantedStep, refused: Refusals) -> None:
+        restored = dict(zip(granted.restored_ids, granted.restored_counts, strict=True))
         for seq_id in plan.restore_ids:
             sequence = plan.sequences[seq_id]
             if seq_id in restored:
@@ -182,17 +182,17 @@ class Answers:
             elif (error := refused.get((PlanItem.RESTORE, seq_id))) is None:
                 raise ProtocolViolation("a restore was neither accepted nor refused")
             elif error.reason in NO_BLOCKS:
-                self._shortage.await_blocks(sequence, error, plan, outcome)
+                self._shortage.await_blocks(sequence, error, plan, granted)
             elif not isinstance(error, OutOfRoom):
-                self._queues.leave_host(sequence)  # it can be admitted like any other
+                self._queues.release_host(sequence)  # it can be admitted like any other
 
-    def _step_of(self, plan: Plan, outcome: PlanOutcome, failed: abc.Sequence[Failed]) -> Step:
-        given = set(outcome.given_run_indexes)
+    def _step_of(self, plan: Plan, granted: GrantedStep, failed: abc.Sequence[Failed]) -> StepInFlight:
+        given = set(granted.given_run_indexes)
         sequences: list[Sequence] = []
         introduced: list[int] = []
         samplers: dict[int, Sequence] = {}
         is_void = False
-        runs = zip(outcome.run_ids, outcome.run_starts, outcome.run_counts, strict=True)
+        runs = zip(granted.run_ids, granted.run_starts, granted.run_counts, strict=True)
         for index, (seq_id, start, count) in enumerate(runs):
             sequence = plan.sequences.get(seq_id)
             if sequence is None:
@@ -212,17 +212,17 @@ class Answers:
             if not sequence.sampling_sent:
                 sequence.sampling_sent = True
                 introduced.append(index)
-        self._counters.scheduled_tokens += sum(outcome.run_counts)
-        return Step(
-            step_number=outcome.step_number,
-            seq_ids=outcome.run_ids,
+        self._counters.scheduled_tokens += sum(granted.run_counts)
+        return StepInFlight(
+            step_number=granted.step_number,
+            seq_ids=granted.run_ids,
             sequences=sequences,
-            starts=outcome.run_starts,
-            counts=outcome.run_counts,
-            given=outcome.given_run_indexes,
+            starts=granted.run_starts,
+            counts=granted.run_counts,
+            given=granted.given_run_indexes,
             introduced=introduced,
             samplers=samplers,
-            idle=_idle_of(plan, outcome),
+            idle=_idle_of(plan, granted),
             failed=failed,
             is_void=is_void,
         )
@@ -247,7 +247,7 @@ class Answers:
         return failed
 
 
-def _idle_of(plan: Plan, outcome: PlanOutcome) -> dict[int, Sequence]:
+def _idle_of(plan: Plan, granted: GrantedStep) -> dict[int, Sequence]:
     forked = (child_id for fork in plan.forks for child_id in fork.child_ids)
-    running = set(outcome.run_ids) if plan.forks else set()
+    running = set(granted.run_ids) if plan.forks else set()
     return {child_id: plan.sequences[child_id] for child_id in forked if child_id not in running}

@@ -13,7 +13,7 @@ from collections import abc
 
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.flight import Flight
-from quire.client.engine.scheduling.plans import Failed, Step
+from quire.client.engine.scheduling.plans import Failed, StepInFlight
 from quire.client.engine.scheduling.queues import Queues
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import Sequence, SequenceState
@@ -31,7 +31,7 @@ class Failures:
         self._endings = endings
         self._counters = counters
 
-    def fail_step(self, step: Step, error: QuireError) -> list[Failed]:
+    def fail_step(self, step: StepInFlight, error: QuireError) -> list[Failed]:
         """Suspect the sequences of the oldest step in flight, which computed nothing. One alone is tried again."""
         self._remove(step)
         failed: list[Failed] = []
@@ -44,7 +44,7 @@ class Failures:
                 failed += self.retry_alone(sequence, error)
         return failed
 
-    def refuse_step(self, step: Step, error: QuireError) -> list[Failed]:
+    def refuse_step(self, step: StepInFlight, error: QuireError) -> list[Failed]:
         """Take a step that was refused for its input. The other sequences are admitted again."""
         self._remove(step)
         sequences = dict(zip(step.seq_ids, step.sequences, strict=True))
@@ -54,7 +54,7 @@ class Failures:
                 self._queues.readmit(sequence)
         return failed
 
-    def drop_step(self, step: Step) -> None:
+    def drop_step(self, step: StepInFlight) -> None:
         """Admit the sequences of a step again that computed nothing because of one before it.
 
         Raises ProtocolViolation, nothing changed, if the step is void and none before it has failed.
@@ -103,7 +103,7 @@ class Failures:
         given_up.__cause__ = error
         return self._endings.fail(sequence, given_up)
 
-    def clear_suspects(self, step: Step) -> None:
+    def clear_suspects(self, step: StepInFlight) -> None:
         """Suspect the sequences of a computed step no longer, if they are past the place of the failure."""
         units = {sequence.unit for sequence in step.sequences}
         for suspect in list(self._queues.suspects):
@@ -112,7 +112,7 @@ class Failures:
             if suspect.unit in units and all(beam.num_scheduled_tokens >= until for beam in beams):
                 self._queues.clear(suspect)
 
-    def _remove(self, step: Step) -> None:
+    def _remove(self, step: StepInFlight) -> None:
         self._flight.fail(step)
         self._counters.failed_steps += 1
         for later in (step, *self._flight):

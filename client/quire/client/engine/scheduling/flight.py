@@ -2,7 +2,7 @@
 
 from collections import abc, deque
 
-from quire.client.engine.scheduling.plans import Step
+from quire.client.engine.scheduling.plans import StepInFlight
 from quire.client.errors import ProtocolViolation
 
 
@@ -15,30 +15,30 @@ class Flight:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[Step] = deque()
+        self._steps: deque[StepInFlight] = deque()
         self.is_settling = False  # a step failed, and those behind it have not ended
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> abc.Iterator[Step]:
+    def __iter__(self) -> abc.Iterator[StepInFlight]:
         return iter(self._steps)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepInFlight) -> None:
         """Add a step that was planned."""
         self._steps.append(step)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: StepInFlight) -> None:
         """Remove the oldest step. Raises ProtocolViolation if this is another."""
         self.require_oldest(step)
         self._steps.popleft()
 
-    def fail(self, step: Step) -> None:
+    def fail(self, step: StepInFlight) -> None:
         """Remove the oldest step, which computed nothing. Raises ProtocolViolation if this is another."""
         self.end(step)
         self.is_settling = True
 
-    def require_oldest(self, step: Step) -> None:
+    def require_oldest(self, step: StepInFlight) -> None:
         """Raise ProtocolViolation if this is not the oldest step."""
         if not self._steps or self._steps[0] is not step:
             raise ProtocolViolation("steps end in the order they were planned")

@@ -4,7 +4,7 @@
     full        for all tokens
     windowed    for the computed tokens and those being computed, from the first one on that the next token sees
 
-A windowed group, sliding or chunked, gives blocks back while its sequence grows. A sequence can then be longer than the
+A windowed group, sliding or chunked, releases blocks while its sequence grows. A sequence can then be longer than the
 pool has slots. All blocks of a pool have the same size, whatever their group.
 """
 
@@ -47,13 +47,13 @@ class BlockTables:
 
     @property
     def has_windows(self) -> bool:
-        """True if a group gives blocks back while a sequence grows."""
+        """True if a group releases blocks while a sequence grows."""
         return bool(self._windowed)
 
     def num_blocks(self, num_tokens: int, num_scheduled: int, *, num_shared: int = 0) -> int:
         """Return the blocks of a sequence with so many tokens, without those of its first num_shared tokens.
 
-        The blocks that steps in flight let go are not counted.
+        The blocks that steps in flight release are not counted.
         """
         first = num_shared // self.block_size
         num_blocks = self._num_full * (-(-num_tokens // self.block_size) - first)

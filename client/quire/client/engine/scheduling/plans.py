@@ -1,4 +1,10 @@
-"""Values of the scheduler: its limits, a plan, what cachemgr made of it, a step, and how a step ended. Pure."""
+"""Values of the scheduler: its limits, a plan, cachemgr's answer, the step in flight, and its results. Pure.
+
+Plan           the question: the items that the scheduler asks for
+GrantedStep    the answer: the runs of the next step, and the items that were refused
+StepInFlight   the step until its tokens or its failure come
+Sampled, Failed   its results
+"""
 
 from collections import abc
 from dataclasses import dataclass, field, fields
@@ -175,7 +181,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOutcome:
+class GrantedStep:
     """The answer of cachemgr to a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
 
     restored_counts have the tokens that need not be computed again.
@@ -196,7 +202,7 @@ class PlanOutcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class StepInFlight:
     """A step in flight. seq_ids, sequences, starts and counts are parallel.
 
     given          indexes of runs with token ids for the worker

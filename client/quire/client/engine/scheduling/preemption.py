@@ -26,7 +26,7 @@ class Preemption:
         self._costs = costs
         self._counters = counters
 
-    def make_room(
+    def preempt_for(
         self, needy: Sequence, missing: int, *, unscheduled: abc.Set[int] = frozenset(), of_tenant: bool = False
     ) -> int:
         """Preempt until so many blocks will be freed, or no candidate is left; returns how many will be.
@@ -53,7 +53,7 @@ class Preemption:
         victim = self._policy.victim(needy, candidates, missing_blocks=missing, view=view)
         return candidates[-1] if victim is None and needy.is_suspect and candidates else victim
 
-    def yield_place(self) -> None:
+    def preempt_for_place(self) -> None:
         """If all places are taken, preempt a sequence below the first in the queue, one with each plan."""
         queues = self._queues
         if not queues.waiting or queues.suspects:
@@ -61,10 +61,10 @@ class Preemption:
         withheld = self._room.short_tenants | self._room.starved_tenants
         first = next((sequence for sequence in queues.waiting if sequence.tenant not in withheld), None)
         if first is not None and queues.num_places_taken + first.num_places > self._room.limits.num_places:
-            self.make_room(first, 1)
+            self.preempt_for(first, 1)
 
     def preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
-        """Take a running sequence, or its group, out of the pool. unscheduled is as in make_room."""
+        """Take a running sequence, or its group, out of the pool. unscheduled is as in preempt_for."""
         self._counters.preemptions += 1 if sequence.group is None else len(sequence.group.running)
         # In the host tier a sequence with an unknown run would return with an unexpected token.
         may_offload = sequence.group is None and sequence.seq_id not in unscheduled
@@ -74,7 +74,7 @@ class Preemption:
             self._room.num_free_host_blocks -= self._host_blocks_of(sequence.num_host_tokens)
 
     def _num_coming_from(self, victim: Sequence) -> int:
-        """Return the blocks that a victim gives back. For a group at least; blocks that its beams share count once."""
+        """Return the blocks that a victim's release frees. For a group at least; shared blocks count once."""
         tables = self._room.limits.tables
         each = [beam.num_own_blocks(tables) for beam in (victim.group.running if victim.group else ())]
         return max(each) + len(each) - 1 if each else victim.num_own_blocks(tables)

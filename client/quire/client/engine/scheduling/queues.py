@@ -56,19 +56,19 @@ class Queues:
         self.postponed: list[Sequence] = []
         self.followers: dict[Sequence, list[Sequence]] = {}
         self.suspects: list[Sequence] = []  # by rank; of any state
-        self.releases: dict[int, int] = {}  # id -> blocks that will come back, at most
+        self.releases: dict[int, int] = {}  # id -> blocks that are released, at most
         self.offloads: dict[int, Sequence] = {}
         self.groups: set[BeamGroup] = set()
         self.expected_back_s: dict[int, float] = {}  # of ids to release, for ended sequences
 
     @property
     def are_empty(self) -> bool:
-        """True if no sequence lives but postponed ones, and no id has to be given back."""
+        """True if no sequence lives but postponed ones, and no id has to be released."""
         return not (self.waiting or self.apart or self.running or self.draining or self.releases or self.offloads)
 
     @property
-    def num_leaving_blocks(self) -> int:
-        """Blocks that the next plans give back, at most."""
+    def num_releasing_blocks(self) -> int:
+        """Blocks that the next plans release, at most."""
         return sum(self.releases.values()) + sum(map(self.blocks_of, self.offloads.values()))
 
     @property
@@ -77,7 +77,7 @@ class Queues:
         return len(self.running) + sum(group.num_places_kept for group in self.groups)
 
     def blocks_of(self, sequence: Sequence) -> int:
-        """Blocks that a sequence's release gives back, at most."""
+        """Blocks that a sequence's release frees, at most."""
         return sequence.num_blocks(self.tables)
 
     def below(self, needy: Sequence) -> list[Sequence]:
@@ -142,8 +142,8 @@ class Queues:
         """
         leader = group.leader
         for beam in group.members:
-            self._leave(beam)
-            beam.forget()
+            self._release(beam)
+            beam.reset()
         self.queue(leader)
         for beam in group.members:
             if beam is not leader:
@@ -156,7 +156,7 @@ class Queues:
             self.regroup(sequence.group)
             return
         seq_id = id_of(sequence)
-        self._leave(sequence)
+        self._release(sequence)
         sequence.preempt(is_offloaded=is_offloaded)
         if is_offloaded:
             del self.releases[seq_id]
@@ -180,9 +180,9 @@ class Queues:
         if sequence.group is not None:
             self.regroup(sequence.group)
             return
-        self._leave(sequence)
-        self.leave_host(sequence)
-        sequence.forget()
+        self._release(sequence)
+        self.release_host(sequence)
+        sequence.reset()
         self.queue(sequence)
 
     def postpone(self, sequence: Sequence) -> None:
@@ -205,8 +205,8 @@ class Queues:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a living sequence; samples that followed it wait for admissions of their own."""
         self.hint_return(sequence, sequence.seq_id if sequence.state is SequenceState.RUNNING else sequence.host_id)
-        self._leave(sequence)
-        self.leave_host(sequence)
+        self._release(sequence)
+        self.release_host(sequence)
         sequence.finish(reason)
         self._leave_group(sequence)
         if sequence in self.suspects:
@@ -226,7 +226,7 @@ class Queues:
         if seq_id is not None and sequence.cache.expected_back_s is not None:
             self.expected_back_s[seq_id] = sequence.cache.expected_back_s
 
-    def forget_pool(self) -> None:
+    def reset_pool(self) -> None:
         """Let all running sequences wait with their known tokens: all ids are invalid."""
         for group in self.groups:
             self.regroup(group)
@@ -236,12 +236,12 @@ class Queues:
         for sequence in self.waiting:
             sequence.host_id, sequence.is_expected = None, False
         for sequence in (*self.running, *self.draining):
-            sequence.forget()
+            sequence.reset()
             insort(self.waiting, sequence, key=by_rank)
         self.running.clear()
         self.draining.clear()
 
-    def leave_host(self, sequence: Sequence) -> None:
+    def release_host(self, sequence: Sequence) -> None:
         """Release a sequence's host blocks, present or planned, with the next plan."""
         if sequence.host_id is None:
             return
@@ -266,8 +266,8 @@ class Queues:
         if sequence in self.suspects:
             self.suspects.remove(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the collection of its state; its blocks, if any, go with the next plan."""
+    def _release(self, sequence: Sequence) -> None:
+        """Take a sequence out of the collection of its state; the next plan releases its blocks, if any."""
         match sequence.state:
             case SequenceState.WAITING:
                 self._stop_waiting(sequence)

@@ -1,7 +1,7 @@
 """The life of sequences from request to end: waiting, running, preempted, ended. Pure: no I/O, clock or randomness.
 
     schedule() -> Plan               the next step's items; changes nothing
-    on_planned(plan, outcome)        cachemgr's answer; from here on the step is in flight
+    on_planned(plan, granted)        cachemgr's answer; from here on the step is in flight
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped its sequences are admitted again
     on_plan_refused / on_step_refused  the same, without the sequence with the refused input
@@ -30,7 +30,7 @@ from quire.client.engine.scheduling.drafting import Draft
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures
 from quire.client.engine.scheduling.flight import Flight
-from quire.client.engine.scheduling.plans import Failed, Plan, PlanOutcome, Sampled, SchedulerLimits, Step
+from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.client.engine.scheduling.preemption import Preemption
 from quire.client.engine.scheduling.queues import Queues, by_rank, require
@@ -143,7 +143,7 @@ class Scheduler:
         """The pool has forgotten everything: all that ran wait with their known tokens; steps in flight are void."""
         self._counters.resets += 1
         self._flight.clear()
-        self._queues.forget_pool()
+        self._queues.reset_pool()
         self._room.reset(self.limits)
         self._checked()
 
@@ -172,20 +172,20 @@ class Scheduler:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
         return self._next_seq_id
 
-    def on_planned(self, plan: Plan, outcome: PlanOutcome) -> Step:
+    def on_planned(self, plan: Plan, granted: GrantedStep) -> StepInFlight:
         """Take the answer to the plan that schedule() returned last. Returns the step, now in flight.
 
         Raises ProtocolViolation if the answer does not fit the plan; then only reset_all() makes sense.
         """
-        step = self._answers.take(plan, outcome)
-        self._preemption.yield_place()
+        step = self._answers.take(plan, granted)
+        self._preemption.preempt_for_place()
         self._checked()
         return step
 
     # Ends of steps.
 
     def on_step_done(
-        self, step: Step, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
+        self, step: StepInFlight, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
     ) -> abc.Sequence[Sampled]:
         """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
 
@@ -214,14 +214,14 @@ class Scheduler:
             self._endings.finish(sequence, reason)
         return Sampled(sequence, seq_id, token_id, reason)
 
-    def on_step_failed(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+    def on_step_failed(self, step: StepInFlight, error: QuireError) -> abc.Sequence[Failed]:
         """The oldest step in flight computed nothing, perhaps because of one of its sequences. Returns failed
         requests."""
         failed = self._failures.fail_step(step, error)
         self._checked()
         return failed
 
-    def on_step_refused(self, step: Step, error: QuireError) -> abc.Sequence[Failed]:
+    def on_step_refused(self, step: StepInFlight, error: QuireError) -> abc.Sequence[Failed]:
         """The worker refused the oldest step in flight for its input, and has skipped it. Returns failed requests.
 
         If it was refused for now, the sequence that the refusal names is postponed.
@@ -236,7 +236,7 @@ class Scheduler:
         self._checked()
         return failed
 
-    def on_step_dropped(self, step: Step) -> None:
+    def on_step_dropped(self, step: StepInFlight) -> None:
         """The oldest step in flight computed nothing because of one before it: its sequences are admitted again.
 
         Raises ProtocolViolation, nothing changed, if the step is void and none before it has failed.

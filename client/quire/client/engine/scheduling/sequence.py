@@ -208,7 +208,7 @@ class Sequence:
         return self.suspect_until is not None
 
     def num_blocks(self, tables: BlockTables, *, num_shared: int = 0) -> int:
-        """Blocks that its release gives back, at most: shared ones stay. Without those of num_shared tokens."""
+        """Blocks that its release frees, at most: shared ones stay. Without those of num_shared tokens."""
         num_scheduled = max(self.num_scheduled_tokens, self.num_host_tokens)
         return tables.num_blocks(max(len(self.token_ids), num_scheduled), num_scheduled, num_shared=num_shared)
 
@@ -296,7 +296,7 @@ class Sequence:
             self.host_id, self.num_host_tokens = self.seq_id, self.num_scheduled_tokens
         self.num_scheduled_tokens = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Leave the pool and drop the tokens being sampled; known tokens stay. For an unfinished sequence."""
         if self.state is not SequenceState.WAITING:
             self.move(SequenceState.WAITING)

@@ -10,7 +10,7 @@ sequence is admitted beside others.
 
 from collections import abc
 
-from quire.client.engine.scheduling.plans import Plan, PlanOutcome
+from quire.client.engine.scheduling.plans import GrantedStep, Plan
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.preemption import Preemption
 from quire.client.engine.scheduling.queues import Queues, by_rank, id_of
@@ -50,7 +50,7 @@ class Shortage:
         available = self._coming(self._room.blocks.free + self._room.blocks.cached)
         return available < self._room.blocks_awaited_by(first)
 
-    def await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan, outcome: PlanOutcome) -> None:
+    def await_blocks(self, newcomer: Sequence, error: QuireError, plan: Plan, granted: GrantedStep) -> None:
         """Let the first refused sequence wait for the blocks that it needs, and preempt others for them.
 
         The first sequence of each tenant that was refused by its quota waits too; other tenants do not wait for it.
@@ -70,8 +70,8 @@ class Shortage:
             self._room.awaited = Awaited(newcomer, needed)
         if newcomer.state is SequenceState.WAITING:
             coming = self._coming(self._room.spare(error))
-            unscheduled = frozenset(outcome.run_ids)
-            made = self._preemption.make_room(
+            unscheduled = frozenset(granted.run_ids)
+            made = self._preemption.preempt_for(
                 newcomer, needed - coming, unscheduled=unscheduled, of_tenant=is_of_tenant
             )
             if needed > coming + made and is_alone:
@@ -100,7 +100,7 @@ class Shortage:
                 holder = sequence
                 if sequence.group is not None:
                     holder = min(sequence.group.running, key=by_rank)
-                room += self._preemption.make_room(holder, -room, of_tenant=of_tenant)
+                room += self._preemption.preempt_for(holder, -room, of_tenant=of_tenant)
         if self._counters.preemptions > num_preemptions and not of_tenant:
             is_by_quota = last_refused.reason == "QUOTA_EXCEEDED"
             self._room.pressure = Pressure(self._room.pressure.num_plans + 1, is_by_quota)
@@ -111,8 +111,8 @@ class Shortage:
             self._preemption.preempt(max(filter(self._is_needy, needs), key=by_rank))
 
     def _coming(self, spare: int) -> int:
-        """Return the blocks that there are or that are on their way back."""
-        return spare + self._room.blocks.retired + self._queues.num_leaving_blocks
+        """Return the blocks that there are, and those that are retired or about to be released."""
+        return spare + self._room.blocks.retired + self._queues.num_releasing_blocks
 
     def _is_of_tenant(self, error: QuireError) -> bool:
         """Return True if only sequences of the same tenant can make room."""
