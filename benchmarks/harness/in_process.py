@@ -25,7 +25,7 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import capture_decode
 from quire.worker.run.model_thread import ModelThread
-from quire.worker.sampling.sampler import MAX_LOGPROBS
+from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.servicer import encode_ended
 from quire.worker.service.steps import EndedStep, StepLimits, Steps, new_epoch
 

@@ -27,7 +27,7 @@ from quire.worker.model.checkpoint import load_model
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.sampling.grammar_trial import make_matcher, translate
 from quire.worker.sampling.grammars import Compiled, Following
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 END_ID, VOCAB_SIZE = 0, 32_000
 BLOCK_SIZE, PROMPT_TOKENS = 16, 32

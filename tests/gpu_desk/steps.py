@@ -13,7 +13,7 @@ from quire.worker.device.devices import pick_device, use_device
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.run.executor import Executor
 from quire.worker.run.loading import Loaded, load
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 8

@@ -14,7 +14,7 @@ from model_zoo import save
 from quire.worker.run import pieces
 from quire.worker.run.executor import Outcome
 from quire.worker.run.loading import Loaded
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 NUM_LAYERS = 3
 LAST_MIXED_TOKENS = len(PROMPTS) - 1 + PROMPTS[-1]

@@ -23,7 +23,7 @@ from quire.serving.server import CannotStartError, StopSignals
 from quire.worker.device.devices import pick_device
 from quire.worker.run.executor import Outcome
 from quire.worker.run.loading import load_warm
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.service import process
 from quire.worker.service.process import serve
 

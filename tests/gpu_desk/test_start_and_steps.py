@@ -23,7 +23,7 @@ from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.grant.gate import Gate
 from quire.worker.run import graphs
 from quire.worker.run.executor import Executor, Outcome
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.service.steps import CHECKSUM_BYTES, StepLimits, Steps
 
 NO_LIMITS = StepLimits(0, 0, 0, 0, 0)

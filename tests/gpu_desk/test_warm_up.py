@@ -26,7 +26,7 @@ from quire.worker.config import WorkerConfig
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.run.loading import Loaded, load, load_warm
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096

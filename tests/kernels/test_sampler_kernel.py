@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels import reference_elementwise as reference
 from quire.kernels.sampler import CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
 from quire.worker.sampling import sampler as cpu
+from quire.worker.sampling.parameters import SamplingParams
 
 SHORT = 40
 LONG = CHUNK + 40  # two chunks, of which one is nearly empty
@@ -217,7 +218,7 @@ def drawn_by_the_cpu(logits: Tensor, rows: list[Row]) -> list[int]:
     sampler = cpu.Sampler(max_num_seqs=len(rows), vocab_size=logits.shape[1], device="cpu")
     for i, row in enumerate(rows):
         params = {field.name: getattr(row, field.name) for field in fields(Row) if field.name != "position"}
-        sampler.set_params(i, cpu.SamplingParams(**params))
+        sampler.set_params(i, SamplingParams(**params))
     tokens = sampler.sample(logits.cpu(), range(len(rows)), [row.position for row in rows]).tokens
     return [int(token) for token in tokens.tolist()]
 

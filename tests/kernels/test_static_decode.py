@@ -18,7 +18,8 @@ from quire.worker.run import graphs
 from quire.worker.run.executor import Executor, Outcome, StepResult
 from quire.worker.run.graphs import CannotCapture, Stage, StaticDecode
 from quire.worker.run.verify import VerifyingExecutor
-from quire.worker.sampling.sampler import Sampler, SamplingParams, Way
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler, Way
 
 pytestmark = pytest.mark.usefixtures("small_device")
 

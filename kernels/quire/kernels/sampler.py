@@ -445,7 +445,7 @@ def sample(
     min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw a token per row, each row with its own parameters (quire.worker.sampling.sampler.SamplingParams).
+    """Draw a token per row, each row with its own parameters (quire.worker.sampling.parameters.SamplingParams).
 
     Sizes: B rows, V vocabulary. Everything but the logits is contiguous, and on their device.
         logits          [B, V]  fp32/fp16/bf16, V contiguous; finite or -inf, not all -inf; penalties already applied

@@ -13,7 +13,8 @@ from transformers.generation import logits_process as hf
 
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIASES
 from quire.worker.sampling.constraints import Constraints
-from quire.worker.sampling.sampler import Sampler, SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
 
 VOCAB = 40
 PROMPT = [3, 7, 7, 19, 30]

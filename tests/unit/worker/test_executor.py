@@ -29,7 +29,7 @@ from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDa
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.sampling import sampler
 from quire.worker.sampling.grammars import Grammar, Grammars, load_grammars
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 BLOCK_SIZE = 4
 PROMPTS = {1: [5, 9, 2, 11, 3, 8], 2: [7, 1]}

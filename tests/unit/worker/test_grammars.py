@@ -31,7 +31,8 @@ from quire.worker.sampling.grammars import (
     NoGrammars,
     load_grammars,
 )
-from quire.worker.sampling.sampler import Sampler, SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
 
 TOKENIZER = make_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 5

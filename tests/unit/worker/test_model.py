@@ -23,7 +23,8 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.pinned_rope import pin_rope
 from quire.worker.model.preparing import prepare_model
 from quire.worker.model.probe import probe
-from quire.worker.sampling.sampler import Sampler, SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
 from quire.worker.unsupported_model import UnsupportedModel
 
 BLOCK_SIZE = 4

@@ -7,8 +7,8 @@ import pytest
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
+from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
-from quire.worker.sampling.sampler import SamplingParams
 from quire.worker.tensor_parallel.orders import (
     HEADER_LENGTH,
     Order,

@@ -7,7 +7,8 @@ import torch
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.peak_step import COSTLY_SAMPLING, largest_counts, run_largest_step
-from quire.worker.sampling.sampler import MAX_LOGPROBS, Sampled, Sampler
+from quire.worker.sampling.parameters import MAX_LOGPROBS
+from quire.worker.sampling.sampler import Sampled, Sampler
 
 
 @pytest.mark.parametrize(

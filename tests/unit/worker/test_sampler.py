@@ -13,7 +13,8 @@ from transformers.generation import logits_process as hf
 
 from quire.worker.sampling import sampler as sampler_module
 from quire.worker.sampling.constraints import NUM_REMEMBERED
-from quire.worker.sampling.sampler import Sampler, SamplerStatistics, SamplingParams, uniform
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler, SamplerStatistics, uniform
 
 VOCAB = 50
 PROMPT = [3, 7, 7, 19, 40]

@@ -25,8 +25,8 @@ from quire.compute.v1.sampling_ranges import (
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.sampling.constraints import NUM_REMEMBERED, Constraints
 from quire.worker.sampling.grammars import Following, Grammar, GrammarRefused
+from quire.worker.sampling.parameters import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
-from quire.worker.sampling.sampler import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 
 DIGEST_BYTES = 16
 TOKEN_DTYPE = "<i4"

@@ -34,7 +34,8 @@ from quire.worker.memory.step_batch import StepBatch, check_runs
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
 from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
-from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, SamplingParams, TokenIds, Way
+from quire.worker.sampling.parameters import SamplingParams, TokenIds
+from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, Way
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.sampling.constraints import Constraints
+from quire.worker.sampling.parameters import MAX_LOGPROBS, SamplingParams
 from quire.worker.sampling.prompt_logprobs import score_tokens
-from quire.worker.sampling.sampler import MAX_LOGPROBS, Sampler, SamplingParams
+from quire.worker.sampling.sampler import Sampler
 
 # The parameters that take most: top_p sorts all logits, and the others keep copies of them meanwhile.
 COSTLY_SAMPLING = SamplingParams(

@@ -24,7 +24,7 @@ from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.sampling.constraints import Constraints
-from quire.worker.sampling.sampler import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams
 
 LEASE_ID = "warm-up"
 FIRST_BLOCK = NULL_BLOCK + 1

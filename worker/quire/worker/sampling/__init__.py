@@ -1,5 +1,6 @@
 """From logits to tokens, and the rules that a token must keep.
 
+    parameters.py       the sampling parameters of a sequence
     grammars.py         compiles grammars, keeps them, follows them token by token
     grammar_trial.py    the process in which a grammar is compiled first
     grammar_masks.py    the tokens that grammars allow in a step, made while its forward runs

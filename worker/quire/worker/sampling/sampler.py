@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.compute.v1.sampling_ranges import RANGES
 from quire.worker.device.transfer import send, to_device
-from quire.worker.sampling.constraints import ConstraintPlan, Constraints, ConstraintTable
+from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
-
-MAX_LOGPROBS = 20
+from quire.worker.sampling.parameters import SamplingParams, TokenIds
 
 # On a CPU a sort costs far more than a selection: top-p looks at so many of the likeliest tokens first, and sorts all
 # only if their probabilities do not add up to top_p.
@@ -39,77 +37,6 @@ _MAX_COUNT = 2**15 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
-TokenArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-TokenIds = Sequence[int] | TokenArray
-
-
-class SamplingOutOfRange(ValueError):
-    """A parameter is out of its range."""
-
-    def __init__(self, field: str, value: float, limit: str) -> None:
-        super().__init__(f"{field}={value} is not {limit}")
-        self.field = field
-        self.value = value
-        self.limit = limit
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The choice of one sequence's tokens. The defaults are greedy, and change nothing else.
-
-    temperature             0 is greedy: the greatest logit, and no filter matters
-    top_k                   0 keeps all; ties with the k-th are kept
-    top_p                   keep the likeliest tokens until their probabilities reach p
-    min_p                   keep tokens at least p times as likely as the likeliest
-    repetition_penalty      divides positive logits of tokens in prompt or output, multiplies others
-    presence_penalty        subtracted from logits of tokens seen in the output
-    frequency_penalty       subtracted once for each time that the token was seen
-    seed                    0 .. 2**63 - 1
-    num_logprobs            0 .. 20 or None: how many of the likeliest tokens to report besides the chosen one; None: no
-                            log-probabilities at all
-    constraints             forbidden tokens, and biases of logits; None: none
-    The ranges of the others are in sampling_ranges.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    num_logprobs: int | None = None
-    constraints: Constraints | None = None
-
-    def validate(self) -> None:
-        """Raises ValueError naming the first field that is out of its range, its value and the range."""
-        for name in _LIMITED:
-            allowed, limit = _LIMITS[name]
-            value = getattr(self, name)
-            if value is not None and not allowed(value):
-                raise SamplingOutOfRange(name, value, limit)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def is_drawn_by_kernels(self) -> bool:
-        """True if the kernels can choose the row's tokens: nothing is to be known but its logits, a draw is all."""
-        return self.constraints is None and self.num_logprobs is None and not self.has_penalties
-
-
-_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
-    **{name: (allowed.allows, f"in {allowed.text}") for name, allowed in RANGES.items()},
-    "seed": (lambda x: 0 <= x < 2**63, "in 0 .. 2**63 - 1"),
-    "num_logprobs": (lambda x: 0 <= x <= MAX_LOGPROBS, f"in 0 .. {MAX_LOGPROBS}"),
-}
-_LIMITED = tuple(field.name for field in fields(SamplingParams) if field.name != "constraints")
 
 
 @dataclass(frozen=True, slots=True)

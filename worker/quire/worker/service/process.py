@@ -24,7 +24,7 @@ from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import ONE_RANK
 from quire.worker.run.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
 from quire.worker.sampling.grammars import Grammars
-from quire.worker.sampling.sampler import MAX_LOGPROBS
+from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import describe_model, describe_pool
 from quire.worker.service.metrics import metric_families
