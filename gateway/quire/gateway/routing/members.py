@@ -168,7 +168,7 @@ class Members(Mapping[str, Member]):
             member.policy.set_weights(weights)
 
     def replace_stopped(self, member: Member) -> None:
-        """Have another engine started in place of a member's, whose loop has died."""
+        """Start another engine for a member, because the loop of its engine has died."""
         member.has_stopped = True
         self.is_stale.set()
 
