@@ -46,7 +46,14 @@ class Pool(Services):
         shape = geometry()
         shape.model, shape.model_fingerprint, shape.max_sequence_tokens = self.model, self.fingerprint, self.max_tokens
         counts = pb.BlockCounts(free_count=1000)
-        return pb.Pool(name=self.name, epoch=self.epoch, attached=self.attached, geometry=shape, block_counts=counts)
+        return pb.Pool(
+            name=self.name,
+            epoch=self.epoch,
+            attached=self.attached,
+            geometry=shape,
+            worker_address=self.name,
+            block_counts=counts,
+        )
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
         lease = await super().create_lease(pool, ttl_s=ttl_s)
