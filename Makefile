@@ -7,12 +7,10 @@ PACKAGES := serving cachemgr kernels worker client cli gateway lab integrations
 ARGS ?=
 # Tests and benchmarks for the machine with a GPU.
 GPU_PYTHON ?= $(BIN)/python
-# Set to 1 to make a missing npm (BUF), Go, C compiler or curl (FOREIGN), systemd, kustomize, Prometheus, OpenTelemetry
-# or buildah (DEPLOY) an error instead of a skip.
-REQUIRE_BUF ?= 0
-REQUIRE_FOREIGN ?= 0
-REQUIRE_DEPLOY ?= 0
-
+# Set to 1 to make what is missing an error instead of a skip.
+REQUIRE_BUF ?= 0# npm
+REQUIRE_FOREIGN ?= 0# Go, a C compiler, curl
+REQUIRE_DEPLOY ?= 0# systemd, kustomize, Prometheus, OpenTelemetry, buildah
 LOCK := requirements.lock
 # The environment that builds packages, apart from .venv: a checkout without one can build them.
 PACKAGING := build/packaging
@@ -20,8 +18,7 @@ CORE := cachemgr/core
 CORE_MODULE := cachemgr/quire/cachemgr/_core.abi3.so
 # The folder of grpcurl and of the generators of Rust and Go code.
 TOOLS := $(CURDIR)/.tools
-PROST := protoc-gen-prost
-PROST_VERSION := 0.5.0
+PROST := protoc-gen-prost@0.5.0
 BUF := protos/node_modules/.installed
 # The release that sorts last (v0.9 before v0.10).
 LAST_RELEASE = $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -1)
@@ -44,6 +41,10 @@ PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTHON_TESTS = $(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PARALLEL) --numprocesses 3
 # Runs a part of a tier, and records its cost for `make tiers` if it is all of it.
 record = $(if $(ARGS),env,$(BIN)/python tests/framework/tiers.py record $(1) $(2) env)
+# unchanged: leaves out a check that passed on the same files, without these folders and the tests but its own.
+unchanged = $(BIN)/python tests/framework/unchanged.py $(1) $(patsubst %,--without %,$(2) tests benchmarks .ci .github) \
+  $(foreach file,check_packages check_images tools,--with tests/deploy/$(file).py) \
+  $(foreach file,deadlines package_environments,--with tests/framework/$(file).py) --
 # needs: ends a recipe if a program is missing, with an error if the variable is 1.
 needs = command -v $(1) >/dev/null 2>&1 || { echo "*** $@ SKIPPED: $(1) is missing, $(3) ***" >&2; exit $($(2)); }
 # install_uv: uv into a virtual environment, at the version and with a hash of the lock.
@@ -54,13 +55,11 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-
 venv: $(VENV)/.installed $(CORE_MODULE)  ## make .venv and install Quire into it; repeated only if dependencies changed
-
 demo: venv  ## start both services with the demo model, generate, show the use of the cache
 	@$(BIN)/quire demo $(ARGS)
 
@@ -70,7 +69,6 @@ check: venv  ## a minute's check: style of what changed, the crate's tests, unit
 	@$(if $(ARGS),true,$(call record,check,crate) $(CRATE_TESTS))
 	@$(call record,check,python) QUIRE_MACHINE_EXAMPLES=100 $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m 'not verify' $(PARALLEL) --quiet \
 	  $(or $(ARGS),$$(grep -LE 'torch|model_zoo|transformers|subprocess|LocalServices' tests/unit/*/test_*.py))
-
 test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases" runs these alone
 	@$(if $(ARGS),true,$(call record,test,crate) $(CRATE_TESTS))
 	@$(if $(ARGS),true,$(call record,test,kernels) $(KERNEL_TESTS) -m sample)
@@ -81,14 +79,14 @@ verify: venv  ## everything else: model, packages, images, interpreted kernels, 
 
 # Beside each other: builds mostly wait for downloads, and end long before the tests.
 verify-builds:
-	@$(call record,verify,packages) $(BIN)/python tests/deploy/check_packages.py
-	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(BIN)/python tests/deploy/check_images.py
-
+	@$(call record,verify,packages) $(call unchanged,packages,client/go deploy/demo deploy/grafana) \
+	  $(BIN)/python tests/deploy/check_packages.py --cargo-target $(CORE)/target
+	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(call unchanged,images,client/go deploy/grafana docs Makefile) \
+	  $(BIN)/python tests/deploy/check_images.py
 verify-tests:
 	@$(call record,verify,model) python3 tests/robustness/model/check.py
 	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample' $(PARALLEL)
 	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
-
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
 	@$(BIN)/python tests/framework/tiers.py show
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
@@ -135,57 +133,52 @@ gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and t
 	@$(if $(findstring --quick,$(ARGS)),true,$(has_gpu))
 	$(TEST_ENVIRONMENT) $(GPU_PYTHON) benchmarks/harness/run.py benchmarks/step/__main__.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 
-lint: venv  ## check style, format, imports and types
+lint: lint-python lint-types lint-rust  ## check style, format, imports and types; --jobs 2 does it beside each other
+lint-python: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
-	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/pyright
+lint-types: venv
+	$(BIN)/mypy $(PACKAGES:%=-p quire.%)
+lint-rust: venv
 	cargo fmt --manifest-path $(CORE)/Cargo.toml --check
 	$(call CARGO,clippy) --release --all-targets -- --deny warnings
-
 lock: $(VENV)/.installed  ## requirements.lock from pyproject.toml, its versions kept where they fit; ARGS=--upgrade takes new ones
 	@$(BIN)/uv pip compile pyproject.toml --extra dev --group tools --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --annotation-style line --custom-compile-command "make lock" --quiet --output-file $(LOCK) $(ARGS)
-
 models: venv  ## run every family of models against transformers' generate, and write docs/reference/models.md
 	@$(TEST_ENVIRONMENT) $(BIN)/python docs/generate_models.py
 
 protos: $(VENV)/.installed go-tools $(TOOLS)/$(PROST)  ## generate the Python, Rust and Go code and docs/reference/api.md from protos/ again
 	@protos/generate.sh $(CURDIR)/$(BIN) $(TOOLS)
 	@$(BIN)/python docs/generate_api.py
-
 check-protos: venv  ## fail if the generated code or docs/reference/api.md was not the output of protos/, which it is afterwards
 	@before=$$($(generated)) && $(MAKE) --no-print-directory protos && if [ "$$before" = "$$($(generated))" ]; \
 	  then echo "protos: the generated code is up to date"; else echo "protos: the generated code was stale; commit the new one" >&2; exit 1; fi
-
 buf-lint:  ## lint protos/ with buf, which npm installs
 	@$(call needs,npm,REQUIRE_BUF,the protos were NOT linted); $(MAKE) --no-print-directory -s $(BUF) && cd protos \
 	  && node_modules/.bin/buf lint && echo "buf lint: clean"
-
 buf-breaking:  ## compare protos/ with the last release in protos/released/
 	@$(call needs,npm,REQUIRE_BUF,the protos were NOT compared with the last release); $(MAKE) --no-print-directory -s $(BUF) && cd protos \
 	  && node_modules/.bin/buf breaking --against "$(LAST_RELEASE:protos/%=%)" && echo "buf breaking: nothing that $(LAST_RELEASE) promised is gone"
-
 release-protos: $(BUF)  ## keep protos/ as VERSION=x.y, to compare later ones with it
 	@[ -n "$(VERSION)" ] || { echo "say which: make release-protos VERSION=0.2" >&2; exit 1; }
 	@[ ! -e protos/released/v$(VERSION).binpb ] || { echo "v$(VERSION) is released: it can't change" >&2; exit 1; }
 	@mkdir -p protos/released && cd protos && node_modules/.bin/buf build --exclude-source-info -o released/v$(VERSION).binpb
-
 go-tools:  ## build grpcurl and the generators of Go code, at the versions of client/go/tools/go.mod
 	@$(call needs,go,REQUIRE_FOREIGN,the Go code is NEITHER generated NOR checked); go build -C client/go/tools -o "$(TOOLS)/" tool
 
 # All that .ci/run installs: with --jobs it compiles while it waits for downloads.
 tools: venv go-tools $(TOOLS)/$(PROST) $(BUF)
-
 clean:  ## remove the files of these targets, .venv, too
 	rm -rf $(VENV) .venv-peers .venv-clients $(TOOLS) $(CORE)/target $(CORE_MODULE) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info protos/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # At one version, with the dependencies of its own lock file.
 $(TOOLS)/$(PROST):
-	@cargo install $(PROST) --version $(PROST_VERSION) --locked --quiet --root $(TOOLS)/cargo
-	@install -m 755 $(TOOLS)/cargo/bin/$(PROST) $@
+	@cargo install $(PROST) --locked --quiet --root $(TOOLS)/cargo
+	@ln -sf cargo/bin/protoc-gen-prost $(TOOLS)/protoc-gen-prost && touch $@
 
 # The installation of Quire builds it, too; this rebuilds it after changes of its sources.
 $(CORE_MODULE): $(shell find $(CORE)/src -name "*.rs") $(CORE)/Cargo.toml $(CORE)/Cargo.lock | $(VENV)/.installed

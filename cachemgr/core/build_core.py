@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ class CoreBuildHook(BuildHookInterface[Any]):
 def build(crate: Path) -> Path:
     """Return the path of the built library."""
     command = ["cargo", "build", "--manifest-path", str(crate / "Cargo.toml"), "--locked", "--release"]
-    subprocess.run(command, env={**os.environ, "PYO3_PYTHON": sys.executable}, check=True)
+    # abi3 needs no Python to build. With one, cargo would build again for each environment of a build.
+    subprocess.run(command, env={**os.environ, "PYO3_NO_PYTHON": "1"}, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", crate / "target"))
     return next(path for name in LIBRARIES if (path := target / "release" / name).exists())
