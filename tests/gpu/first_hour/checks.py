@@ -34,7 +34,7 @@ from quire.client import Engine, SamplingParams
 from quire.client.worker_client import WorkerClient
 from quire.worker.run.executor import Outcome
 from quire.worker.run.loading import Loaded
-from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling import parameters
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[2] / "deploy/demo/model"
@@ -168,7 +168,7 @@ def check_sync() -> None:
 
 def run_steps(loaded: Loaded) -> None:
     executor = make_executor(loaded)
-    for steps in mixed_and_decode_steps(SamplingParams(), num_groups=len(loaded.pool.groups)):
+    for steps in mixed_and_decode_steps(parameters.SamplingParams(), num_groups=len(loaded.pool.groups)):
         for step in steps:
             assert executor.execute(step).outcome is Outcome.COMPUTED
 

@@ -18,7 +18,7 @@ from quire.cachemgr.service import messages
 from quire.cachemgr.service.attachments import Attachments
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.client import CacheApi, CacheClient, EpochChanged
-from quire.gateway.routing.router import _SameModel
+from quire.gateway.routing.members import SameModel
 
 POOL = "p"
 TTL_S = 30.0
@@ -48,7 +48,7 @@ async def client(folder: Path) -> AsyncIterator[CacheApi]:
 @asynccontextmanager
 async def same_model(folder: Path) -> AsyncIterator[CacheApi]:
     async with client(folder) as cache:
-        yield _SameModel(cache, "weights")
+        yield SameModel(cache, "weights")
 
 
 @asynccontextmanager
