@@ -75,8 +75,10 @@ def used_in_core(source: str) -> set[str]:
     """The modules of the crate that one uses; its tests do not count."""
     product = re.split(r"\n#\[cfg\(test\)\]\n(?:pub |pub\(crate\) )?mod tests", source)[0]
     used = set()
-    for folder, name in re.findall(r"\bcrate::([a-z_]+)(?:::([a-z_]+))?", product):
-        files = (f"{folder}/{name}.rs", f"{folder}/mod.rs", f"{folder}.rs")
+    for path in re.findall(r"\bcrate((?:::[a-z_]+)+)", product):
+        names = path.split("::")[1:]
+        places = ("/".join(names[:depth]) for depth in range(len(names), 0, -1))  # the innermost module first
+        files = (f"{place}{end}" for place in places for end in (".rs", "/mod.rs"))
         used.add(next(file for file in files if file in CORE_MODULES))
     return used
 

@@ -1,0 +1,264 @@
+//! Extends sequences: blocks to write for the next tokens, and the runs that compute them.
+
+use crate::books::planner::{Answer, DIGEST_BYTES, StepPlanner};
+use crate::books::plans::{Extend, PlanItem};
+use crate::books::room::refuse_foreign_tokens;
+use crate::books::sequences::{Row, Sequence};
+use crate::books::steps::Run;
+use crate::books::tables::BlockTable;
+use crate::cache::groups::{Group, Span};
+use crate::cache::prefix::{BlockId, digest_of};
+use crate::errors::{Reason, Refusal, Result, invalid};
+
+impl StepPlanner<'_> {
+    /// All extends: room for each one, in the order of the request; then their runs.
+    pub(super) fn extend_all(&mut self, extends: &[Extend]) -> Result<()> {
+        let mut ready = Vec::with_capacity(extends.len());
+        for extend in extends {
+            let seq_id = extend.seq_id.into();
+            let row = self.find(seq_id);
+            let is_decode = row.is_some_and(|row| self.is_decode(row, extend));
+            match row {
+                Some(row) if is_decode && self.has_slot(row) => ready.push((row, 1)),
+                _ => match self.extend(extend)? {
+                    Ok(row) => ready.push((row, extend.num_tokens as usize)),
+                    Err(refusal) => self.answer(PlanItem::Extend, seq_id, Err(refusal)),
+                },
+            }
+        }
+        for (row, num_tokens) in ready {
+            self.schedule(row, num_tokens);
+        }
+        Ok(())
+    }
+
+    /// True if it computes just the token that the worker sampled last, the sequence's last one.
+    pub(super) fn is_decode(&self, row: Row, extend: &Extend) -> bool {
+        let sequence = self.table.get(row);
+        let start = sequence.num_scheduled;
+        extend.num_tokens == 1
+            && extend.append.is_empty()
+            && sequence.sampled_position == Some(start)
+            && sequence.num_tokens == start + 1
+    }
+
+    pub(super) fn has_slot(&self, row: Row) -> bool {
+        let sequence = self.table.get(row);
+        sequence.num_scheduled < sequence.num_writable
+    }
+
+    /// Makes room for the next tokens of a sequence and appends those that are given.
+    pub(super) fn extend(&mut self, extend: &Extend) -> Result<std::result::Result<Row, Refusal>> {
+        let seq_id = extend.seq_id;
+        let row = match self.find_in_pool(seq_id.into()) {
+            Ok(row) => row,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        if extend.num_tokens < 1 {
+            return Ok(Err(invalid("extends.token_counts", extend.num_tokens, "at least 1")));
+        }
+        let (num_appended, num_wanted) = (extend.append.len(), extend.num_tokens as usize);
+        let sequence = self.table.get(row);
+        let end = sequence.num_scheduled + num_wanted;
+        refuse_if!(self.refuse_append(sequence, &extend.append));
+        let num_most = end.max(sequence.num_known() + num_appended);
+        refuse_if!(self.room_for(sequence.tenant).refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
+        refuse_if!(refuse_uncomputable(sequence, num_wanted, num_appended));
+        let num_tokens = sequence.num_tokens + num_appended;
+        if let Err(refusal) = self.make_writable(row, end, num_tokens)? {
+            return Ok(Err(refusal));
+        }
+        if num_appended > 0 {
+            self.table.get_mut(row).append(&extend.append);
+        }
+        Ok(Ok(row))
+    }
+
+    pub(super) fn refuse_append(&self, sequence: &Sequence, append: &[i32]) -> Option<Refusal> {
+        if append.is_empty() {
+            return None;
+        }
+        let seq_id = sequence.seq_id;
+        if sequence.num_promised() > 0 {
+            let message = format!("sequence {seq_id} has tokens being sampled; trim it before others are appended");
+            let refusal = Refusal::new(Reason::InvalidArgument, message);
+            return Some(refusal.with("field", "extends.append_token_ids").with("value", seq_id));
+        }
+        refuse_foreign_tokens(seq_id.into(), append, self.geometry)
+    }
+
+    /// Blocks of the sequence's own from its next position to `end`, and tables long enough for `num_tokens`.
+    ///
+    /// A block that is shared or published is replaced, by a copy if slots before the next position count. Refused,
+    /// with nothing changed, if there are too few blocks.
+    pub(super) fn make_writable(&mut self, row: Row, end: usize, num_tokens: usize) -> Answer {
+        let geometry = self.geometry;
+        let sequence = self.table.get(row);
+        let (seq_id, first, num_reserved) =
+            (sequence.seq_id, sequence.num_scheduled / geometry.block_size, sequence.num_reserved);
+        let (tenant, num_blocks) = (sequence.tenant, geometry.num_blocks_for(end));
+        let num_fresh_in = |(span, table): (&Span, &BlockTable)| {
+            let written = table.range(first..num_blocks).iter();
+            let num_foreign = written.filter(|block| !self.pool.is_writable(**block)).count();
+            num_foreign + geometry.end_of_table(*span, num_tokens, end).saturating_sub(table.end())
+        };
+        let num_fresh: usize = geometry.groups.iter().zip(&sequence.tables).map(num_fresh_in).sum();
+        refuse_if!(self.room_for(tenant).refuse(seq_id.into(), num_fresh.saturating_sub(num_reserved), 0, 0));
+        for (group, span) in geometry.groups() {
+            self.make_table_writable(row, group, num_blocks, geometry.end_of_table(span, num_tokens, end))?;
+        }
+        let sequence = self.table.get_mut(row);
+        sequence.num_writable = geometry.num_slots(num_blocks, sequence.reserved_tokens);
+        if num_fresh > 0 {
+            self.update_reservation(row);
+        }
+        Ok(Ok(()))
+    }
+
+    /// As above for one layer group, with blocks to be written up to index `num_blocks` of a table up to index `end`.
+    /// There is room.
+    pub(super) fn make_table_writable(&mut self, row: Row, group: Group, num_blocks: usize, end: usize) -> Result<()> {
+        let block_size = self.geometry.block_size;
+        let sequence = self.table.get(row);
+        let (start, table, asker) = (sequence.num_scheduled, sequence.table(group), self.asker_for(sequence.tenant));
+        let (seq_id, length) = (sequence.seq_id, table.end());
+        let written = start / block_size..num_blocks.min(length);
+        let (foreign, own): (Vec<usize>, Vec<usize>) =
+            written.partition(|index| !self.pool.is_writable(table.block(*index)));
+        for block in own.into_iter().map(|index| table.block(index)).collect::<Vec<_>>() {
+            if self.pool.pin_count(block) > 0 {
+                self.forget_claims(block);
+            }
+        }
+        let num_fresh = foreign.len() + end.saturating_sub(length);
+        let mut fresh = self.pool.allocate(num_fresh, group, &asker)?;
+        self.advise_tail(row, &fresh);
+        let added = fresh.split_off(foreign.len());
+        for (index, target) in foreign.into_iter().zip(fresh) {
+            self.replace(row, group, index, target, index * block_size < start)?;
+        }
+        if !added.is_empty() {
+            self.plan.write(seq_id, group, length, &added);
+        }
+        self.table.get_mut(row).tables[usize::from(group)].extend(added);
+        Ok(())
+    }
+
+    /// A released sequence shared this block, which is to be written again: its runs in flight do not publish it.
+    pub(super) fn forget_claims(&mut self, block: BlockId) {
+        let steps = || self.lease.in_flight.iter().chain([&self.step]);
+        let released: Vec<Row> = steps().flat_map(|step| step.released_rows.iter().copied()).collect();
+        for row in released {
+            let mut entries = self.table.get(row).tables.iter().flat_map(|table| table.entries());
+            if let Some((index, _)) = entries.find(|(_, held)| *held == block) {
+                for step in self.lease.in_flight.iter_mut().chain([&mut self.step]) {
+                    step.limit(row, index, self.geometry.block_size);
+                }
+            }
+        }
+    }
+
+    /// Copy-on-write of one block of a table; the old one stays pinned as long as a step may read it.
+    pub(super) fn replace(
+        &mut self,
+        row: Row,
+        group: Group,
+        index: usize,
+        target: BlockId,
+        is_copied: bool,
+    ) -> Result<()> {
+        let sequence = self.table.get_mut(row);
+        let source = sequence.tables[usize::from(group)].replace(index, target);
+        self.plan.write(sequence.seq_id, group, index, &[target]);
+        if !is_copied {
+            return self.let_go(vec![source]);
+        }
+        self.plan.copy_sources.push(source);
+        self.plan.copy_targets.push(target);
+        self.counters.copied_blocks += 1;
+        self.step.pinned.push(vec![source]);
+        self.pool.retire(&[source])
+    }
+
+    /// Puts a run of the sequence's next tokens into the plan. One that reaches its last token samples the next one.
+    pub(super) fn schedule(&mut self, row: Row, num_tokens: usize) {
+        let sequence = self.table.get_mut(row);
+        let (start, end) = (sequence.num_scheduled, sequence.num_scheduled + num_tokens);
+        let is_given = sequence.sampled_position != Some(start) || num_tokens > 1;
+        let samples = sequence.num_tokens == end;
+        sequence.num_scheduled = end;
+        sequence.oldest_state = end - 1;
+        if samples {
+            sequence.num_tokens = end + 1;
+            sequence.sampled_position = Some(end);
+        }
+        let plan = &mut self.plan;
+        if is_given {
+            plan.given_run_indexes.push(plan.run_seq_ids.len() as u32);
+            plan.given_digests.extend_from_slice(&digest_of(&sequence.tokens[start..end])[..DIGEST_BYTES]);
+        }
+        plan.run_seq_ids.push(sequence.seq_id);
+        plan.run_starts.push(start as u32);
+        plan.run_token_counts.push(num_tokens as u32);
+        plan.run_samples.push(samples);
+        let (seq_id, receives) = (sequence.seq_id, samples);
+        self.step.runs.push(Run { row, seq_id, sampled_position: end, end, samples, receives });
+        let sequence = self.table.get(row);
+        if sequence.cache_use.writes() {
+            self.step.expect_fill(row, sequence, start, end, self.geometry.block_size);
+        }
+    }
+}
+
+/// Only known tokens can be computed, or the one token that is being sampled.
+fn refuse_uncomputable(sequence: &Sequence, num_tokens: usize, num_appended: usize) -> Option<Refusal> {
+    let (seq_id, start) = (sequence.seq_id, sequence.num_scheduled);
+    let num_known = sequence.num_known() + num_appended;
+    let is_sampled = sequence.sampled_position == Some(start) && start < sequence.num_tokens;
+    let limit = num_known.saturating_sub(start).max(usize::from(is_sampled));
+    if num_tokens <= limit {
+        return None;
+    }
+    let message = format!("sequence {seq_id} has {limit} tokens left to compute, {num_tokens} asked for");
+    let refusal = Refusal::new(Reason::NothingToCompute, message);
+    Some(refusal.with("sequence_id", seq_id).with("value", num_tokens).with("limit", limit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use crate::books::plans::StepRequest;
+    use crate::books::tests::{Bench, admission};
+
+    #[test]
+    fn a_block_that_a_fork_writes_on_is_not_published_for_its_released_parent() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.fork(1, &[2], 3);
+        let plan = bench.plan(StepRequest {
+            releases: vec![1],
+            extends: vec![Extend { seq_id: 2, num_tokens: 2, append: vec![8] }],
+            admissions: vec![admission(3, &[1, 2, 3, 4, 5])],
+            ..StepRequest::default()
+        });
+        assert_eq!((plan.copy_sources, plan.admitted_cached_counts), (vec![], vec![2]));
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b""), 2);
+        bench.settle();
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 8, 5], b"", b""), 4);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_decode_with_room_takes_no_block_and_writes_nothing() {
+        let mut bench = Bench::new(4);
+        bench.admit(1, &[1, 2, 3]);
+        let allocated = bench.0.pool().counters().num_allocated;
+        let plan = bench.extend(1, 1, &[]);
+        assert_eq!((plan.run_starts, plan.run_samples, plan.given_run_indexes), (vec![3], vec![true], vec![]));
+        assert_eq!((plan.write_seq_ids.len(), bench.0.pool().counters().num_allocated), (0, allocated));
+        assert_eq!(bench.extend(1, 1, &[]).write_first_indexes, [2]);
+        assert_eq!((bench.sequence(1).num_writable, bench.sequence(1).num_scheduled), (6, 5));
+    }
+}

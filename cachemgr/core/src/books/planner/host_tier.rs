@@ -1,0 +1,477 @@
+//! Moves sequences to the host tier and back.
+
+use crate::books::hits::{Hit, Prefix};
+use crate::books::planner::{Answer, StepPlanner, sequence_not_found};
+use crate::books::plans::Restore;
+use crate::books::room::refuse_no_row;
+use crate::books::sequences::{Row, Sequence};
+use crate::books::tables::{BlockTable, HostTables};
+use crate::cache::prefix::{BlockId, Hash, chain_hashes};
+use crate::errors::{Reason, Refusal, Result};
+
+impl StepPlanner<'_> {
+    /// Moves a sequence to the host tier: a block there for each one that is computed, or will be by steps in flight;
+    /// one at least.
+    pub(super) fn offload(&mut self, seq_id: i64) -> Answer {
+        let row = match self.find_in_pool(seq_id) {
+            Ok(row) => row,
+            Err(refusal) => return Ok(Err(refusal)),
+        };
+        let sequence = self.table.get(row);
+        let end = self.geometry.num_blocks_for(sequence.num_scheduled).max(1);
+        let sources: Vec<&[BlockId]> = sequence.tables.iter().map(|table| table.range(0..end)).collect();
+        let counts: Vec<usize> = sources.iter().map(|blocks| blocks.len()).collect();
+        let num_copied = counts.iter().sum();
+        refuse_if!(self.host.refuse(seq_id, num_copied));
+        let blocks = self.host.allocate(num_copied)?;
+        self.plan.offloaded_ids.push(sequence.seq_id);
+        sources.iter().for_each(|blocks| self.plan.offload_sources.extend_from_slice(blocks));
+        self.plan.offload_targets.extend_from_slice(&blocks);
+        self.counters.offloads += 1;
+        self.counters.offloaded_blocks += num_copied as u64;
+        let in_host = HostTables { blocks, counts };
+        let (num_tokens, offloaded) = (sequence.num_tokens, sequence.offload(in_host, self.pool.index()));
+        let blocks = self.end(row);
+        let heir = self.table.enter(offloaded);
+        self.lease.sequences.insert(seq_id as i32, heir);
+        for step in &mut self.lease.in_flight {
+            step.hand_over(row, heir, num_tokens);
+        }
+        self.pool.retire(&blocks)?;
+        self.step.pinned.push(blocks);
+        Ok(Ok(()))
+    }
+
+    /// Brings a sequence back into blocks of the pool: those that the index has, and fresh ones that are copied to.
+    pub(super) fn restore(&mut self, restore: &Restore, reserve: usize) -> Answer {
+        let (geometry, seq_id) = (self.geometry, restore.seq_id);
+        let Some(row) = self.find(seq_id) else {
+            return Ok(Err(sequence_not_found(seq_id)));
+        };
+        refuse_if!(refuse_unrestorable(self.table.get(row)));
+        refuse_if!(refuse_no_row(seq_id, self.table, geometry));
+        let sequence = self.table.get(row);
+        let (num_tokens, asker) = (sequence.num_known(), self.asker_for(sequence.tenant));
+        refuse_if!(self.room_for(asker.tenant).refuse_too_long(
+            seq_id,
+            num_tokens.max(sequence.reserved_tokens),
+            sequence.reserved_tokens
+        ));
+        refuse_if!(self.refuse_over_budget(seq_id));
+        let mut hashes = Vec::new();
+        chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
+        let (cache_use, reserved_tokens) = (sequence.cache_use, sequence.reserved_tokens);
+        let hit = self.find_for_restore(sequence, &hashes[..self.num_sharable(num_tokens, cache_use)]);
+        let num_scheduled = sequence.num_scheduled.max(hit.num_blocks * geometry.block_size);
+        let num_left = self.num_within(num_tokens - num_scheduled, restore.max_compute);
+        let ends = geometry.ends_of_tables(num_tokens, num_scheduled + num_left);
+        let found = hit.blocks();
+        let num_needed = hit.num_missing(&ends);
+        let num_guaranteed = geometry.num_to_come(reserved_tokens, &ends);
+        let num_parked = self.pool.num_parked(&found);
+        refuse_if!(self.room_for(asker.tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
+        self.count_found(&hit);
+        self.pool.acquire(&found, 1)?;
+        let (num_found, firsts) = (hit.num_blocks, hit.tables.iter().map(BlockTable::end).collect::<Vec<_>>());
+        let tables = self.allocate_tables(hit.tables, &ends, &asker)?;
+        if cache_use.writes() {
+            self.enter_admission(&tables[0], num_found, &hashes);
+        }
+        for (table, first) in tables.iter().zip(&firsts) {
+            self.advise_tail(row, table.range(*first..usize::MAX));
+        }
+        self.copy_back(row, &tables, &firsts)?;
+        let sequence = self.table.get_mut(row);
+        sequence.restore(tables, num_found, &hashes, geometry.block_size);
+        sequence.write_to(&mut self.plan);
+        self.plan.restored_ids.push(sequence.seq_id);
+        self.plan.restored_counts.push(sequence.num_scheduled as u32);
+        self.counters.restores += 1;
+        self.lease.reserved.extend((sequence.reserved_tokens > 0).then_some(row));
+        let num_left = num_tokens - sequence.num_scheduled;
+        self.update_reservation(row);
+        self.schedule_within(row, num_left, restore.max_compute);
+        Ok(Ok(()))
+    }
+
+    /// Returns the blocks that a sequence in the host tier takes from the index. If the longest prefix ends before the
+    /// content of the host tier, the blocks of windowed groups all come from there, and so a prefix of the full groups is
+    /// enough.
+    pub(super) fn find_for_restore(&self, sequence: &Sequence, hashes: &[Hash]) -> Hit {
+        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes };
+        let mut hit = prefix.find_full();
+        if !self.geometry.has_windows() {
+            return hit;
+        }
+        let whole = prefix.limit_to_windows(hit.clone());
+        if whole.num_blocks * self.geometry.block_size >= sequence.num_scheduled {
+            return whole;
+        }
+        hit.num_blocks = hit.num_blocks.min(sequence.num_scheduled / self.geometry.block_size);
+        for (table, (span, known)) in hit.tables.iter_mut().zip(self.geometry.groups.iter().zip(&sequence.tables)) {
+            if span.is_full() {
+                table.truncate(hit.num_blocks);
+            } else {
+                *table = BlockTable::new(known.num_passed(), Vec::new());
+            }
+        }
+        hit
+    }
+
+    /// Copies the computed blocks that were not found, in each table from an index of `firsts` on, to fresh ones. All host
+    /// blocks of the sequence are free when the step has ended.
+    pub(super) fn copy_back(&mut self, row: Row, tables: &[BlockTable], firsts: &[usize]) -> Result<()> {
+        let HostTables { blocks: host_blocks, counts } = self.table.take_from_host(row);
+        let sequence = self.table.get(row);
+        let end = self.geometry.num_blocks_for(sequence.num_scheduled);
+        let mut num_before = 0; // host blocks of the groups before
+        for (group, (table, first)) in tables.iter().zip(firsts).enumerate() {
+            let num_passed = sequence.tables[group].num_passed();
+            if *first < end {
+                let sources = &host_blocks[num_before + first - num_passed..num_before + end - num_passed];
+                self.plan.restore_sources.extend_from_slice(sources);
+                self.plan.restore_targets.extend_from_slice(table.range(*first..end));
+                self.counters.restored_blocks += sources.len() as u64;
+            }
+            num_before += counts[group];
+        }
+        self.host.retire(&host_blocks)?;
+        self.step.pinned_in_host.push(host_blocks);
+        Ok(())
+    }
+}
+
+/// A sequence that is in the pool, or of which a token is still being sampled.
+fn refuse_unrestorable(sequence: &Sequence) -> Option<Refusal> {
+    let seq_id = sequence.seq_id;
+    let (reason, message) = if !sequence.is_offloaded() {
+        (Reason::SequenceExists, format!("sequence {seq_id} is in the pool already"))
+    } else if sequence.num_promised() > 0 {
+        (Reason::SequenceBusy, format!("a token of sequence {seq_id} is still being sampled"))
+    } else {
+        return None;
+    };
+    Some(Refusal::new(reason, message).with("sequence_id", seq_id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::books::planner::tests::reasons;
+    use crate::books::plans::{Admission, PlanItem, StepPlan, StepRequest};
+    use crate::books::tests::{Bench, admission};
+    use crate::cache::groups::Span;
+
+    type Pairs = Vec<(u32, u32)>;
+
+    /// A plan's copies to the host tier, and from there: sources and targets.
+    fn copies(plan: &StepPlan) -> (Pairs, Pairs) {
+        let pairs = |sources: &[u32], targets: &[u32]| {
+            assert_eq!(sources.len(), targets.len());
+            sources.iter().copied().zip(targets.iter().copied()).collect()
+        };
+        (pairs(&plan.offload_sources, &plan.offload_targets), pairs(&plan.restore_sources, &plan.restore_targets))
+    }
+
+    /// Free, held and retired.
+    fn host_counts(bench: &Bench) -> (usize, usize, usize) {
+        assert_eq!(bench.0.violations(), [""; 0]);
+        let counts = bench.0.host().counts();
+        (counts.free, counts.held, counts.retired)
+    }
+
+    /// Sequence 1 of five known tokens, four of them computed, and nothing of it cached.
+    fn offloadable() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4]);
+        bench.settle();
+        bench.0.reset_prefix_cache(0, 9, 0.0).unwrap();
+        bench
+    }
+
+    #[test]
+    fn what_is_computed_is_copied_and_its_blocks_come_back_when_the_step_has_passed() {
+        let mut bench = offloadable();
+        let blocks = bench.blocks(1);
+        let plan = bench.offload(1);
+        assert_eq!((reasons(&plan), plan.offloaded_ids.clone(), plan.released_ids.len()), (vec![], vec![1], 0));
+        assert_eq!(copies(&plan), (vec![(blocks[0], 0), (blocks[1], 1)], vec![]));
+        assert_eq!((bench.0.pool().counts().retired, host_counts(&bench)), (2, (4, 2, 0)));
+        assert_eq!((bench.0.num_rows(), bench.0.num_offloaded(), bench.blocks(1).len()), (1, 1, 0));
+        bench.settle();
+        assert_eq!((bench.0.pool().counts().free, bench.0.num_rows()), (8, 0));
+        assert_eq!((bench.tokens(1), host_counts(&bench)), (vec![1, 2, 3, 4, 9], (4, 2, 0)));
+    }
+
+    #[test]
+    fn a_restored_sequence_goes_on_where_it_was() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        let plan = bench.restore(1);
+        let blocks = bench.blocks(1);
+        assert_eq!(copies(&plan), (vec![], vec![(0, blocks[0]), (1, blocks[1])]));
+        assert_eq!((plan.restored_ids, plan.restored_counts, plan.admitted_ids.len()), (vec![1], vec![4], 0));
+        assert_eq!((plan.write_seq_ids, plan.write_block_ids), (vec![1], blocks.clone()));
+        assert_eq!((plan.run_starts, plan.run_token_counts, plan.run_samples), (vec![4], vec![1], vec![true]));
+        assert_eq!(plan.given_run_indexes, [0], "the worker has forgotten the token");
+        assert_eq!((blocks.len(), bench.sequence(1).num_writable, host_counts(&bench)), (3, 0, (4, 0, 2)));
+        bench.settle();
+        let num_cached = bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], b"", b"");
+        assert_eq!((host_counts(&bench), num_cached), ((6, 0, 0), 0), "a reset was about these blocks");
+        assert_eq!(reasons(&bench.extend(1, 1, &[])), []);
+        bench.settle();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 4, 9, 9, 9], 6));
+    }
+
+    #[test]
+    fn what_is_still_cached_is_shared_and_not_copied() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3, 4]);
+        bench.settle();
+        let blocks = bench.blocks(1);
+        bench.offload(1);
+        bench.settle();
+        assert_eq!(bench.0.pool().counts().cached, 2);
+        let plan = bench.restore(1);
+        assert_eq!((copies(&plan).1, &bench.blocks(1)[..2]), (vec![], &blocks[..]));
+        assert_eq!(
+            (plan.restored_counts, bench.sequence(1).num_published, host_counts(&bench)),
+            (vec![4], 2, (4, 0, 2))
+        );
+        let counters = bench.0.counters();
+        assert_eq!((counters.offloads, counters.offloaded_blocks), (1, 2));
+        assert_eq!((counters.restores, counters.restored_blocks, counters.admissions), (1, 0, 1));
+    }
+
+    #[test]
+    fn what_others_computed_meanwhile_need_not_be_computed() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 3;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.settle();
+        bench.offload(1);
+        bench.admit(2, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        let plan = bench.restore(1);
+        assert_eq!((copies(&plan).1, plan.restored_counts, plan.run_starts), (vec![], vec![4], vec![4]));
+        assert_eq!((bench.blocks(1)[..2].to_vec(), host_counts(&bench)), (bench.blocks(2)[..2].to_vec(), (4, 0, 2)));
+    }
+
+    #[test]
+    fn steps_in_flight_count_for_who_was_offloaded() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.extend(1, 1, &[]);
+        let blocks = bench.blocks(1);
+        let plan = bench.offload(1);
+        assert_eq!(copies(&plan).0, [(blocks[0], 0), (blocks[1], 1)], "what is being computed too");
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceBusy)]);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 9], 3));
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceBusy)]);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!((bench.tokens(1), bench.sequence(1).num_computed), (vec![1, 2, 3, 9, 9], 4));
+        let plan = bench.restore(1);
+        assert_eq!((reasons(&plan), plan.restored_counts, plan.run_starts), (vec![], vec![4], vec![4]));
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_chunk_in_flight_is_counted_in_the_row_that_it_came_back_to() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 4;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.offload(1);
+        bench.restore(1);
+        assert_eq!((bench.sequence(1).num_computed, bench.sequence(1).num_scheduled), (0, 7));
+        bench.trim(1, 3);
+        bench.0.settle("a", &bench.report("a")).unwrap();
+        assert_eq!(bench.sequence(1).num_computed, 3, "not beyond the trim");
+        bench.settle();
+        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b"")), (vec![], 4));
+    }
+
+    #[test]
+    fn what_failed_in_flight_is_computed_again() {
+        for (is_restored, num_left) in [(false, 2), (true, 2)] {
+            let mut bench = Bench::new(12);
+            let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+            chunked.max_compute = 2;
+            bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+            bench.extend(1, 2, &[]);
+            bench.offload(1);
+            if is_restored {
+                bench.restore(1);
+            }
+            bench.0.settle("a", &bench.report("a")).unwrap();
+            let failed = crate::books::settle::StepReport {
+                outcome: crate::books::settle::StepOutcome::Failed,
+                ..bench.report("a")
+            };
+            bench.0.settle("a", &failed).unwrap();
+            let sequence = bench.sequence(1);
+            assert_eq!((sequence.num_scheduled, sequence.num_computed, sequence.num_tokens), (num_left, num_left, 7));
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_shared_block_loses_a_reference_and_stays_with_its_other_holder() {
+        let mut bench = offloadable();
+        bench.fork(1, &[2], 4);
+        bench.settle();
+        let shared = bench.blocks(2);
+        let plan = bench.offload(1);
+        assert_eq!((copies(&plan).0.len(), bench.blocks(2)), (2, shared.clone()));
+        assert_eq!(shared.iter().map(|block| bench.0.pool().ref_count(*block)).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(reasons(&bench.extend(2, 1, &[])), []);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn in_the_host_tier_a_sequence_can_only_be_restored_or_released() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        let before = bench.0.state(Some("a"));
+        let refused = |item| vec![(item, 1, Reason::SequenceOffloaded)];
+        assert_eq!(reasons(&bench.trim(1, 2)), refused(PlanItem::Trim));
+        assert_eq!(reasons(&bench.extend(1, 1, &[])), refused(PlanItem::Extend));
+        assert_eq!(reasons(&bench.offload(1)), refused(PlanItem::Offload));
+        assert_eq!(reasons(&bench.fork(1, &[2], 2)), [(PlanItem::Fork, 2, Reason::SequenceOffloaded)]);
+        assert_eq!(reasons(&bench.admit(1, &[1])), [(PlanItem::Admission, 1, Reason::SequenceExists)]);
+        bench.settle();
+        bench.restore(1);
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::SequenceExists)]);
+        assert_eq!(reasons(&bench.restore(7)), [(PlanItem::Restore, 7, Reason::SequenceNotFound)]);
+        assert_eq!(reasons(&bench.offload(7)), [(PlanItem::Offload, 7, Reason::SequenceNotFound)]);
+        assert_ne!(bench.0.state(Some("a")), before);
+    }
+
+    #[test]
+    fn a_refused_offload_changes_nothing() {
+        let mut bench = Bench::new(20);
+        bench.admit(1, &[1; 15]);
+        bench.settle();
+        let before = bench.0.state(None);
+        let plan = bench.offload(1);
+        assert_eq!(reasons(&plan), [(PlanItem::Offload, 1, Reason::OutOfHostBlocks)]);
+        assert_eq!((bench.0.state(Some("a")), plan.host_counts.map(|counts| counts.free)), (before, Some(6)));
+    }
+
+    #[test]
+    fn a_restore_needs_room_as_an_admission_does() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        bench.admit(2, &[7; 12]);
+        let before = bench.0.state(None);
+        assert_eq!(reasons(&bench.restore(1)), [(PlanItem::Restore, 1, Reason::OutOfBlocks)]);
+        assert_eq!((bench.0.state(Some("a")), host_counts(&bench)), (before, (4, 2, 0)));
+        bench.release(&[2]);
+        bench.settle();
+        let restores = vec![Restore { seq_id: 1, max_compute: 0 }];
+        let reserved = StepRequest { restores: restores.clone(), admission_reserve: 6, ..StepRequest::default() };
+        assert_eq!(reasons(&bench.plan(reserved)), [(PlanItem::Restore, 1, Reason::OutOfBlocks)]);
+        let spared = StepRequest { restores, admission_reserve: 5, ..StepRequest::default() };
+        assert_eq!(reasons(&bench.plan(spared)), []);
+    }
+
+    #[test]
+    fn restores_and_admissions_share_a_budget() {
+        let mut bench = Bench::new(12);
+        let mut chunked = admission(1, &[1, 2, 3, 4, 5, 6, 7]);
+        chunked.max_compute = 2;
+        bench.plan(StepRequest { admissions: vec![chunked], ..StepRequest::default() });
+        bench.offload(1);
+        bench.settle();
+        let plan = bench.plan(StepRequest {
+            restores: vec![Restore { seq_id: 1, max_compute: 3 }],
+            admissions: vec![admission(2, &[8, 8, 8]), admission(3, &[9])],
+            admission_token_budget: 5,
+            ..StepRequest::default()
+        });
+        assert_eq!((plan.run_seq_ids.clone(), plan.run_token_counts.clone()), (vec![1, 2], vec![3, 2]));
+        assert_eq!(reasons(&plan), [(PlanItem::Admission, 3, Reason::TokenBudgetSpent)]);
+    }
+
+    #[test]
+    fn what_is_released_in_the_host_tier_comes_back_when_no_step_can_touch_it() {
+        let mut bench = offloadable();
+        bench.offload(1);
+        assert_eq!(bench.release(&[1]).released_ids, [1]);
+        assert_eq!((host_counts(&bench), bench.0.num_offloaded()), ((4, 0, 2), 0));
+        bench.settle();
+        assert_eq!((host_counts(&bench), bench.0.num_rows()), ((6, 0, 0), 0));
+        let mut bench = offloadable();
+        bench.offload(1);
+        bench.settle();
+        bench.release(&[1]);
+        assert_eq!(host_counts(&bench), (6, 0, 0));
+    }
+
+    #[test]
+    fn a_reservation_is_given_up_and_taken_again() {
+        let mut bench = Bench::new(8);
+        let reserved = Admission { reserved_tokens: 10, ..admission(1, &[1, 2, 3]) };
+        bench.plan(StepRequest { admissions: vec![reserved], ..StepRequest::default() });
+        bench.settle();
+        bench.offload(1);
+        assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
+        bench.settle();
+        bench.admit(2, &[8; 8]);
+        assert_eq!(
+            reasons(&bench.restore(1)),
+            [(PlanItem::Restore, 1, Reason::OutOfBlocks)],
+            "4 would do, 5 are promised"
+        );
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!(reasons(&bench.restore(1)), []);
+        assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 3));
+    }
+
+    #[test]
+    fn the_worker_keeps_no_row_of_who_is_in_the_host_tier() {
+        let mut bench = Bench::new(40);
+        (0..16).for_each(|seq_id| drop(bench.admit(seq_id, &[seq_id as i32])));
+        bench.offload(3);
+        assert_eq!(reasons(&bench.admit(20, &[1])), [(PlanItem::Admission, 20, Reason::TooManySequences)]);
+        bench.settle();
+        assert_eq!(reasons(&bench.admit(20, &[1])), []);
+        assert_eq!(reasons(&bench.restore(3)), [(PlanItem::Restore, 3, Reason::TooManySequences)]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_sequence_can_leave_and_come_back_in_one_plan() {
+        let mut bench = offloadable();
+        let plan = bench.plan(StepRequest {
+            offloads: vec![1],
+            restores: vec![Restore { seq_id: 1, max_compute: 0 }],
+            ..StepRequest::default()
+        });
+        let (offloaded, restored) = copies(&plan);
+        assert_eq!((offloaded.len(), restored.len(), plan.run_starts), (2, 2, vec![4]));
+        assert_eq!(offloaded.iter().map(|(_, host)| *host).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!((host_counts(&bench), bench.0.pool().counts().retired), ((4, 0, 2), 2));
+        bench.settle();
+        assert_eq!(host_counts(&bench), (6, 0, 0));
+    }
+
+    #[test]
+    fn each_group_comes_back_from_its_own_host_blocks() {
+        let mut bench = Bench::with_groups(20, &[Span::Full, Span::Sliding(3)]);
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.settle();
+        assert_eq!(bench.plan(StepRequest::default()).passed_counts, [1]);
+        let hosts = bench.offload(1).offload_targets;
+        bench.settle();
+        let plan = bench.restore(1);
+        assert_eq!((hosts.len(), &plan.restore_sources[..]), (5, &hosts[2..]), "two of the full group are cached");
+        assert_eq!(plan.restore_targets[..], bench.blocks(1)[2..5]);
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+}
