@@ -137,15 +137,14 @@ BUGS = [
         "released blocks are free while steps in flight use them",
         (
             "let_go",
-            "self.pool.retire(&tail_first)?; last.pinned.push(tail_first); Ok(())",
-            "let _ = last;\nself.pool.release(&tail_first)",
+            "pool.retire(&tail_first)?; last.pinned.push(tail_first); Ok(())",
+            "let _ = last;\npool.release(&tail_first)",
         ),
     ),
     rust(
         "retired blocks",
         "blocks wait for the first step in flight, not for the last one",
-        ("let_go", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
-        ("swap", "self.lease.in_flight.back_mut()", "self.lease.in_flight.front_mut()"),
+        ("let_go", "self.in_flight.back_mut()", "self.in_flight.front_mut()"),
     ),
     rust(
         "retired blocks",
@@ -153,7 +152,7 @@ BUGS = [
         (
             "replace",
             "self.step.pinned.push(vec![source]); self.pool.retire(&[source])",
-            "self.let_go(vec![source])",
+            "self.lease.let_go(vec![source], self.pool)",
         ),
     ),
     rust(
@@ -212,7 +211,11 @@ BUGS = [
     rust(
         "copy-on-write",
         "a released sequence's step publishes a block that a fork writes on",
-        ("make_table_writable", "self.forget_claims(block);", ""),
+        (
+            "make_table_writable",
+            "forget_claims(block, self.lease, &mut self.step, self.table, self.geometry.block_size);",
+            "let _ = forget_claims;",
+        ),
     ),
     rust(
         "copy-on-write",
@@ -260,7 +263,7 @@ BUGS = [
         "a prefix of a model with a state is found and published without the state",
         (
             "num_sharable",
-            "let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;",
+            "let is_read = cache_use.reads() && !self.has_recurrent_state;",
             "let is_read = cache_use.reads();",
         ),
         ("enter_computed", "&& !self.geometry.has_recurrent_state", ""),
@@ -379,7 +382,7 @@ BUGS = [
     rust(
         "layer groups",
         "blocks behind a window are free while steps in flight read them",
-        ("pass_windows", "self.let_go(passed)?;", "self.pool.release(&passed)?;"),
+        ("pass_windows", "lease.let_go(passed, pool)?;", "pool.release(&passed)?;"),
     ),
     rust(
         "layer groups",
@@ -470,12 +473,16 @@ BUGS = [
     rust(
         "layer groups",
         "a fork goes back behind what is left of a window",
-        ("fork", "self.least_position(sequence) + 1", "self.least_position(sequence).min(0) + 1"),
+        ("fork", "least_position(sequence, self.geometry) + 1", "least_position(sequence, self.geometry).min(0) + 1"),
     ),
     rust(
         "layer groups",
         "a trim goes back behind what is left of a window",
-        ("trim", "self.least_position(sequence).max(1)", "self.least_position(sequence).min(1).max(1)"),
+        (
+            "trim",
+            "least_position(sequence, self.geometry).max(1)",
+            "least_position(sequence, self.geometry).min(1).max(1)",
+        ),
     ),
     rust(
         "layer groups",
@@ -487,8 +494,10 @@ BUGS = [
         "a table entry that a report changed is written before windows move on",
         (
             "run",
-            "self.pass_windows()?; self.write_changed_entries();",
-            "self.write_changed_entries();\nself.pass_windows()?;",
+            "pass_windows(self.lease, self.table, self.pool, self.geometry, &mut self.plan)?;"
+            "write_changed_entries(self.lease, self.table, &mut self.plan);",
+            "write_changed_entries(self.lease, self.table, &mut self.plan);\n"
+            "pass_windows(self.lease, self.table, self.pool, self.geometry, &mut self.plan)?;",
         ),
     ),
     rust(

@@ -1,5 +1,6 @@
 //! Sizes of a pool, and values derived from them.
 
+use crate::books::plans::CacheUse;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
@@ -93,6 +94,13 @@ impl Geometry {
     pub fn num_slots(&self, num_blocks: usize, reserved: usize) -> usize {
         let most = if reserved > 0 { reserved.min(self.max_tokens()) } else { self.max_tokens() };
         most.min(num_blocks * self.block_size)
+    }
+
+    /// Blocks of a prompt that may be found: at least one token is left to compute. None for a model with a state per
+    /// sequence, and for a sequence that does not read the cache.
+    pub fn num_sharable(&self, num_tokens: usize, cache_use: CacheUse) -> usize {
+        let is_read = cache_use.reads() && !self.has_recurrent_state;
+        if is_read { num_tokens.saturating_sub(1) / self.block_size } else { 0 }
     }
 
     /// As many of a prompt's tokens as a sequence can have: no more are worth looking for.

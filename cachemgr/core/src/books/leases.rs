@@ -1,5 +1,6 @@
 //! Leases: their sequences, their steps, and the answers kept for repeated requests.
 
+use crate::cache::host::{HostBlockId, HostPool};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::books::steps::StepInFlight;
 use crate::cache::groups::Group;
 use crate::cache::mixing::SequenceMap;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{Hash, root_hash};
+use crate::cache::prefix::{BlockId, Hash, root_hash};
 use crate::cache::tenants::{TenantId, Tenants};
 use crate::errors::{Failure, Reason, Refusal, Result};
 
@@ -115,6 +116,35 @@ impl Lease {
         let message = format!("the lease has {num_steps} steps in flight, the most there may be");
         let refusal = Refusal::new(Reason::TooManySteps, message);
         Err(Failure::Refused(refusal.with("limit", MAX_STEPS_IN_FLIGHT)))
+    }
+
+    /// The row of a sequence of the lease.
+    pub fn row_of(&self, seq_id: i64) -> Option<Row> {
+        i32::try_from(seq_id).ok().and_then(|seq_id| self.sequences.get(&seq_id).copied())
+    }
+
+    /// Releases a table's tail; steps in flight may still touch it.
+    pub fn let_go(&mut self, tail_first: Vec<BlockId>, pool: &mut BlockPool) -> Result<()> {
+        match self.in_flight.back_mut() {
+            Some(last) => {
+                pool.retire(&tail_first)?;
+                last.pinned.push(tail_first);
+                Ok(())
+            }
+            None => pool.release(&tail_first),
+        }
+    }
+
+    /// Frees blocks of the host tier; steps in flight may still access them.
+    pub fn let_go_in_host(&mut self, blocks: Vec<HostBlockId>, host: &mut HostPool) -> Result<()> {
+        match self.in_flight.back_mut() {
+            Some(last) if !blocks.is_empty() => {
+                host.retire(&blocks)?;
+                last.pinned_in_host.push(blocks);
+                Ok(())
+            }
+            _ => host.release(&blocks),
+        }
     }
 
     /// Updates the reservations of the lease's sequences.

@@ -243,6 +243,13 @@ impl StepPlan {
         lists.fold(self.step_number, |all, list| all.rotate_left(7).wrapping_mul(PRIME) ^ list)
     }
 
+    /// Adds the refusal of an item, if it was refused.
+    pub fn answer(&mut self, item: PlanItem, seq_id: i64, answer: std::result::Result<(), Refusal>) {
+        if let Err(refusal) = answer {
+            self.refusals.push(RefusedItem { item, seq_id, refusal });
+        }
+    }
+
     /// Adds a write to the block table of a layer group.
     pub fn write(&mut self, seq_id: i32, group: Group, first_index: usize, blocks: &[BlockId]) {
         if group > 0 || !self.write_groups.is_empty() {

@@ -144,9 +144,12 @@ pub fn refuse_foreign_tokens(seq_id: i64, tokens: &[i32], geometry: &Geometry) -
     Some(refusal.with("index", index).with("value", value).with("limit", limit))
 }
 
-/// Updates a sequence's reservation.
+/// Updates a sequence's reservation, if it has one.
 pub fn update_reservation(row: Row, pool: &mut BlockPool, table: &mut SequenceTable, geometry: &Geometry) {
     let sequence = table.get_mut(row);
+    if sequence.reserved_tokens == 0 {
+        return;
+    }
     let needed = (Room { geometry, pool, tenant: sequence.tenant }).num_reserved_for(sequence);
     pool.reserve(sequence.tenant, sequence.num_reserved, needed);
     sequence.num_reserved = needed;

@@ -11,7 +11,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::plans::{CacheUse, StepPlan};
+use crate::books::plans::{CacheUse, Extend, StepPlan};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;
 use crate::cache::groups::{Group, identity};
@@ -212,6 +212,19 @@ impl Sequence {
     /// Tokens after the known ones that steps in flight are sampling.
     pub fn num_promised(&self) -> usize {
         self.num_tokens - self.num_known()
+    }
+
+    /// True if this computes just the token that the worker sampled last, the sequence's last one.
+    pub fn is_decode(&self, extend: &Extend) -> bool {
+        extend.num_tokens == 1
+            && extend.append.is_empty()
+            && self.sampled_position == Some(self.num_scheduled)
+            && self.num_tokens == self.num_scheduled + 1
+    }
+
+    /// True if the slot of the next token to schedule is its own to write.
+    pub fn has_slot(&self) -> bool {
+        self.num_scheduled < self.num_writable
     }
 
     /// Its table in a layer group.

@@ -209,13 +209,7 @@ impl Settlement<'_> {
         self.pool.acquire(&[standing], 1)?;
         self.table.get_mut(row).tables[usize::from(group)].replace(index, standing);
         self.lease.table_changes.push((row, group, index));
-        match self.lease.in_flight.back_mut() {
-            Some(last) => {
-                last.pinned.push(vec![duplicate]);
-                self.pool.retire(&[duplicate])
-            }
-            None => self.pool.release(&[duplicate]),
-        }
+        self.lease.let_go(vec![duplicate], self.pool)
     }
 
     /// A step computed nothing: steps that were planned before this was known will compute nothing either.

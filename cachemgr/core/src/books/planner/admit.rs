@@ -1,17 +1,20 @@
 //! Admits sequences: the longest known prefix, fresh blocks behind it, and a first run.
 
-use smallvec::SmallVec;
+use crate::books::geometry::Geometry;
+use crate::books::leases::Lease;
+use crate::books::planner::advise::retain;
+use crate::books::planner::finder::PrefixFinder;
 
-use crate::books::hits::{Hit, Prefix};
-use crate::books::planner::{Answer, Owner, StepPlanner};
-use crate::books::plans::{Admission, CacheUse};
+use crate::books::hits::Hit;
+use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
+use crate::books::plans::Admission;
 use crate::books::sequences::{Row, Sequence};
 use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, identity};
-use crate::cache::pool::BlockState;
-use crate::cache::prefix::{BlockId, Hash, Past, chain_hashes};
+use crate::cache::pool::BlockPool;
+use crate::cache::prefix::{Hash, chain_hashes};
 use crate::cache::tenants::Asker;
-use crate::errors::{Reason, Refusal, Result};
+use crate::errors::Result;
 
 impl StepPlanner<'_> {
     pub(super) fn admit(&mut self, admission: &Admission, owner: Owner, reserve: usize) -> Answer {
@@ -20,32 +23,34 @@ impl StepPlanner<'_> {
             Ok(tenant) => tenant,
             Err(refusal) => return Ok(Err(refusal)),
         };
-        refuse_if!(self.refuse_new(seq_id));
+        refuse_if!(refuse_new(seq_id, self.lease, self.table, geometry));
         refuse_if!(self.room_for(tenant).refuse_impossible(admission));
-        refuse_if!(self.refuse_over_budget(seq_id));
+        refuse_if!(self.budget.refuse_spent(seq_id));
         let root = self.lease.root(tenant, self.tenants, &admission.salt, &geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, tokens, geometry.block_size, &mut hashes);
-        let (cache_use, num_sharable) = (admission.cache_use, self.num_sharable(tokens.len(), admission.cache_use));
-        let (hit, num_published) = self.find_prefix(&hashes[..num_sharable]);
+        let (cache_use, num_sharable) = (admission.cache_use, geometry.num_sharable(tokens.len(), admission.cache_use));
+        let Lease { in_flight, .. } = &*self.lease;
+        let mut finder = PrefixFinder { geometry, pool: self.pool, table: self.table, in_flight, step: &self.step };
+        let (hit, num_published) = finder.find(&hashes[..num_sharable]);
         let num_found = hit.num_blocks;
         let num_cached = num_found * geometry.block_size;
-        let num_left = self.num_within(tokens.len() - num_cached, admission.max_compute);
+        let num_left = self.budget.num_within(tokens.len() - num_cached, admission.max_compute);
         let ends = geometry.ends_of_tables(tokens.len(), num_cached + num_left);
         let found = hit.blocks();
         let num_needed = hit.num_missing(&ends);
         let num_guaranteed = self.num_guaranteed(admission.reserved_tokens, &ends, &hit, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
-        let num_recomputed = self.num_recomputed(&hashes[num_found..num_sharable]);
+        let num_recomputed = num_recomputed(&hashes[num_found..num_sharable], self.pool, geometry);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
-        self.count_found(&hit);
+        count_found(&hit, self.pool, geometry);
         self.pool.acquire(&found, 1)?;
         self.pool.end_waits(&found);
-        let tables = self.allocate_tables(hit.tables, &ends, &self.asker_for(tenant))?;
+        let tables = allocate_tables(hit.tables, &ends, &self.asker_for(tenant), self.pool)?;
         if cache_use.writes() {
             self.pool.enter_root(&root, tenant, &admission.salt);
-            self.enter_admission(&tables[0], num_found, &hashes);
+            enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
         let num_writable = geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens);
         let mut sequence = Sequence::begin(
@@ -61,7 +66,7 @@ impl StepPlanner<'_> {
         );
         sequence.num_writable = num_writable;
         sequence.reserved_tokens = admission.reserved_tokens;
-        sequence.tail_advice = self.advise(&admission.retention, &sequence.tables);
+        sequence.tail_advice = retain(&admission.retention, &sequence.tables, geometry.block_size, self.now, self.pool);
         sequence.salt = admission.salt.clone();
         sequence.cache_use = cache_use;
         let row = self.enter(sequence);
@@ -71,36 +76,6 @@ impl StepPlanner<'_> {
         }
         self.run_admitted(row, admission.max_compute, admission.resumed);
         Ok(Ok(()))
-    }
-
-    /// Extends tables by fresh blocks up to these indexes. There is room.
-    pub(super) fn allocate_tables(&mut self, mut tables: Tables, ends: &[usize], asker: &Asker) -> Result<Tables> {
-        for (group, (table, end)) in tables.iter_mut().zip(ends).enumerate() {
-            table.extend(self.pool.allocate(end - table.end(), group as Group, asker)?);
-        }
-        Ok(tables)
-    }
-
-    /// Tells the eviction policy the blocks of a sequence's first table, of which so many were found.
-    pub(super) fn enter_admission(&mut self, table: &BlockTable, num_found: usize, hashes: &[Hash]) {
-        self.pool.enter_admission(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
-    }
-
-    /// Of these blocks, which are not found, the leading ones with content that was computed before: in each group it was
-    /// evicted, or is cached.
-    pub(super) fn num_recomputed(&self, hashes: &[Hash]) -> usize {
-        let is_known = |hash: &Hash| self.pool.index().lookup(hash).is_some() || self.pool.losses().was_evicted(hash);
-        let was_computed = |hash: &&Hash| self.geometry.groups().all(|(group, _)| is_known(&identity(hash, group)));
-        hashes.iter().take_while(was_computed).count()
-    }
-
-    pub(super) fn count_found(&mut self, hit: &Hit) {
-        if self.pool.groups().are_several() {
-            for ((group, _), table) in self.geometry.groups().zip(&hit.tables) {
-                let num_found = table.blocks().len() as u64;
-                self.pool.groups_mut().count(group, |counters| counters.num_found += num_found);
-            }
-        }
     }
 
     /// Blocks that must be allocatable beside those that are allocated now: for the future tokens of a sequence with a
@@ -122,64 +97,11 @@ impl StepPlanner<'_> {
             num_guaranteed += hit.tables.iter().map(unpublished).sum::<usize>();
         }
         let rows = self.lease.reserved.iter();
-        num_guaranteed + rows.map(|row| self.num_newly_at_risk(*row, &hit.tables, hit.num_blocks)).sum::<usize>()
-    }
-
-    pub(super) fn num_newly_at_risk(&self, row: Row, shared: &[BlockTable], end: usize) -> usize {
-        let sequence = self.table.get(row);
-        self.room_for(sequence.tenant).num_newly_at_risk(sequence, shared, end)
-    }
-
-    /// The longest known prefix, and the number of its blocks in the index; steps in flight fill the rest.
-    ///
-    /// `hashes` are those of the blocks that may be found.
-    pub(super) fn find_prefix(&mut self, hashes: &[Hash]) -> (Hit, usize) {
-        let mut hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes }.find();
-        let num_published = hit.num_blocks;
-        for (index, hash) in hashes.iter().enumerate().skip(num_published) {
-            let Some(blocks) = self.find_shareable(index, hash) else { break };
-            hit.tables.iter_mut().zip(blocks).for_each(|(table, block)| table.push(block));
-            hit.num_blocks += 1;
-        }
-        (hit, num_published)
-    }
-
-    /// The blocks of all groups at this index of a table, known or being filled by a step in flight of the lease.
-    pub(super) fn find_shareable(&mut self, index: usize, hash: &Hash) -> Option<SmallVec<[BlockId; 1]>> {
-        let mut blocks = SmallVec::new();
-        for (group, _) in self.geometry.groups() {
-            let known = self.pool.index().lookup(&identity(hash, group));
-            let block = known.or_else(|| self.find_filled(index, group, hash))?;
-            if !self.is_shareable(block) {
-                return None;
-            }
-            blocks.push(block);
-        }
-        Some(blocks)
-    }
-
-    /// Blocks of a prompt that may be found: at least one token is left to compute. None for a model with a state per
-    /// sequence, and for a sequence that does not read the cache.
-    pub(super) fn num_sharable(&self, num_tokens: usize, cache_use: CacheUse) -> usize {
-        let is_read = cache_use.reads() && !self.geometry.has_recurrent_state;
-        if is_read { num_tokens.saturating_sub(1) / self.geometry.block_size } else { 0 }
-    }
-
-    /// The block at this index of a group's table that a step in flight of the lease, or this one, fills: the first such
-    /// block.
-    pub(super) fn find_filled(&mut self, index: usize, group: Group, hash: &Hash) -> Option<BlockId> {
-        let steps = self.lease.in_flight.iter().chain([&self.step]);
-        for fill in steps.flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index)) {
-            let sequence = self.table.get_mut(fill.row);
-            if sequence.hash_at(index, self.geometry.block_size) == hash {
-                return sequence.table(group).get(index);
-            }
-        }
-        None
-    }
-
-    pub(super) fn is_shareable(&self, block: BlockId) -> bool {
-        self.pool.state(block) == BlockState::Active || self.pool.index().past(block) == Past::Findable
+        let newly_at_risk = |row: &Row| {
+            let sequence = self.table.get(*row);
+            self.room_for(sequence.tenant).num_newly_at_risk(sequence, &hit.tables, hit.num_blocks)
+        };
+        num_guaranteed + rows.map(newly_at_risk).sum::<usize>()
     }
 
     pub(super) fn run_admitted(&mut self, row: Row, max_compute: usize, is_resumed: bool) {
@@ -191,27 +113,49 @@ impl StepPlanner<'_> {
         self.schedule_within(row, num_known - start, max_compute);
     }
 
-    /// Of so many tokens, those that may be computed within the plan's budget and a limit (0: no limit).
-    pub(super) fn num_within(&self, num_tokens: usize, max_compute: usize) -> usize {
-        let limits = [(max_compute > 0).then_some(max_compute), self.budget];
-        limits.into_iter().flatten().fold(num_tokens, usize::min)
-    }
-
     /// Schedules a sequence's next tokens, within the plan's budget and its own limit (0: no limit).
     pub(super) fn schedule_within(&mut self, row: Row, num_tokens: usize, max_compute: usize) {
-        let count = self.num_within(num_tokens, max_compute);
-        self.budget = self.budget.map(|budget| budget - count);
+        let count = self.budget.num_within(num_tokens, max_compute);
+        self.budget.spend(count);
         if count > 0 {
             self.schedule(row, count);
         }
     }
+}
 
-    pub(super) fn refuse_over_budget(&self, seq_id: i64) -> Option<Refusal> {
-        if self.budget != Some(0) {
-            return None;
+/// Extends tables by fresh blocks up to these indexes. There is room.
+pub(super) fn allocate_tables(
+    mut tables: Tables,
+    ends: &[usize],
+    asker: &Asker,
+    pool: &mut BlockPool,
+) -> Result<Tables> {
+    for (group, (table, end)) in tables.iter_mut().zip(ends).enumerate() {
+        table.extend(pool.allocate(end - table.end(), group as Group, asker)?);
+    }
+    Ok(tables)
+}
+
+/// Tells the eviction policy the blocks of a sequence's first table, of which so many were found.
+pub(super) fn enter_admission(table: &BlockTable, num_found: usize, hashes: &[Hash], pool: &mut BlockPool) {
+    pool.enter_admission(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
+}
+
+/// Of these blocks, which are not found, the leading ones with content that was computed before: in each group it was
+/// evicted, or is cached.
+fn num_recomputed(hashes: &[Hash], pool: &BlockPool, geometry: &Geometry) -> usize {
+    let is_known = |hash: &Hash| pool.index().lookup(hash).is_some() || pool.losses().was_evicted(hash);
+    let was_computed = |hash: &&Hash| geometry.groups().all(|(group, _)| is_known(&identity(hash, group)));
+    hashes.iter().take_while(was_computed).count()
+}
+
+/// Counts the blocks that were found, by layer group.
+pub(super) fn count_found(hit: &Hit, pool: &mut BlockPool, geometry: &Geometry) {
+    if pool.groups().are_several() {
+        for ((group, _), table) in geometry.groups().zip(&hit.tables) {
+            let num_found = table.blocks().len() as u64;
+            pool.groups_mut().count(group, |counters| counters.num_found += num_found);
         }
-        let message = format!("the plan's admission_token_budget was used up before sequence {seq_id}");
-        Some(Refusal::new(Reason::TokenBudgetSpent, message).with("sequence_id", seq_id))
     }
 }
 
@@ -219,9 +163,10 @@ impl StepPlanner<'_> {
 mod tests {
     use super::*;
     use crate::books::planner::tests::reasons;
-    use crate::books::plans::{Extend, PlanItem, StepRequest};
+    use crate::books::plans::{CacheUse, Extend, PlanItem, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::groups::Span;
+    use crate::errors::Reason;
 
     #[test]
     fn a_sequence_with_a_state_finds_nothing_and_goes_back_one_token_at_most() {

@@ -3,10 +3,9 @@
 use crate::books::hits::Prefix;
 use crate::books::planner::StepPlanner;
 use crate::books::plans::{CacheUse, ExpectedPrompt, Retention};
-use crate::books::sequences::Row;
 use crate::books::tables::{BlockTable, tail_first};
 use crate::cache::advice::{AWAITED, Advice, FOREVER, LEAST_WORTH, Level, Millis, UNADVISED, millis};
-use crate::cache::pool::BlockState;
+use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, chain_hashes};
 
 /// The level of a sequence that is expected back within so many seconds.
@@ -22,7 +21,7 @@ impl StepPlanner<'_> {
         let lease_tenant = self.lease.tenant;
         let named = prompt.tenant.as_ref().map_or(Some(lease_tenant), |name| self.tenants.find(name));
         let Some(tenant) = named.filter(|tenant| names_tenants || *tenant == lease_tenant) else { return };
-        let num_sharable = self.num_sharable(prompt.tokens.len(), CacheUse::ReadAndWrite);
+        let num_sharable = self.geometry.num_sharable(prompt.tokens.len(), CacheUse::ReadAndWrite);
         let root = self.lease.root(tenant, self.tenants, &prompt.salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         let block_size = self.geometry.block_size;
@@ -30,69 +29,75 @@ impl StepPlanner<'_> {
         let hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes }.find();
         let mut awaited = tail_first(&hit.tables, 0..hit.num_blocks);
         awaited.retain(|block| matches!(self.pool.level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
-        self.pool.expect(&awaited, self.end_of_expectation(prompt.expected_in));
+        self.pool.expect(&awaited, end_of_expectation(prompt.expected_in, self.now));
     }
+}
 
-    /// Raises the level of these blocks until their expected use; an earlier use ranks higher.
-    pub(super) fn expect_back(&mut self, tail_first: &[BlockId], seconds: f64) {
-        let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
-        let until = self.end_of_expectation(seconds);
-        let is_raised = |block: &BlockId| self.is_kept_on(*block) && self.pool.level(*block) < level;
-        let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
-        self.pool.advise(&raised, Advice { level, until });
+/// Raises the level of these blocks until their expected use; an earlier use ranks higher.
+pub(super) fn expect_back(tail_first: &[BlockId], seconds: f64, now: f64, pool: &mut BlockPool) {
+    let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
+    let until = end_of_expectation(seconds, now);
+    let is_raised = |block: &BlockId| is_kept_on(*block, pool) && pool.level(*block) < level;
+    let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
+    pool.advise(&raised, Advice { level, until });
+}
+
+/// Marks blocks as not needed again: those without a holder and without advice are evicted first.
+pub(super) fn expect_never(tail_first: &[BlockId], pool: &mut BlockPool) {
+    let is_unwanted = |block: &BlockId| {
+        let (ref_count, level) = (pool.ref_count(*block), pool.level(*block));
+        is_kept_on(*block, pool) && ref_count == 0 && level == UNADVISED
+    };
+    let unwanted: Vec<BlockId> = tail_first.iter().copied().filter(is_unwanted).collect();
+    pool.advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
+}
+
+/// Twice the expected time from now: what was expected has come by then, or will not come.
+fn end_of_expectation(seconds: f64, now: f64) -> Millis {
+    millis(now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S))
+}
+
+/// True if something could still be found in the block, now or when a step has ended.
+fn is_kept_on(block: BlockId, pool: &BlockPool) -> bool {
+    pool.state(block) != BlockState::Free
+}
+
+/// Enters the advice for a sequence's blocks; returns the advice for its later blocks.
+///
+/// A range gets at least the level of the ranges after it: a chain without its head is useless.
+pub(super) fn retain(
+    retention: &[Retention],
+    tables: &[BlockTable],
+    block_size: usize,
+    now: f64,
+    pool: &mut BlockPool,
+) -> Option<Advice> {
+    let mut end = 0;
+    let mut ranges: Vec<(usize, usize, &Retention)> = Vec::with_capacity(retention.len());
+    for range in retention {
+        let first = end / block_size;
+        end = if range.num_tokens == 0 { usize::MAX } else { end.saturating_add(range.num_tokens) };
+        ranges.push((first, end / block_size, range));
     }
-
-    /// Twice the expected time from now: what was expected has come by then, or will not come.
-    pub(super) fn end_of_expectation(&self, seconds: f64) -> Millis {
-        millis(self.now + (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S))
-    }
-
-    /// Marks blocks as not needed again: those without a holder and without advice are evicted first.
-    pub(super) fn expect_never(&mut self, tail_first: &[BlockId]) {
-        let is_unwanted = |block: &BlockId| {
-            let (ref_count, level) = (self.pool.ref_count(*block), self.pool.level(*block));
-            self.is_kept_on(*block) && ref_count == 0 && level == UNADVISED
-        };
-        let unwanted: Vec<BlockId> = tail_first.iter().copied().filter(is_unwanted).collect();
-        self.pool.advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
-    }
-
-    /// True if something could still be found in the block, now or when a step has ended.
-    pub(super) fn is_kept_on(&self, block: BlockId) -> bool {
-        self.pool.state(block) != BlockState::Free
-    }
-
-    pub(super) fn advise_tail(&mut self, row: Row, fresh: &[BlockId]) {
-        if let Some(advice) = self.table.get(row).tail_advice {
-            let tail_first: Vec<BlockId> = fresh.iter().rev().copied().collect();
-            self.pool.advise(&tail_first, advice);
+    let mut least = Advice { level: LEAST_WORTH, until: FOREVER };
+    let mut tail = None;
+    for (first, end, range) in ranges.into_iter().rev() {
+        let until = range.ttl.map_or(FOREVER, |ttl| millis(now + ttl));
+        let own = Advice { level: range.level, until };
+        least = if own.level >= least.level { own } else { least };
+        pool.advise(&tail_first(tables, first..end), least);
+        if range.num_tokens == 0 {
+            tail = Some(least);
         }
     }
+    tail
+}
 
-    /// Enters the advice for a sequence's blocks; returns the advice for its later blocks.
-    ///
-    /// A range gets at least the level of the ranges after it: a chain without its head is useless.
-    pub(super) fn advise(&mut self, retention: &[Retention], tables: &[BlockTable]) -> Option<Advice> {
-        let size = self.geometry.block_size;
-        let mut end = 0;
-        let mut ranges: Vec<(usize, usize, &Retention)> = Vec::with_capacity(retention.len());
-        for range in retention {
-            let first = end / size;
-            end = if range.num_tokens == 0 { usize::MAX } else { end.saturating_add(range.num_tokens) };
-            ranges.push((first, end / size, range));
-        }
-        let mut least = Advice { level: LEAST_WORTH, until: FOREVER };
-        let mut tail = None;
-        for (first, end, range) in ranges.into_iter().rev() {
-            let until = range.ttl.map_or(FOREVER, |ttl| millis(self.now + ttl));
-            let own = Advice { level: range.level, until };
-            least = if own.level >= least.level { own } else { least };
-            self.pool.advise(&tail_first(tables, first..end), least);
-            if range.num_tokens == 0 {
-                tail = Some(least);
-            }
-        }
-        tail
+/// Enters the advice for fresh blocks of a sequence, if there is any.
+pub(super) fn advise_fresh(fresh: &[BlockId], advice: Option<Advice>, pool: &mut BlockPool) {
+    if let Some(advice) = advice {
+        let tail_first: Vec<BlockId> = fresh.iter().rev().copied().collect();
+        pool.advise(&tail_first, advice);
     }
 }
 

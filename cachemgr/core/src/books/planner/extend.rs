@@ -1,10 +1,13 @@
 //! Extends sequences: blocks to write for the next tokens, and the runs that compute them.
 
-use crate::books::planner::{Answer, DIGEST_BYTES, StepPlanner};
+use crate::books::geometry::Geometry;
+use crate::books::leases::Lease;
+use crate::books::planner::advise::advise_fresh;
+use crate::books::planner::{Answer, DIGEST_BYTES, StepPlanner, find_in_pool};
 use crate::books::plans::{Extend, PlanItem};
-use crate::books::room::refuse_foreign_tokens;
-use crate::books::sequences::{Row, Sequence};
-use crate::books::steps::Run;
+use crate::books::room::{refuse_foreign_tokens, update_reservation};
+use crate::books::sequences::{Row, Sequence, SequenceTable};
+use crate::books::steps::{Run, StepInFlight};
 use crate::books::tables::BlockTable;
 use crate::cache::groups::{Group, Span};
 use crate::cache::prefix::{BlockId, digest_of};
@@ -16,13 +19,13 @@ impl StepPlanner<'_> {
         let mut ready = Vec::with_capacity(extends.len());
         for extend in extends {
             let seq_id = extend.seq_id.into();
-            let row = self.find(seq_id);
-            let is_decode = row.is_some_and(|row| self.is_decode(row, extend));
+            let row = self.lease.row_of(seq_id);
+            let is_decode = row.is_some_and(|row| self.table.get(row).is_decode(extend));
             match row {
-                Some(row) if is_decode && self.has_slot(row) => ready.push((row, 1)),
+                Some(row) if is_decode && self.table.get(row).has_slot() => ready.push((row, 1)),
                 _ => match self.extend(extend)? {
                     Ok(row) => ready.push((row, extend.num_tokens as usize)),
-                    Err(refusal) => self.answer(PlanItem::Extend, seq_id, Err(refusal)),
+                    Err(refusal) => self.plan.answer(PlanItem::Extend, seq_id, Err(refusal)),
                 },
             }
         }
@@ -32,25 +35,10 @@ impl StepPlanner<'_> {
         Ok(())
     }
 
-    /// True if it computes just the token that the worker sampled last, the sequence's last one.
-    pub(super) fn is_decode(&self, row: Row, extend: &Extend) -> bool {
-        let sequence = self.table.get(row);
-        let start = sequence.num_scheduled;
-        extend.num_tokens == 1
-            && extend.append.is_empty()
-            && sequence.sampled_position == Some(start)
-            && sequence.num_tokens == start + 1
-    }
-
-    pub(super) fn has_slot(&self, row: Row) -> bool {
-        let sequence = self.table.get(row);
-        sequence.num_scheduled < sequence.num_writable
-    }
-
     /// Makes room for the next tokens of a sequence and appends those that are given.
     pub(super) fn extend(&mut self, extend: &Extend) -> Result<std::result::Result<Row, Refusal>> {
         let seq_id = extend.seq_id;
-        let row = match self.find_in_pool(seq_id.into()) {
+        let row = match find_in_pool(seq_id.into(), self.lease, self.table) {
             Ok(row) => row,
             Err(refusal) => return Ok(Err(refusal)),
         };
@@ -60,7 +48,7 @@ impl StepPlanner<'_> {
         let (num_appended, num_wanted) = (extend.append.len(), extend.num_tokens as usize);
         let sequence = self.table.get(row);
         let end = sequence.num_scheduled + num_wanted;
-        refuse_if!(self.refuse_append(sequence, &extend.append));
+        refuse_if!(refuse_append(sequence, &extend.append, self.geometry));
         let num_most = end.max(sequence.num_known() + num_appended);
         refuse_if!(self.room_for(sequence.tenant).refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
         refuse_if!(refuse_uncomputable(sequence, num_wanted, num_appended));
@@ -72,19 +60,6 @@ impl StepPlanner<'_> {
             self.table.get_mut(row).append(&extend.append);
         }
         Ok(Ok(row))
-    }
-
-    pub(super) fn refuse_append(&self, sequence: &Sequence, append: &[i32]) -> Option<Refusal> {
-        if append.is_empty() {
-            return None;
-        }
-        let seq_id = sequence.seq_id;
-        if sequence.num_promised() > 0 {
-            let message = format!("sequence {seq_id} has tokens being sampled; trim it before others are appended");
-            let refusal = Refusal::new(Reason::InvalidArgument, message);
-            return Some(refusal.with("field", "extends.append_token_ids").with("value", seq_id));
-        }
-        refuse_foreign_tokens(seq_id.into(), append, self.geometry)
     }
 
     /// Blocks of the sequence's own from its next position to `end`, and tables long enough for `num_tokens`.
@@ -110,7 +85,7 @@ impl StepPlanner<'_> {
         let sequence = self.table.get_mut(row);
         sequence.num_writable = geometry.num_slots(num_blocks, sequence.reserved_tokens);
         if num_fresh > 0 {
-            self.update_reservation(row);
+            update_reservation(row, self.pool, self.table, self.geometry);
         }
         Ok(Ok(()))
     }
@@ -127,12 +102,12 @@ impl StepPlanner<'_> {
             written.partition(|index| !self.pool.is_writable(table.block(*index)));
         for block in own.into_iter().map(|index| table.block(index)).collect::<Vec<_>>() {
             if self.pool.pin_count(block) > 0 {
-                self.forget_claims(block);
+                forget_claims(block, self.lease, &mut self.step, self.table, self.geometry.block_size);
             }
         }
         let num_fresh = foreign.len() + end.saturating_sub(length);
         let mut fresh = self.pool.allocate(num_fresh, group, &asker)?;
-        self.advise_tail(row, &fresh);
+        advise_fresh(&fresh, self.table.get(row).tail_advice, self.pool);
         let added = fresh.split_off(foreign.len());
         for (index, target) in foreign.into_iter().zip(fresh) {
             self.replace(row, group, index, target, index * block_size < start)?;
@@ -142,20 +117,6 @@ impl StepPlanner<'_> {
         }
         self.table.get_mut(row).tables[usize::from(group)].extend(added);
         Ok(())
-    }
-
-    /// A released sequence shared this block, which is to be written again: its runs in flight do not publish it.
-    pub(super) fn forget_claims(&mut self, block: BlockId) {
-        let steps = || self.lease.in_flight.iter().chain([&self.step]);
-        let released: Vec<Row> = steps().flat_map(|step| step.released_rows.iter().copied()).collect();
-        for row in released {
-            let mut entries = self.table.get(row).tables.iter().flat_map(|table| table.entries());
-            if let Some((index, _)) = entries.find(|(_, held)| *held == block) {
-                for step in self.lease.in_flight.iter_mut().chain([&mut self.step]) {
-                    step.limit(row, index, self.geometry.block_size);
-                }
-            }
-        }
     }
 
     /// Copy-on-write of one block of a table; the old one stays pinned as long as a step may read it.
@@ -171,7 +132,7 @@ impl StepPlanner<'_> {
         let source = sequence.tables[usize::from(group)].replace(index, target);
         self.plan.write(sequence.seq_id, group, index, &[target]);
         if !is_copied {
-            return self.let_go(vec![source]);
+            return self.lease.let_go(vec![source], self.pool);
         }
         self.plan.copy_sources.push(source);
         self.plan.copy_targets.push(target);
@@ -208,6 +169,33 @@ impl StepPlanner<'_> {
             self.step.expect_fill(row, sequence, start, end, self.geometry.block_size);
         }
     }
+}
+
+/// A released sequence shared this block, which is to be written again: its runs in flight do not publish it.
+fn forget_claims(block: BlockId, lease: &mut Lease, step: &mut StepInFlight, table: &SequenceTable, block_size: usize) {
+    let steps = lease.in_flight.iter().chain([&*step]);
+    let released: Vec<Row> = steps.flat_map(|step| step.released_rows.iter().copied()).collect();
+    for row in released {
+        let mut entries = table.get(row).tables.iter().flat_map(|table| table.entries());
+        if let Some((index, _)) = entries.find(|(_, held)| *held == block) {
+            for step in lease.in_flight.iter_mut().chain([&mut *step]) {
+                step.limit(row, index, block_size);
+            }
+        }
+    }
+}
+
+fn refuse_append(sequence: &Sequence, append: &[i32], geometry: &Geometry) -> Option<Refusal> {
+    if append.is_empty() {
+        return None;
+    }
+    let seq_id = sequence.seq_id;
+    if sequence.num_promised() > 0 {
+        let message = format!("sequence {seq_id} has tokens being sampled; trim it before others are appended");
+        let refusal = Refusal::new(Reason::InvalidArgument, message);
+        return Some(refusal.with("field", "extends.append_token_ids").with("value", seq_id));
+    }
+    refuse_foreign_tokens(seq_id.into(), append, geometry)
 }
 
 /// Only known tokens can be computed, or the one token that is being sampled.

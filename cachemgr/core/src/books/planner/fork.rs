@@ -1,32 +1,37 @@
 //! Forks sequences: children share the blocks of their parent.
 
-use crate::books::planner::{StepPlanner, refuse_position};
+use crate::books::geometry::Geometry;
+use crate::books::planner::windows::least_position;
+use crate::books::planner::{StepPlanner, find_in_pool, refuse_new, refuse_position};
 use crate::books::plans::{Fork, PlanItem};
-use crate::books::sequences::Row;
+use crate::books::room::{Room, update_reservation};
+use crate::books::sequences::{Row, SequenceTable};
+use crate::cache::pool::BlockPool;
 use crate::errors::{Refusal, Result};
 
 impl StepPlanner<'_> {
     pub(super) fn fork(&mut self, fork: &Fork) -> Result<()> {
-        let found = self.find_in_pool(fork.parent_id);
+        let found = find_in_pool(fork.parent_id, self.lease, self.table);
         let parent = found.as_ref().ok().copied();
         let refusal = match found {
             Err(refusal) => Some(refusal),
             Ok(row) => {
                 let sequence = self.table.get(row);
-                let least = self.least_position(sequence) + 1;
-                refuse_position(fork.parent_id, fork.num_tokens, least, sequence.num_tokens)
-                    .or_else(|| self.refuse_unguaranteed(row, fork.num_tokens as usize))
+                let least = least_position(sequence, self.geometry) + 1;
+                refuse_position(fork.parent_id, fork.num_tokens, least, sequence.num_tokens).or_else(|| {
+                    refuse_unguaranteed(row, fork.num_tokens as usize, self.pool, self.table, self.geometry)
+                })
             }
         };
         let mut num_children = 0;
         for &child_id in &fork.child_ids {
-            let refused = refusal.clone().or_else(|| self.refuse_new(child_id));
+            let refused = refusal.clone().or_else(|| refuse_new(child_id, self.lease, self.table, self.geometry));
             match (refused, parent) {
                 (None, Some(parent)) => {
                     self.continue_from(parent, child_id as i32, fork.num_tokens as usize);
                     num_children += 1;
                 }
-                (Some(refused), _) => self.answer(PlanItem::Fork, child_id, Err(refused)),
+                (Some(refused), _) => self.plan.answer(PlanItem::Fork, child_id, Err(refused)),
                 (None, None) => unreachable!("a fork without a parent is refused"),
             }
         }
@@ -40,17 +45,9 @@ impl StepPlanner<'_> {
             }
             parent.num_writable = 0;
             self.counters.forks += u64::from(num_children);
-            self.update_reservation(row);
+            update_reservation(row, self.pool, self.table, self.geometry);
         }
         Ok(())
-    }
-
-    /// A sequence with a reservation that shares blocks will have to copy those that it writes: these have to be there.
-    pub(super) fn refuse_unguaranteed(&self, row: Row, num_tokens: usize) -> Option<Refusal> {
-        let sequence = self.table.get(row);
-        let end = self.geometry.num_blocks_for(num_tokens);
-        let needed = self.num_newly_at_risk(row, &sequence.tables, end);
-        self.room_for(sequence.tenant).refuse(sequence.seq_id.into(), needed, 0, 0)
     }
 
     /// A sequence that has the parent's blocks in its table and computes its last token again, into a copy.
@@ -65,6 +62,20 @@ impl StepPlanner<'_> {
         self.plan.fork_parent_ids.push(parent_id);
         self.plan.fork_child_ids.push(child_id);
     }
+}
+
+/// A sequence with a reservation that shares blocks will have to copy those that it writes: these have to be there.
+fn refuse_unguaranteed(
+    row: Row,
+    num_tokens: usize,
+    pool: &BlockPool,
+    table: &SequenceTable,
+    geometry: &Geometry,
+) -> Option<Refusal> {
+    let sequence = table.get(row);
+    let room = Room { geometry, pool, tenant: sequence.tenant };
+    let needed = room.num_newly_at_risk(sequence, &sequence.tables, geometry.num_blocks_for(num_tokens));
+    room.refuse(sequence.seq_id.into(), needed, 0, 0)
 }
 
 #[cfg(test)]

@@ -1,11 +1,15 @@
 //! Moves sequences to the host tier and back.
 
+use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
-use crate::books::planner::{Answer, StepPlanner, sequence_not_found};
+use crate::books::planner::admit::{allocate_tables, count_found, enter_admission};
+use crate::books::planner::advise::advise_fresh;
+use crate::books::planner::{Answer, StepPlanner, find_in_pool, sequence_not_found};
 use crate::books::plans::Restore;
-use crate::books::room::refuse_no_row;
+use crate::books::room::{refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::tables::{BlockTable, HostTables};
+use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes};
 use crate::errors::{Reason, Refusal, Result};
 
@@ -13,7 +17,7 @@ impl StepPlanner<'_> {
     /// Moves a sequence to the host tier: a block there for each one that is computed, or will be by steps in flight;
     /// one at least.
     pub(super) fn offload(&mut self, seq_id: i64) -> Answer {
-        let row = match self.find_in_pool(seq_id) {
+        let row = match find_in_pool(seq_id, self.lease, self.table) {
             Ok(row) => row,
             Err(refusal) => return Ok(Err(refusal)),
         };
@@ -45,7 +49,7 @@ impl StepPlanner<'_> {
     /// Brings a sequence back into blocks of the pool: those that the index has, and fresh ones that are copied to.
     pub(super) fn restore(&mut self, restore: &Restore, reserve: usize) -> Answer {
         let (geometry, seq_id) = (self.geometry, restore.seq_id);
-        let Some(row) = self.find(seq_id) else {
+        let Some(row) = self.lease.row_of(seq_id) else {
             return Ok(Err(sequence_not_found(seq_id)));
         };
         refuse_if!(refuse_unrestorable(self.table.get(row)));
@@ -57,28 +61,29 @@ impl StepPlanner<'_> {
             num_tokens.max(sequence.reserved_tokens),
             sequence.reserved_tokens
         ));
-        refuse_if!(self.refuse_over_budget(seq_id));
+        refuse_if!(self.budget.refuse_spent(seq_id));
         let mut hashes = Vec::new();
         chain_hashes(sequence.root, &sequence.tokens, geometry.block_size, &mut hashes);
         let (cache_use, reserved_tokens) = (sequence.cache_use, sequence.reserved_tokens);
-        let hit = self.find_for_restore(sequence, &hashes[..self.num_sharable(num_tokens, cache_use)]);
+        let hit =
+            find_for_restore(sequence, &hashes[..geometry.num_sharable(num_tokens, cache_use)], self.pool, geometry);
         let num_scheduled = sequence.num_scheduled.max(hit.num_blocks * geometry.block_size);
-        let num_left = self.num_within(num_tokens - num_scheduled, restore.max_compute);
+        let num_left = self.budget.num_within(num_tokens - num_scheduled, restore.max_compute);
         let ends = geometry.ends_of_tables(num_tokens, num_scheduled + num_left);
         let found = hit.blocks();
         let num_needed = hit.num_missing(&ends);
         let num_guaranteed = geometry.num_to_come(reserved_tokens, &ends);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(asker.tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
-        self.count_found(&hit);
+        count_found(&hit, self.pool, geometry);
         self.pool.acquire(&found, 1)?;
         let (num_found, firsts) = (hit.num_blocks, hit.tables.iter().map(BlockTable::end).collect::<Vec<_>>());
-        let tables = self.allocate_tables(hit.tables, &ends, &asker)?;
+        let tables = allocate_tables(hit.tables, &ends, &asker, self.pool)?;
         if cache_use.writes() {
-            self.enter_admission(&tables[0], num_found, &hashes);
+            enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
         for (table, first) in tables.iter().zip(&firsts) {
-            self.advise_tail(row, table.range(*first..usize::MAX));
+            advise_fresh(table.range(*first..usize::MAX), self.table.get(row).tail_advice, self.pool);
         }
         self.copy_back(row, &tables, &firsts)?;
         let sequence = self.table.get_mut(row);
@@ -89,33 +94,9 @@ impl StepPlanner<'_> {
         self.counters.restores += 1;
         self.lease.reserved.extend((sequence.reserved_tokens > 0).then_some(row));
         let num_left = num_tokens - sequence.num_scheduled;
-        self.update_reservation(row);
+        update_reservation(row, self.pool, self.table, self.geometry);
         self.schedule_within(row, num_left, restore.max_compute);
         Ok(Ok(()))
-    }
-
-    /// Returns the blocks that a sequence in the host tier takes from the index. If the longest prefix ends before the
-    /// content of the host tier, the blocks of windowed groups all come from there, and so a prefix of the full groups is
-    /// enough.
-    pub(super) fn find_for_restore(&self, sequence: &Sequence, hashes: &[Hash]) -> Hit {
-        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes };
-        let mut hit = prefix.find_full();
-        if !self.geometry.has_windows() {
-            return hit;
-        }
-        let whole = prefix.limit_to_windows(hit.clone());
-        if whole.num_blocks * self.geometry.block_size >= sequence.num_scheduled {
-            return whole;
-        }
-        hit.num_blocks = hit.num_blocks.min(sequence.num_scheduled / self.geometry.block_size);
-        for (table, (span, known)) in hit.tables.iter_mut().zip(self.geometry.groups.iter().zip(&sequence.tables)) {
-            if span.is_full() {
-                table.truncate(hit.num_blocks);
-            } else {
-                *table = BlockTable::new(known.num_passed(), Vec::new());
-            }
-        }
-        hit
     }
 
     /// Copies the computed blocks that were not found, in each table from an index of `firsts` on, to fresh ones. All host
@@ -139,6 +120,30 @@ impl StepPlanner<'_> {
         self.step.pinned_in_host.push(host_blocks);
         Ok(())
     }
+}
+
+/// Returns the blocks that a sequence in the host tier takes from the index. If the longest prefix ends before the
+/// content of the host tier, the blocks of windowed groups all come from there, and so a prefix of the full groups is
+/// enough.
+fn find_for_restore(sequence: &Sequence, hashes: &[Hash], pool: &BlockPool, geometry: &Geometry) -> Hit {
+    let prefix = Prefix { geometry, index: pool.index(), hashes };
+    let mut hit = prefix.find_full();
+    if !geometry.has_windows() {
+        return hit;
+    }
+    let whole = prefix.limit_to_windows(hit.clone());
+    if whole.num_blocks * geometry.block_size >= sequence.num_scheduled {
+        return whole;
+    }
+    hit.num_blocks = hit.num_blocks.min(sequence.num_scheduled / geometry.block_size);
+    for (table, (span, known)) in hit.tables.iter_mut().zip(geometry.groups.iter().zip(&sequence.tables)) {
+        if span.is_full() {
+            table.truncate(hit.num_blocks);
+        } else {
+            *table = BlockTable::new(known.num_passed(), Vec::new());
+        }
+    }
+    hit
 }
 
 /// A sequence that is in the pool, or of which a token is still being sampled.

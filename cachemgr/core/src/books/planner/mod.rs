@@ -21,19 +21,23 @@ macro_rules! refuse_if {
 
 mod admit;
 mod advise;
+mod budget;
 mod extend;
+mod finder;
 mod fork;
 mod host_tier;
 mod release;
 mod windows;
 
+use crate::books::planner::budget::Budget;
+use crate::books::planner::windows::{pass_windows, write_changed_entries};
 use std::collections::HashMap;
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
 use crate::books::leases::Lease;
-use crate::books::plans::{PlanItem, RefusedItem, ReturnHint, StepPlan, StepRequest};
-use crate::books::room::{Room, refuse_no_row, update_reservation};
+use crate::books::plans::{PlanItem, ReturnHint, StepPlan, StepRequest};
+use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
 use crate::cache::host::HostPool;
@@ -63,7 +67,7 @@ pub struct StepPlanner<'a> {
     now: f64,
     step: StepInFlight,
     plan: StepPlan,
-    budget: Option<usize>,
+    budget: Budget,
 }
 
 impl<'a> StepPlanner<'a> {
@@ -78,9 +82,10 @@ impl<'a> StepPlanner<'a> {
         lease_name: [u8; 8],
         now: f64,
     ) -> StepPlanner<'a> {
+        let budget = Budget::new(0);
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
         let plan = StepPlan { step_number: lease.next_step, known_step: lease.known_step, ..StepPlan::default() };
-        StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget: None }
+        StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget }
     }
 
     /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.
@@ -91,30 +96,30 @@ impl<'a> StepPlanner<'a> {
         }
         for seq_id in &request.offloads {
             let answer = self.offload(*seq_id)?;
-            self.answer(PlanItem::Offload, *seq_id, answer);
+            self.plan.answer(PlanItem::Offload, *seq_id, answer);
         }
-        self.pass_windows()?;
-        self.write_changed_entries();
+        pass_windows(self.lease, self.table, self.pool, self.geometry, &mut self.plan)?;
+        write_changed_entries(self.lease, self.table, &mut self.plan);
         // The blocks of the last one are parked first, and so evicted first.
         for prompt in request.expected_prompts.iter().rev() {
             self.expect_prompt(prompt, request.names_tenants);
         }
         for trim in &request.trims {
             let answer = self.trim(trim)?;
-            self.answer(PlanItem::Trim, trim.seq_id, answer);
+            self.plan.answer(PlanItem::Trim, trim.seq_id, answer);
         }
         for fork in &request.forks {
             self.fork(fork)?;
         }
         self.extend_all(&request.extends)?;
-        self.budget = (request.admission_token_budget > 0).then_some(request.admission_token_budget);
+        self.budget = Budget::new(request.admission_token_budget);
         for restore in &request.restores {
             let answer = self.restore(restore, request.admission_reserve)?;
-            self.answer(PlanItem::Restore, restore.seq_id, answer);
+            self.plan.answer(PlanItem::Restore, restore.seq_id, answer);
         }
         for (admission, owner) in request.admissions.iter().zip(owners) {
             let answer = self.admit(admission, owner, request.admission_reserve)?;
-            self.answer(PlanItem::Admission, admission.seq_id, answer);
+            self.plan.answer(PlanItem::Admission, admission.seq_id, answer);
         }
         if !self.lease.reserved.is_empty() {
             self.lease.update_reservations(self.pool, self.table, self.geometry);
@@ -126,38 +131,12 @@ impl<'a> StepPlanner<'a> {
         Ok(self.plan)
     }
 
-    fn answer(&mut self, item: PlanItem, seq_id: i64, answer: std::result::Result<(), Refusal>) {
-        if let Err(refusal) = answer {
-            self.plan.refusals.push(RefusedItem { item, seq_id, refusal });
-        }
-    }
-
-    fn find(&self, seq_id: i64) -> Option<Row> {
-        i32::try_from(seq_id).ok().and_then(|seq_id| self.lease.sequences.get(&seq_id).copied())
-    }
-
-    /// The row of a sequence in the pool. Refused if there is none, or if it is in the host tier.
-    fn find_in_pool(&self, seq_id: i64) -> std::result::Result<Row, Refusal> {
-        let row = self.find(seq_id).ok_or_else(|| sequence_not_found(seq_id))?;
-        if !self.table.get(row).is_offloaded() {
-            return Ok(row);
-        }
-        let message = format!("sequence {seq_id} is in the host tier");
-        Err(Refusal::new(Reason::SequenceOffloaded, message).with("sequence_id", seq_id))
-    }
-
     fn room_for(&self, tenant: TenantId) -> Room<'_> {
         Room { geometry: self.geometry, pool: self.pool, tenant }
     }
 
     fn asker_for(&self, tenant: TenantId) -> Asker {
         Asker { tenant, lease: self.lease_name, now: self.now }
-    }
-
-    pub(super) fn update_reservation(&mut self, row: Row) {
-        if self.table.get(row).reserved_tokens > 0 {
-            update_reservation(row, self.pool, self.table, self.geometry);
-        }
     }
 
     fn enter(&mut self, sequence: Sequence) -> Row {
@@ -167,17 +146,27 @@ impl<'a> StepPlanner<'a> {
         self.lease.sequences.insert(seq_id, row);
         row
     }
+}
 
-    fn refuse_new(&self, seq_id: i64) -> Option<Refusal> {
-        if !(0..=MAX_SEQUENCE_ID).contains(&seq_id) {
-            return Some(invalid("sequence_id", seq_id, format!("0 to {MAX_SEQUENCE_ID}")));
-        }
-        if self.find(seq_id).is_some() {
-            let message = format!("the lease holds a sequence {seq_id} already");
-            return Some(Refusal::new(Reason::SequenceExists, message).with("sequence_id", seq_id));
-        }
-        refuse_no_row(seq_id, self.table, self.geometry)
+/// The row of a sequence in the pool. Refused if there is none, or if it is in the host tier.
+fn find_in_pool(seq_id: i64, lease: &Lease, table: &SequenceTable) -> std::result::Result<Row, Refusal> {
+    let row = lease.row_of(seq_id).ok_or_else(|| sequence_not_found(seq_id))?;
+    if !table.get(row).is_offloaded() {
+        return Ok(row);
     }
+    let message = format!("sequence {seq_id} is in the host tier");
+    Err(Refusal::new(Reason::SequenceOffloaded, message).with("sequence_id", seq_id))
+}
+
+fn refuse_new(seq_id: i64, lease: &Lease, table: &SequenceTable, geometry: &Geometry) -> Option<Refusal> {
+    if !(0..=MAX_SEQUENCE_ID).contains(&seq_id) {
+        return Some(invalid("sequence_id", seq_id, format!("0 to {MAX_SEQUENCE_ID}")));
+    }
+    if lease.row_of(seq_id).is_some() {
+        let message = format!("the lease holds a sequence {seq_id} already");
+        return Some(Refusal::new(Reason::SequenceExists, message).with("sequence_id", seq_id));
+    }
+    refuse_no_row(seq_id, table, geometry)
 }
 
 fn sequence_not_found(seq_id: i64) -> Refusal {

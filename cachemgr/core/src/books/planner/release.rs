@@ -1,15 +1,17 @@
 //! Releases sequences and trims them: a block stays retired as long as a step in flight may touch it.
 
-use crate::books::planner::{Answer, StepPlanner, refuse_position};
+use crate::books::planner::advise::{expect_back, expect_never};
+use crate::books::planner::windows::least_position;
+use crate::books::planner::{Answer, StepPlanner, find_in_pool, refuse_position};
 use crate::books::plans::{ReturnHint, Trim};
+use crate::books::room::update_reservation;
 use crate::books::sequences::Row;
-use crate::cache::host::HostBlockId;
 use crate::cache::prefix::BlockId;
 use crate::errors::Result;
 
 impl StepPlanner<'_> {
     pub(super) fn release(&mut self, seq_id: i64, hint: Option<&ReturnHint>) -> Result<()> {
-        let Some(row) = self.find(seq_id) else {
+        let Some(row) = self.lease.row_of(seq_id) else {
             return Ok(());
         };
         let sequence = self.table.get_mut(row);
@@ -18,14 +20,14 @@ impl StepPlanner<'_> {
         self.plan.released_ids.push(sequence.seq_id);
         let blocks = self.end(row);
         let hinted = hint.map(|hint| (hint.expected_in, blocks.clone()));
-        self.let_go(blocks)?;
-        self.let_go_in_host(host_blocks)?;
+        self.lease.let_go(blocks, self.pool)?;
+        self.lease.let_go_in_host(host_blocks, self.host)?;
         match hinted {
-            Some((Some(seconds), blocks)) => self.expect_back(&blocks, seconds),
+            Some((Some(seconds), blocks)) => expect_back(&blocks, seconds, self.now, self.pool),
             Some((None, blocks)) => {
                 let sequence = self.table.get(row);
                 let num_found = sequence.blocks_of(sequence.num_cached, self.geometry.block_size).count();
-                self.expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())]);
+                expect_never(&blocks[..blocks.len() - num_found.min(blocks.len())], self.pool);
             }
             None => {}
         }
@@ -45,38 +47,14 @@ impl StepPlanner<'_> {
         sequence.blocks_tail_first(0)
     }
 
-    /// Releases a table's tail; steps in flight before this one may still touch it.
-    pub(super) fn let_go(&mut self, tail_first: Vec<BlockId>) -> Result<()> {
-        match self.lease.in_flight.back_mut() {
-            Some(last) => {
-                self.pool.retire(&tail_first)?;
-                last.pinned.push(tail_first);
-                Ok(())
-            }
-            None => self.pool.release(&tail_first),
-        }
-    }
-
-    /// Frees blocks of the host tier; steps in flight before this one may still access them.
-    pub(super) fn let_go_in_host(&mut self, blocks: Vec<HostBlockId>) -> Result<()> {
-        match self.lease.in_flight.back_mut() {
-            Some(last) if !blocks.is_empty() => {
-                self.host.retire(&blocks)?;
-                last.pinned_in_host.push(blocks);
-                Ok(())
-            }
-            _ => self.host.release(&blocks),
-        }
-    }
-
     pub(super) fn trim(&mut self, trim: &Trim) -> Answer {
-        let row = match self.find_in_pool(trim.seq_id) {
+        let row = match find_in_pool(trim.seq_id, self.lease, self.table) {
             Ok(row) => row,
             Err(refusal) => return Ok(Err(refusal)),
         };
         let block_size = self.geometry.block_size;
         let sequence = self.table.get(row);
-        let least = self.least_position(sequence).max(1);
+        let least = least_position(sequence, self.geometry).max(1);
         refuse_if!(refuse_position(trim.seq_id, trim.num_tokens, least, sequence.num_tokens));
         let num_tokens = trim.num_tokens as usize;
         let has_reservation = sequence.reserved_tokens > 0;
@@ -93,9 +71,9 @@ impl StepPlanner<'_> {
         for step in &mut self.lease.in_flight {
             step.cut(row, num_tokens, block_size);
         }
-        self.update_reservation(row);
+        update_reservation(row, self.pool, self.table, self.geometry);
         if !tail_first.is_empty() {
-            self.let_go(tail_first)?;
+            self.lease.let_go(tail_first, self.pool)?;
         }
         Ok(Ok(()))
     }

@@ -1,57 +1,64 @@
 //! Moves block tables on: blocks that no later token sees, and entries that a report changed.
 
-use crate::books::planner::StepPlanner;
-use crate::books::sequences::Sequence;
+use crate::books::geometry::Geometry;
+use crate::books::leases::Lease;
+use crate::books::plans::StepPlan;
+use crate::books::room::update_reservation;
+use crate::books::sequences::{Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
 use crate::cache::groups::Span;
+use crate::cache::pool::BlockPool;
 use crate::errors::Result;
 
-impl StepPlanner<'_> {
-    /// Lets the blocks go that no later token of a sequence sees. The last computed token may be computed again.
-    pub(super) fn pass_windows(&mut self) -> Result<()> {
-        for row in std::mem::take(&mut self.lease.computed) {
-            let is_there = |sequence: &&Sequence| {
-                self.lease.sequences.get(&sequence.seq_id) == Some(&row) && !sequence.is_offloaded()
-            };
-            let Some(sequence) = self.table.find(row).filter(is_there) else { continue };
-            let (seq_id, position) = (sequence.seq_id, sequence.num_computed.saturating_sub(1));
-            let mut passed = Vec::new();
-            for (group, span) in self.geometry.groups() {
-                let table = &mut self.table.get_mut(row).tables[usize::from(group)];
-                let blocks = table.pass(self.geometry.first_needed(span, position));
-                if !blocks.is_empty() {
-                    self.plan.pass(seq_id, group, table.num_passed());
-                    self.pool.groups_mut().count(group, |counters| counters.num_passed += blocks.len() as u64);
-                    passed.extend(blocks);
-                }
-            }
-            if !passed.is_empty() {
-                self.let_go(passed)?;
-                self.update_reservation(row);
+/// Lets the blocks go that no later token of a sequence sees. The last computed token may be computed again.
+pub(super) fn pass_windows(
+    lease: &mut Lease,
+    table: &mut SequenceTable,
+    pool: &mut BlockPool,
+    geometry: &Geometry,
+    plan: &mut StepPlan,
+) -> Result<()> {
+    for row in std::mem::take(&mut lease.computed) {
+        let is_there =
+            |sequence: &&Sequence| lease.sequences.get(&sequence.seq_id) == Some(&row) && !sequence.is_offloaded();
+        let Some(sequence) = table.find(row).filter(is_there) else { continue };
+        let (seq_id, position) = (sequence.seq_id, sequence.num_computed.saturating_sub(1));
+        let mut passed = Vec::new();
+        for (group, span) in geometry.groups() {
+            let held = &mut table.get_mut(row).tables[usize::from(group)];
+            let blocks = held.pass(geometry.first_needed(span, position));
+            if !blocks.is_empty() {
+                plan.pass(seq_id, group, held.num_passed());
+                pool.groups_mut().count(group, |counters| counters.num_passed += blocks.len() as u64);
+                passed.extend(blocks);
             }
         }
-        Ok(())
+        if !passed.is_empty() {
+            lease.let_go(passed, pool)?;
+            update_reservation(row, pool, table, geometry);
+        }
     }
+    Ok(())
+}
 
-    pub(super) fn write_changed_entries(&mut self) {
-        for (row, group, index) in std::mem::take(&mut self.lease.table_changes) {
-            let sequence = self.table.get(row);
-            if let Some(block) = sequence.table(group).get(index).filter(|_| !sequence.released) {
-                self.plan.write(sequence.seq_id, group, index, &[block]);
-            }
+/// Writes the table entries that reports changed since the last plan.
+pub(super) fn write_changed_entries(lease: &mut Lease, table: &SequenceTable, plan: &mut StepPlan) {
+    for (row, group, index) in std::mem::take(&mut lease.table_changes) {
+        let sequence = table.get(row);
+        if let Some(block) = sequence.table(group).get(index).filter(|_| !sequence.released) {
+            plan.write(sequence.seq_id, group, index, &[block]);
         }
     }
+}
 
-    /// Positions before this one can't be computed again: the model's state before them is lost, or blocks that they see.
-    pub(super) fn least_position(&self, sequence: &Sequence) -> usize {
-        let oldest = if self.geometry.has_recurrent_state { sequence.oldest_state } else { 0 };
-        if !self.geometry.has_windows() {
-            return oldest;
-        }
-        let least_in =
-            |(span, table): (&Span, &BlockTable)| span.first_beyond(table.num_passed() * self.geometry.block_size);
-        self.geometry.groups.iter().zip(&sequence.tables).map(least_in).fold(oldest, usize::max)
+/// Positions before this one can't be computed again: the model's state before them is lost, or blocks that they see.
+pub(super) fn least_position(sequence: &Sequence, geometry: &Geometry) -> usize {
+    let oldest = if geometry.has_recurrent_state { sequence.oldest_state } else { 0 };
+    if !geometry.has_windows() {
+        return oldest;
     }
+    let least_in = |(span, table): (&Span, &BlockTable)| span.first_beyond(table.num_passed() * geometry.block_size);
+    geometry.groups.iter().zip(&sequence.tables).map(least_in).fold(oldest, usize::max)
 }
 
 #[cfg(test)]
