@@ -1,9 +1,9 @@
 //! Sizes of a pool, and values derived from them.
 
-use crate::books::plans::CacheUse;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
+use crate::books::plans::CacheUse;
 use crate::cache::groups::{Group, Span};
 
 /// Layer groups of a pool: the worker keeps a table for each of them.

@@ -1,6 +1,5 @@
 //! Leases: their sequences, their steps, and the answers kept for repeated requests.
 
-use crate::cache::host::{HostBlockId, HostPool};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use crate::books::room::update_reservation;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
 use crate::cache::groups::Group;
+use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::mixing::SequenceMap;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, root_hash};

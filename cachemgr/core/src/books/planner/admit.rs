@@ -1,11 +1,10 @@
 //! Admits sequences: the longest known prefix, fresh blocks behind it, and a first run.
 
 use crate::books::geometry::Geometry;
+use crate::books::hits::Hit;
 use crate::books::leases::Lease;
 use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
-
-use crate::books::hits::Hit;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
 use crate::books::plans::Admission;
 use crate::books::sequences::{Row, Sequence};

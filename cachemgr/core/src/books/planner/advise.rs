@@ -104,7 +104,6 @@ pub(super) fn advise_fresh(fresh: &[BlockId], advice: Option<Advice>, pool: &mut
 #[cfg(test)]
 mod tests {
     use super::*;
-
     use crate::books::plans::{Admission, ReturnHint, StepRequest};
     use crate::books::tests::{Bench, admission};
 

@@ -215,7 +215,6 @@ fn refuse_uncomputable(sequence: &Sequence, num_tokens: usize, num_appended: usi
 #[cfg(test)]
 mod tests {
     use super::*;
-
     use crate::books::plans::StepRequest;
     use crate::books::tests::{Bench, admission};
 

@@ -1,5 +1,9 @@
 //! Finds the prefix of a prompt: in the index, and behind that in blocks that steps in flight fill.
 
+use std::collections::VecDeque;
+
+use smallvec::SmallVec;
+
 use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
 use crate::books::sequences::SequenceTable;
@@ -7,8 +11,7 @@ use crate::books::steps::StepInFlight;
 use crate::cache::groups::{Group, identity};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, Hash, Past};
-use smallvec::SmallVec;
-use std::collections::VecDeque;
+
 /// The blocks that an admission may find.
 pub(super) struct PrefixFinder<'a> {
     pub geometry: &'a Geometry,

@@ -29,13 +29,13 @@ mod host_tier;
 mod release;
 mod windows;
 
-use crate::books::planner::budget::Budget;
-use crate::books::planner::windows::{pass_windows, write_changed_entries};
 use std::collections::HashMap;
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
 use crate::books::leases::Lease;
+use crate::books::planner::budget::Budget;
+use crate::books::planner::windows::{pass_windows, write_changed_entries};
 use crate::books::plans::{PlanItem, ReturnHint, StepPlan, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};

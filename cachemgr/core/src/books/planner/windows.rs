@@ -64,7 +64,6 @@ pub(super) fn least_position(sequence: &Sequence, geometry: &Geometry) -> usize 
 #[cfg(test)]
 mod tests {
     use super::*;
-
     use crate::books::plans::StepRequest;
     use crate::books::tests::{Bench, admission};
 
