@@ -17,11 +17,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::books::Books;
-use crate::books::expiry::{GRACE_S, page_key};
 use crate::books::explain::{Explanation, Miss};
 use crate::books::geometry::{Geometry, MAX_LAYER_GROUPS};
-use crate::books::leases::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
-use crate::books::looking::{BlockFilter, States};
+use crate::books::lease::expiry::{GRACE_S, page_key};
+use crate::books::lease::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
+use crate::books::listing::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, RefusedItem, StepPlan};
 use crate::books::resetting::Reset;
@@ -44,7 +44,6 @@ use crate::wire::answers::{
     encode_statistics, item_number,
 };
 use crate::wire::{bounds, messages, requests};
-
 use eviction::{PolicyChoice, PolicyError, PyPolicy};
 
 /// A refusal or a broken book as the exception that Python knows.

@@ -4,13 +4,11 @@
 
 pub mod audit;
 pub mod counters;
-pub mod expiry;
 pub mod explain;
 pub mod geometry;
 pub mod hits;
-pub mod leases;
-pub mod leasing;
-pub mod looking;
+pub mod lease;
+pub mod listing;
 pub mod pinning;
 pub mod pins;
 pub mod planner;
@@ -28,10 +26,10 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::books::counters::Counters;
-use crate::books::expiry::{ExpiryQueue, LeaseOrder, page_key};
 use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
-use crate::books::leases::{Lease, RequestKey};
+use crate::books::lease::expiry::{ExpiryQueue, LeaseOrder, page_key};
+use crate::books::lease::{Lease, RequestKey};
 use crate::books::pins::Pins;
 use crate::books::planner::{Owner, StepPlanner};
 use crate::books::plans::{Admission, StepPlan, StepRequest};

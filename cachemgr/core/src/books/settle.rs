@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::books::Books;
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
 use crate::cache::groups::Group;

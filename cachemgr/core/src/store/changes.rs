@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
 use crate::books::geometry::Geometry;
-use crate::books::leases::RequestKey;
+use crate::books::lease::RequestKey;
 use crate::books::pins::PinId;
 use crate::books::plans::StepRequest;
 use crate::books::settle::StepReport;

@@ -362,7 +362,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::books::leases::RequestKey;
+    use crate::books::lease::RequestKey;
     use crate::books::pins::PinId;
     use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::books::leases::RequestKey;
+use crate::books::lease::RequestKey;
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::resetting::{Reset, ResetPart};

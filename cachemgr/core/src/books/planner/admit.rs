@@ -2,7 +2,7 @@
 
 use crate::books::geometry::Geometry;
 use crate::books::hits::Hit;
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};

@@ -1,7 +1,7 @@
 //! Extends sequences: blocks to write for the next tokens, and the runs that compute them.
 
 use crate::books::geometry::Geometry;
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 use crate::books::planner::advise::advise_fresh;
 use crate::books::planner::{Answer, DIGEST_BYTES, StepPlanner, find_in_pool};
 use crate::books::plans::{Extend, PlanItem};

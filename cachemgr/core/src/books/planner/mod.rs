@@ -33,7 +33,7 @@ use std::collections::HashMap;
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 use crate::books::planner::budget::Budget;
 use crate::books::planner::windows::{pass_windows, write_changed_entries};
 use crate::books::plans::{PlanItem, ReturnHint, StepPlan, StepRequest};

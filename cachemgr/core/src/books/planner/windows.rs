@@ -1,7 +1,7 @@
 //! Moves block tables on: blocks that no later token sees, and entries that a report changed.
 
 use crate::books::geometry::Geometry;
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 use crate::books::plans::StepPlan;
 use crate::books::room::update_reservation;
 use crate::books::sequences::{Sequence, SequenceTable};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
 use sha2::{Digest, Sha256};
 
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
 
 pub const SPARE_ENTRIES: usize = 256;
 /// When the loop was held, no lease ends within this time, in seconds: renewals that wait are read first. Once for each

@@ -1,5 +1,8 @@
 //! Leases: their sequences, their steps, and the answers kept for repeated requests.
 
+pub mod expiry;
+pub mod leases;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
-//! Leases in time: renewed, extended, expired, and listed.
+//! All leases of a pool: renewed, extended, expired, and listed.
 
 use crate::books::Books;
-use crate::books::expiry::{ExpiryQueue, page_key};
-use crate::books::leases::Lease;
+use crate::books::lease::Lease;
+use crate::books::lease::expiry::{ExpiryQueue, page_key};
 
 impl Books {
     /// Sets a lease's expiry. `had_grace`: the value from an earlier epoch.
@@ -58,7 +58,7 @@ impl Books {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::books::expiry::{GRACE_S, SPARE_ENTRIES};
+    use crate::books::lease::expiry::{GRACE_S, SPARE_ENTRIES};
     use crate::books::tests::geometry;
 
     fn books_with(leases: &[(&str, f64)]) -> Books {
