@@ -19,8 +19,9 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 use crate::books::Books;
 use crate::books::explain::{Explanation, Miss};
 use crate::books::geometry::{Geometry, MAX_LAYER_GROUPS};
+use crate::books::lease::answers::{REMEMBERED_PLANS, RequestKey};
 use crate::books::lease::expiry::{GRACE_S, page_key};
-use crate::books::lease::{Lease, MAX_STEPS_IN_FLIGHT, REMEMBERED_PLANS, RequestKey};
+use crate::books::lease::{Lease, MAX_STEPS_IN_FLIGHT};
 use crate::books::listing::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, RefusedItem, StepPlan};
@@ -370,7 +371,7 @@ impl PyLedger {
     }
 
     fn tenant(&self, tenant: TenantId) -> String {
-        String::from_utf8_lossy(self.stored.books().tenant_name(tenant)).into_owned()
+        String::from_utf8_lossy(self.stored.books().tenants().name(tenant)).into_owned()
     }
 
     fn tell(&self, explanation: Explanation) -> PyExplanation {
@@ -523,7 +524,7 @@ impl PyLedger {
     ) -> PyResult<PyLedger> {
         let recovered = py.detach(|| Store::recover(&directory, LogLimits::default()));
         let (mut books, store) = recovered.map_err(PyOSError::new_err)?;
-        books.resume(now);
+        books.leases_mut().resume(now);
         let listeners = listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind());
         let stored = StoredBooks::new(pool, epoch, books, Some(store));
         Ok(PyLedger { stored, geometry, verify, listeners, policy_error: None })
@@ -584,19 +585,18 @@ impl PyLedger {
 
     /// All leases, those that have ended included, by id.
     fn leases(&self) -> Vec<LeaseView> {
-        let leases = &self.stored.books().leases;
-        let mut ids: Vec<_> = leases.keys().collect();
-        ids.sort_unstable();
-        ids.into_iter().map(|lease_id| self.lease_view(lease_id, &leases[lease_id])).collect()
+        let mut leases: Vec<_> = self.stored.books().leases().iter().collect();
+        leases.sort_unstable_by_key(|(lease_id, _)| *lease_id);
+        leases.into_iter().map(|(lease_id, lease)| self.lease_view(lease_id, lease)).collect()
     }
 
     /// At most `most` leases from a page key on, by these, with their keys; of `only` that id.
     #[pyo3(signature = (key, most, *, only = ""))]
     fn leases_from(&self, key: &str, most: usize, only: &str) -> Vec<(String, LeaseView)> {
         let books = self.stored.books();
-        let view = |(key, id): (&String, &String)| (key.clone(), self.lease_view(id, &books.leases[id]));
+        let view = |(key, id): (&String, &String)| (key.clone(), self.lease_view(id, &books.leases()[id]));
         if only.is_empty() {
-            return books.leases_from(key, most).map(view).collect();
+            return books.leases().page(key, most).map(view).collect();
         }
         let found = self.find_lease(only).map(|lease| (page_key(only), lease));
         found.into_iter().filter(|(its_key, _)| its_key.as_str() >= key).collect()
@@ -605,7 +605,7 @@ impl PyLedger {
     /// The number of leases of each tenant, those that have ended included.
     fn num_leases_by_tenant(&self) -> HashMap<String, usize> {
         let mut counts = HashMap::new();
-        for lease in self.stored.books().leases.values() {
+        for lease in self.stored.books().leases().values() {
             *counts.entry(String::from_utf8_lossy(&lease.tenant_name).into_owned()).or_default() += 1;
         }
         counts
@@ -614,7 +614,7 @@ impl PyLedger {
     /// Gives an open lease its whole time again. Raises CallRefused (LEASE_NOT_FOUND).
     #[pyo3(signature = (lease_id, *, now))]
     fn renew_lease(&mut self, py: Python<'_>, lease_id: &str, now: f64) -> PyResult<LeaseView> {
-        let lease = self.stored.books_mut().open_lease_mut(lease_id);
+        let lease = self.stored.books_mut().leases_mut().open_mut(lease_id);
         lease.ok_or_else(|| lease_not_found(py, lease_id))?.renew(now);
         self.lease(py, lease_id)
     }
@@ -631,12 +631,12 @@ impl PyLedger {
 
     /// Adds the time in which no renewal could be read to the time of every lease.
     fn extend_leases(&mut self, held_s: f64, now: f64) {
-        self.stored.books_mut().extend_leases(held_s, now);
+        self.stored.books_mut().leases_mut().extend(held_s, now);
     }
 
     /// No lease runs out before this.
     fn next_expiry(&self) -> Option<f64> {
-        self.stored.books().next_expiry()
+        self.stored.books().leases().next_expiry()
     }
 
     /// Frees all blocks of a fenced lease. No effect if the lease is removed already.
@@ -680,7 +680,7 @@ impl PyLedger {
 
     /// The steps of a lease that were planned and not reported. Raises KeyError if there is none of this id.
     fn steps_in_flight(&self, lease_id: &str) -> PyResult<Vec<StepView>> {
-        let holdings = self.known(lease_id)?;
+        let lease = self.known(lease_id)?;
         let view = |step: &crate::books::steps::StepInFlight| StepView {
             step_number: step.step_number,
             is_doomed: step.is_doomed,
@@ -689,7 +689,7 @@ impl PyLedger {
             num_fills: step.fills.len(),
             num_released: step.released_rows.len(),
         };
-        Ok(holdings.in_flight.iter().map(view).collect())
+        Ok(lease.in_flight.iter().map(view).collect())
     }
 
     /// Ids of a lease's sequences, as they were admitted.
@@ -698,7 +698,7 @@ impl PyLedger {
             .stored
             .books()
             .lease(lease_id)
-            .map(|holdings| self.stored.books().rows_in_order(holdings))
+            .map(|lease| self.stored.books().rows_in_order(lease))
             .unwrap_or_default();
         rows.into_iter().map(|row| self.stored.books().sequence(row).seq_id).collect()
     }
@@ -709,7 +709,7 @@ impl PyLedger {
         let Ok(first) = i32::try_from(first) else {
             return Vec::new();
         };
-        let rows = self.stored.books().sequences_from(lease_id, first, most, tenant.map(str::as_bytes));
+        let rows = self.stored.books().listing().sequences_from(lease_id, first, most, tenant.map(str::as_bytes));
         rows.into_iter().map(|row| self.view(row)).collect()
     }
 
@@ -847,8 +847,8 @@ impl PyLedger {
         let first = first.min(self.stored.books().geometry().num_blocks as u64) as BlockId;
         let states = state.map(state_of).transpose()?.map_or(States::Any, States::Only);
         let filter = BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id };
-        let (blocks, next) = self.stored.books().list_blocks(first, most, &filter);
-        let blocks = blocks.into_iter().map(|block| self.stored.books().describe(block)).collect();
+        let (blocks, next) = self.stored.books().listing().list_blocks(first, most, &filter);
+        let blocks = blocks.into_iter().map(|block| self.stored.books().listing().describe(block)).collect();
         Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
     }
 
@@ -863,7 +863,8 @@ impl PyLedger {
         tenant: Option<&str>,
         with_content: bool,
     ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
-        let (events, next) = self.stored.books().snapshot(first, most, tenant.map(str::as_bytes), with_content);
+        let (events, next) =
+            self.stored.books().listing().snapshot(first, most, tenant.map(str::as_bytes), with_content);
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
@@ -878,7 +879,8 @@ impl PyLedger {
         tenant: Option<&str>,
         with_content: bool,
     ) -> Option<(Bound<'py, PyBytes>, u64)> {
-        let (events, next) = self.stored.books().changes(first, most, tenant.map(str::as_bytes), with_content)?;
+        let (events, next) =
+            self.stored.books().listing().changes(first, most, tenant.map(str::as_bytes), with_content)?;
         Some((PyBytes::new(py, &encode_events(events)), next))
     }
 
@@ -970,15 +972,15 @@ impl PyLedger {
 
     /// The violations in the blocks from `first` to before `end`.
     fn audit(&self, first: BlockId, end: BlockId) -> Vec<String> {
-        self.stored.books().audit(&(first..end.min(self.stored.books().geometry().num_blocks as BlockId)))
+        self.stored.books().audit().blocks(&(first..end.min(self.stored.books().geometry().num_blocks as BlockId)))
     }
 
     fn audit_counts(&self) -> Vec<String> {
-        self.stored.books().audit_counts()
+        self.stored.books().audit().counts()
     }
 
     fn audit_promises(&self) -> Vec<String> {
-        self.stored.books().audit_promises()
+        self.stored.books().audit().promises()
     }
 
     #[pyo3(signature = (but_last_step_of = None))]

@@ -542,12 +542,12 @@ BUGS = [
     rust(
         "tenants",
         "the budget of another tenant decides on a pin",
-        ("pin_prefix", "self.refuse_pin(tenant, &blocks)", "self.refuse_pin(0, &blocks)"),
+        ("pin_prefix", "refuse_pin(tenant, &blocks,", "refuse_pin(0, &blocks,"),
     ),
     rust(
         "tenants",
         "a pinned block that no sequence holds is charged to nobody",
-        ("refuse_pin", "self.pool.num_parked(blocks)", "0"),
+        ("refuse_pin", "pool.num_parked(blocks)", "0"),
     ),
     # -- tenants of one lease
     rust(
@@ -588,10 +588,10 @@ BUGS = [
         "tenants of a lease",
         "a reset of a tenant forgets its sequences in another one's lease",
         (
-            "withhold",
-            "self.leases.values().flat_map(|lease| lease.sequences.values())",
-            "self.leases.values().filter(|lease| tenant.is_none_or(|tenant| tenant == lease.tenant))"
-            ".flat_map(|lease| lease.sequences.values())",
+            "withhold_for",
+            "self.leases.rows()",
+            "self.leases.values().filter(|lease| tenant == lease.tenant)"
+            ".flat_map(|lease| lease.sequences.values().copied())",
         ),
     ),
     rust(
@@ -701,14 +701,14 @@ BUGS = [
     rust(
         "leases",
         "a lease that has ended goes on planning",
-        ("open_lease_mut", ".filter(|lease| lease.is_open())", ""),
+        ("open_mut", ".filter(|lease| lease.is_open())", ""),
     ),
     rust(
         "leases",
         "a lease ends at its first expiry, in spite of renewals",
         (
             "next_expired",
-            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.leases),",
+            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.by_id),",
             "",
         ),
     ),

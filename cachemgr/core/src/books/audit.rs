@@ -1,71 +1,121 @@
 //! Checks the books against themselves: I1 to I4 of the ownership protocol.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 use std::ops::Range;
 
 use crate::books::Books;
+use crate::books::geometry::Geometry;
+use crate::books::lease::leases::Leases;
+use crate::books::pins::Pins;
 use crate::books::room::Room;
-use crate::books::sequences::Sequence;
+use crate::books::sequences::{Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
+use crate::cache::host::HostPool;
+use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Past};
-use crate::cache::tenants::TenantId;
+use crate::cache::tenants::{TenantId, Tenants};
 
 impl Books {
     /// All violations, one sentence each. Cost: O(blocks + table entries).
     pub fn violations(&self) -> Vec<String> {
-        let mut wrong = self.audit(&(0..self.geometry.num_blocks as BlockId));
-        wrong.extend(self.audit_counts());
-        wrong.extend(self.audit_promises());
+        self.audit().all()
+    }
+
+    /// The checks of these books.
+    pub fn audit(&self) -> Audit<'_> {
+        let Books { geometry, pool, host, table, leases, tenants, pins, .. } = self;
+        Audit { geometry, pool, host, table, leases, tenants, pins }
+    }
+
+    /// All that a refusal leaves as it was, as text; of one lease without its last step, which a plan adds in any case.
+    pub fn state(&self, but_last_step_of: Option<&str>) -> String {
+        let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
+            let pool = &self.pool;
+            (pool.ref_count(block), pool.pin_count(block), pool.index().past(block), pool.index().hash(block))
+        });
+        let mut leases: Vec<String> = Vec::new();
+        for (lease_id, lease) in self.leases.iter() {
+            let num_left_out = usize::from(but_last_step_of == Some(lease_id));
+            let num_steps = lease.in_flight.len().saturating_sub(num_left_out);
+            let steps: Vec<_> = lease.in_flight.iter().take(num_steps).collect();
+            let rows = self.rows_in_order(lease);
+            let sequences: Vec<_> = rows.into_iter().map(|row| (row, bounds(self.table.get(row)))).collect();
+            leases.push(format!("{lease_id} {} {sequences:?} {steps:?}", lease.settled_step));
+        }
+        leases.sort();
+        let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
+        let blocks = blocks.collect::<Vec<_>>();
+        let num_changes = self.pool.journal().num_changes();
+        let host = self.host.state();
+        format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.table.len())
+    }
+}
+
+/// Reads the books, and reports their violations.
+pub struct Audit<'a> {
+    geometry: &'a Geometry,
+    pool: &'a BlockPool,
+    host: &'a HostPool,
+    table: &'a SequenceTable,
+    leases: &'a Leases,
+    tenants: &'a Tenants,
+    pins: &'a Pins,
+}
+
+impl Audit<'_> {
+    /// All violations, one sentence each. Cost: O(blocks + table entries).
+    pub fn all(&self) -> Vec<String> {
+        let mut wrong = self.blocks(&(0..self.geometry.num_blocks as BlockId));
+        wrong.extend(self.counts());
+        wrong.extend(self.promises());
         wrong
     }
 
     /// The violations in a range of blocks. Cost: O(blocks of the range + table entries + free blocks), so that a large
     /// pool can be checked in slices with calls between them: no slice depends on another.
-    pub fn audit(&self, blocks: &Range<BlockId>) -> Vec<String> {
+    pub fn blocks(&self, blocks: &Range<BlockId>) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit(blocks, &mut wrong);
         self.check_references(blocks, &mut wrong);
         self.check_owners(blocks, &mut wrong);
         self.check_tables(blocks, &mut wrong);
-        self.check_pins(blocks, &mut wrong);
+        self.check_holds(blocks, &mut wrong);
         self.check_sharing(blocks, &mut wrong);
         self.check_unpublished(blocks, &mut wrong);
         wrong
     }
 
-    /// The violations in the counts. Cost: O(blocks), a fraction of `audit`'s for all of them.
-    pub fn audit_counts(&self) -> Vec<String> {
+    /// The violations in the counts. Cost: O(blocks), a fraction of `blocks`'s for all of them.
+    pub fn counts(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit_counts(&mut wrong);
-        let held: usize = self.leases.values().map(|lease| lease.sequences.len()).sum();
-        let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let released: usize = steps.map(|step| step.released_rows.len()).sum();
+        let held = self.leases.rows().count();
+        let released: usize = self.leases.steps().map(|step| step.released_rows.len()).sum();
         let num_taken = held + released - self.table.num_offloaded().min(held + released);
-        if num_taken != self.num_rows() {
-            wrong.push(format!("{} rows counted in the worker, {num_taken} are taken", self.num_rows()));
+        if num_taken != self.table.len() {
+            wrong.push(format!("{} rows counted in the worker, {num_taken} are taken", self.table.len()));
         }
         self.table.audit(&mut wrong);
-        self.audit_host(&mut wrong);
+        self.check_host(&mut wrong);
         wrong
     }
 
-    /// The violations in tenants' accounts, pins and reservations. Cost: as `audit_counts`.
-    pub fn audit_promises(&self) -> Vec<String> {
+    /// The violations in tenants' accounts, pins and reservations. Cost: as `counts`.
+    pub fn promises(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         self.pool.audit_accounts(&mut wrong);
-        self.audit_pins(&mut wrong);
-        self.audit_reservations(&mut wrong);
+        self.check_pins(&mut wrong);
+        self.check_reservations(&mut wrong);
         wrong
     }
 
     /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
-    fn audit_host(&self, wrong: &mut Vec<String>) {
+    fn check_host(&self, wrong: &mut Vec<String>) {
         let blocks = 0..self.host.len() as BlockId;
         let held = self.sequences().filter_map(|sequence| sequence.in_host.as_deref());
         let holders = occurrences(&blocks, held.map(|tables| &tables.blocks[..]));
-        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let steps = occurrences(&blocks, in_flight.flat_map(|step| &step.pinned_in_host).map(Vec::as_slice));
+        let steps = occurrences(&blocks, self.leases.steps().flat_map(|step| &step.pinned_in_host).map(Vec::as_slice));
         self.host.audit(&holders, &steps, wrong);
         for sequence in self.sequences() {
             let Some(in_host) = &sequence.in_host else { continue };
@@ -81,14 +131,14 @@ impl Books {
     }
 
     /// Checks that the reserved blocks are available, and are those that the sequences still need.
-    fn audit_reservations(&self, wrong: &mut Vec<String>) {
+    fn check_reservations(&self, wrong: &mut Vec<String>) {
         let (num_reserved, num_there) = (self.pool.accounts().num_reserved(), self.pool.num_allocatable());
         if num_reserved > num_there {
             wrong.push(format!("{num_reserved} blocks are reserved, {num_there} can be handed out"));
         }
         let mut counted = vec![0; self.tenants.len()];
         for sequence in self.sequences() {
-            let room = Room { geometry: &self.geometry, pool: &self.pool, tenant: sequence.tenant };
+            let room = Room { geometry: self.geometry, pool: self.pool, tenant: sequence.tenant };
             let (num_reserved, needed) = (sequence.num_reserved, room.num_reserved_for(sequence));
             if num_reserved != needed {
                 let seq_id = sequence.seq_id;
@@ -105,7 +155,7 @@ impl Books {
     }
 
     fn sequences(&self) -> impl Iterator<Item = &Sequence> {
-        self.leases.values().flat_map(|lease| lease.sequences.values()).map(|row| self.table.get(*row))
+        self.leases.rows().map(|row| self.table.get(row))
     }
 
     /// I2: as many references as table entries.
@@ -173,13 +223,29 @@ impl Books {
         }
     }
 
-    fn check_pins(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
-        let in_flight = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let steps = occurrences(blocks, in_flight.flat_map(|step| &step.pinned).map(Vec::as_slice));
+    fn check_holds(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
+        let steps = occurrences(blocks, self.leases.steps().flat_map(|step| &step.pinned).map(Vec::as_slice));
         for (block, steps) in blocks.clone().zip(steps) {
             let pins = self.pool.pin_count(block);
             if pins != steps {
                 wrong.push(format!("block {block} is pinned by {steps} steps and has {pins} pins"));
+            }
+        }
+    }
+
+    /// Each pinned block has as many prefix pins as there are pins of prefixes with it.
+    fn check_pins(&self, wrong: &mut Vec<String>) {
+        let mut counted: BTreeMap<BlockId, u32> = BTreeMap::new();
+        for block in self.pins.all().flat_map(|pin| &pin.blocks) {
+            *counted.entry(*block).or_default() += 1;
+        }
+        if counted.len() != self.pool.num_kept() {
+            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.num_kept(), counted.len()));
+        }
+        for (block, pins) in counted {
+            let keeps = self.pool.keep_count(block);
+            if keeps != pins {
+                wrong.push(format!("block {block} is in {pins} pinned prefixes and has {keeps} pins"));
             }
         }
     }
@@ -225,29 +291,6 @@ impl Books {
                 }
             }
         }
-    }
-
-    /// All that a refusal leaves as it was, as text; of one lease without its last step, which a plan adds in any case.
-    pub fn state(&self, but_last_step_of: Option<&str>) -> String {
-        let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
-            let pool = &self.pool;
-            (pool.ref_count(block), pool.pin_count(block), pool.index().past(block), pool.index().hash(block))
-        });
-        let mut leases: Vec<String> = Vec::new();
-        for (lease_id, lease) in &self.leases {
-            let num_left_out = usize::from(but_last_step_of == Some(lease_id));
-            let num_steps = lease.in_flight.len().saturating_sub(num_left_out);
-            let steps: Vec<_> = lease.in_flight.iter().take(num_steps).collect();
-            let rows = self.rows_in_order(lease);
-            let sequences: Vec<_> = rows.into_iter().map(|row| (row, bounds(self.table.get(row)))).collect();
-            leases.push(format!("{lease_id} {} {sequences:?} {steps:?}", lease.settled_step));
-        }
-        leases.sort();
-        let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
-        let blocks = blocks.collect::<Vec<_>>();
-        let num_changes = self.pool.journal().num_changes();
-        let host = self.host.state();
-        format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.num_rows())
     }
 }
 

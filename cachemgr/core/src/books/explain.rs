@@ -1,12 +1,15 @@
 //! Why a prefix is not found.
 
 use crate::books::Books;
+use crate::books::geometry::Geometry;
 use crate::books::hits::Prefix;
-use crate::books::sequences::Row;
+use crate::books::lease::leases::Leases;
+use crate::books::sequences::{Row, SequenceTable};
 use crate::cache::groups::{Group, identity};
 use crate::cache::losses::Loss;
+use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, chain_hashes, root_hash};
-use crate::cache::tenants::TenantId;
+use crate::cache::tenants::{TenantId, Tenants};
 
 /// The limit of blocks looked up by hashes under other roots for one answer: about ten milliseconds.
 const MAX_HASHED: usize = 65_536;
@@ -39,16 +42,36 @@ pub struct Explanation {
 
 impl Books {
     /// Explains why no more of these tokens is found. Changes nothing except hashes, which are cached. Reports other
-    /// tenants' content only if `with_other_tenants`.
-    ///
+    /// tenants' content only if `with_other_tenants`. Cost: see Explainer::explain.
+    pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
+        self.explainer().explain(tokens, salt, tenant, with_other_tenants)
+    }
+
+    fn explainer(&mut self) -> Explainer<'_> {
+        let Books { geometry, pool, table, leases, tenants, .. } = self;
+        Explainer { geometry, pool, table, leases, tenants }
+    }
+}
+
+/// The parts of the books that an explanation needs.
+struct Explainer<'a> {
+    geometry: &'a Geometry,
+    pool: &'a BlockPool,
+    /// For hashes, which are cached.
+    table: &'a mut SequenceTable,
+    leases: &'a Leases,
+    tenants: &'a Tenants,
+}
+
+impl Explainer<'_> {
     /// Cost: one SHA-256 per block, as a lookup. If the miss is not a known loss, also O(steps in flight), and one
     /// SHA-256 for each block of the prefix that is cached under another root, at most MAX_HASHED.
-    pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
+    fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
         let size = self.geometry.block_size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
-        let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
+        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes };
         let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
         let num_found = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
         let num_blocks = hashes.len();
@@ -70,8 +93,8 @@ impl Books {
 
     /// True if a step in flight fills a block at this index of a table with this content.
     fn is_being_computed(&mut self, root: &Hash, index: usize, hash: &Hash) -> bool {
-        let steps = self.leases.values().flat_map(|lease| &lease.in_flight);
-        let fills = steps.flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index));
+        let fills =
+            self.leases.steps().flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index));
         let rows: Vec<Row> = fills.map(|fill| fill.row).collect();
         rows.into_iter().any(|row| {
             let sequence = self.table.get_mut(row);
@@ -266,7 +289,7 @@ mod tests {
         let mut bench = bench(8);
         cache(&mut bench, "b", &[1, 2, 3, 4], b"");
         let root = root_hash(b"bob", b"", b"f");
-        let is_found = |mut num_left| bench.0.is_found(root, &[1, 2, 3, 4], &mut num_left);
+        let mut is_found = |mut num_left| bench.0.explainer().is_found(root, &[1, 2, 3, 4], &mut num_left);
         assert_eq!([is_found(2), is_found(1), is_found(0)], [true, false, false]);
     }
 }

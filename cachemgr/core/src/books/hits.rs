@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::books::geometry::Geometry;
 use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, Span, identity};
-use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
+use crate::cache::prefix::{BlockId, Hash, PrefixIndex, chain_hashes, root_hash};
 
 /// A prefix that was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,6 +134,35 @@ impl Prefix<'_> {
     fn first_needed(&self, span: Span, num_blocks: usize) -> usize {
         self.geometry.first_needed(span, num_blocks * self.geometry.block_size)
     }
+}
+
+/// A lookup hashes so many blocks, and more only if it finds all of these: most pools hold nothing of a prompt.
+pub const LOOKED_UP_AT_ONCE: usize = 16;
+
+/// Returns the hit that an admission would have in the cache. Cost: hashes of the known blocks of the first layer
+/// group, if that is a full one, and of one piece more.
+pub fn find_cached(tokens: &[i32], salt: &[u8], tenant: &[u8], index: &PrefixIndex, geometry: &Geometry) -> Hit {
+    let size = geometry.block_size;
+    let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
+    let num_full = num_usable.min(geometry.max_tokens()) / size;
+    let mut parent = root_hash(tenant, salt, &geometry.model_fingerprint);
+    let (mut hashes, begins_full) = (Vec::new(), geometry.groups[0].is_full());
+    let mut found = Vec::new();
+    for piece in tokens[..num_full * size].chunks(size * LOOKED_UP_AT_ONCE) {
+        let before = hashes.len();
+        chain_hashes(parent, piece, size, &mut hashes);
+        if begins_full {
+            found.append(&mut index.find(&hashes[before..]));
+            if found.len() < hashes.len() {
+                break;
+            }
+        }
+        parent = hashes[hashes.len() - 1];
+    }
+    if geometry.groups == [Span::Full] {
+        return Hit { num_blocks: found.len(), tables: Tables::from([BlockTable::new(0, found)]) };
+    }
+    Prefix { geometry, index, hashes: &hashes }.find()
 }
 
 #[cfg(test)]

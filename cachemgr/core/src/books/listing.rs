@@ -1,11 +1,13 @@
 //! Lists sequences and blocks: in pages, and as changes since a number of the journal.
 
 use crate::books::Books;
-use crate::books::sequences::Row;
+use crate::books::geometry::Geometry;
+use crate::books::lease::leases::Leases;
+use crate::books::sequences::{Row, SequenceTable};
 use crate::cache::journal::Change;
-use crate::cache::pool::BlockState;
+use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, NULL_BLOCK};
-use crate::cache::tenants::TenantId;
+use crate::cache::tenants::{TenantId, Tenants};
 use crate::wire::messages::{self, Block, BlockEvent, BlockEventKind};
 
 /// The limit of blocks scanned for one page: a page with few matches ends there, and the next one continues.
@@ -42,6 +44,23 @@ pub struct BlockFilter<'a> {
 }
 
 impl Books {
+    /// What lists show of these books.
+    pub fn listing(&self) -> Listing<'_> {
+        let Books { geometry, pool, table, leases, tenants, .. } = self;
+        Listing { geometry, pool, table, leases, tenants }
+    }
+}
+
+/// Reads the books for lists.
+pub struct Listing<'a> {
+    geometry: &'a Geometry,
+    pool: &'a BlockPool,
+    table: &'a SequenceTable,
+    leases: &'a Leases,
+    tenants: &'a Tenants,
+}
+
+impl Listing<'_> {
     /// The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
     /// Cost: O(the lease's sequences).
     pub fn sequences_from(&self, lease_id: &str, first: i32, most: usize, tenant: Option<&[u8]>) -> Vec<Row> {
@@ -95,7 +114,7 @@ impl Books {
 
     /// A block as lists show it.
     pub fn describe(&self, block: BlockId) -> Block {
-        let pool = &self.pool;
+        let pool = self.pool;
         let Some(owner) = pool.owner(block) else {
             return free_block(block);
         };
@@ -224,22 +243,22 @@ mod tests {
         let mut bench = bench("lru", 8);
         [7, 3, 9, 5].iter().for_each(|seq_id| admit(&mut bench, "a", *seq_id, &[1]));
         let listed = |first, most| {
-            let rows = bench.0.sequences_from("a", first, most, None);
+            let rows = bench.0.listing().sequences_from("a", first, most, None);
             rows.into_iter().map(|row| bench.0.sequence(row).seq_id).collect::<Vec<_>>()
         };
         assert_eq!((listed(0, 9), listed(0, 2), listed(4, 2)), (vec![3, 5, 7, 9], vec![3, 5], vec![5, 7]));
         assert_eq!((listed(9, 4), listed(10, 4), listed(0, 0)), (vec![9], vec![], vec![]));
-        assert_eq!(bench.0.sequences_from("none", 0, 9, None), [0; 0]);
+        assert_eq!(bench.0.listing().sequences_from("none", 0, 9, None), [0; 0]);
     }
 
     #[test]
     fn a_page_ends_with_its_last_block_and_says_where_the_next_begins() {
         let books = bench("lru", 5).0;
-        assert_eq!(books.list_blocks(0, 9, &ALL), (vec![1, 2, 3, 4, 5], None));
-        assert_eq!(books.list_blocks(0, 2, &ALL), (vec![1, 2], Some(3)));
-        assert_eq!(books.list_blocks(3, 3, &ALL), (vec![3, 4, 5], None));
+        assert_eq!(books.listing().list_blocks(0, 9, &ALL), (vec![1, 2, 3, 4, 5], None));
+        assert_eq!(books.listing().list_blocks(0, 2, &ALL), (vec![1, 2], Some(3)));
+        assert_eq!(books.listing().list_blocks(3, 3, &ALL), (vec![3, 4, 5], None));
         assert_eq!(
-            (books.list_blocks(6, 3, &ALL), books.list_blocks(BlockId::MAX, 3, &ALL)),
+            (books.listing().list_blocks(6, 3, &ALL), books.listing().list_blocks(BlockId::MAX, 3, &ALL)),
             ((vec![], None), (vec![], None))
         );
     }
@@ -254,7 +273,7 @@ mod tests {
         bench.release(&[1]);
         admit(&mut bench, "b", 1, &[1, 2]);
         let listed = |states, tenant: Option<&str>, lease_id| {
-            bench.0.list_blocks(0, 99, &BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id }).0
+            bench.0.listing().list_blocks(0, 99, &BlockFilter { states, tenant: tenant.map(str::as_bytes), lease_id }).0
         };
         let only = States::Only;
         assert_eq!(listed(only(BlockState::Cached), None, None), [1]);
@@ -276,10 +295,10 @@ mod tests {
         bench.0.pool.allocate(num_usable - 2, 0, &crate::cache::pool::tests::ASKER).unwrap();
         admit(&mut bench, "a", 2, &[1]);
         let filter = BlockFilter { lease_id: Some("a"), ..ALL };
-        assert_eq!(bench.0.list_blocks(0, 9, &filter), (vec![1], Some(1 + MAX_SCANNED)));
-        assert_eq!(bench.0.list_blocks(1 + MAX_SCANNED, 9, &filter), (vec![], Some(1 + 2 * MAX_SCANNED)));
+        assert_eq!(bench.0.listing().list_blocks(0, 9, &filter), (vec![1], Some(1 + MAX_SCANNED)));
+        assert_eq!(bench.0.listing().list_blocks(1 + MAX_SCANNED, 9, &filter), (vec![], Some(1 + 2 * MAX_SCANNED)));
         let last = num_usable as BlockId;
-        assert_eq!(bench.0.list_blocks(1 + 2 * MAX_SCANNED, 9, &filter), (vec![last], None));
+        assert_eq!(bench.0.listing().list_blocks(1 + 2 * MAX_SCANNED, 9, &filter), (vec![last], None));
     }
 
     #[test]
@@ -289,12 +308,12 @@ mod tests {
         settle(&mut bench, "b");
         admit(&mut bench, "b", 2, &[1, 2, 4]);
         bench.plan_for("b", StepRequest { releases: vec![2], ..StepRequest::default() });
-        let block = bench.0.describe(1);
+        let block = bench.0.listing().describe(1);
         let numbers = (block.block_id, block.state, block.reference_count, block.pin_count, block.priority);
         assert_eq!((numbers, block.tenant.as_str(), block.prefix_pin_count), ((1, 3, 1, 1, 5), "bob", 0));
         assert_eq!(block.prefix_hash, bench.0.pool.index().hash(1).unwrap());
-        assert_eq!(bench.0.describe(9), Block { block_id: 9, state: 1, ..Block::default() });
-        assert_eq!((bench.0.describe(3).state, bench.0.describe(2).prefix_hash), (4, vec![]));
+        assert_eq!(bench.0.listing().describe(9), Block { block_id: 9, state: 1, ..Block::default() });
+        assert_eq!((bench.0.listing().describe(3).state, bench.0.listing().describe(2).prefix_hash), (4, vec![]));
     }
 
     // -- changes ------------------------------------------------------------------------------------------------------
@@ -316,7 +335,7 @@ mod tests {
                 Replica { tenant, reads, number, blocks: BTreeMap::new(), kinds: BTreeSet::new(), num_contents: 0 };
             let mut next = Some(0);
             while let Some(first) = next {
-                let (events, following) = books.snapshot(first, 5, tenant.map(str::as_bytes), reads);
+                let (events, following) = books.listing().snapshot(first, 5, tenant.map(str::as_bytes), reads);
                 events.into_iter().for_each(|event| replica.apply(books, event));
                 next = following;
             }
@@ -324,7 +343,8 @@ mod tests {
         }
 
         fn go_on(&mut self, books: &Books, most: usize) {
-            let (events, next) = books.changes(self.number, most, self.tenant.map(str::as_bytes), self.reads).unwrap();
+            let (events, next) =
+                books.listing().changes(self.number, most, self.tenant.map(str::as_bytes), self.reads).unwrap();
             assert!(next > self.number || books.pool.journal().num_changes() == self.number);
             self.number = next;
             events.into_iter().for_each(|event| self.apply(books, event));
@@ -368,8 +388,8 @@ mod tests {
         fn listed(&self, books: &Books) -> BTreeMap<i32, Block> {
             let tenant = self.tenant.map(str::as_bytes);
             let (blocks, _) =
-                books.list_blocks(0, usize::MAX - 1, &BlockFilter { states: States::NotFree, tenant, ..ALL });
-            blocks.into_iter().map(|block| (block as i32, books.describe(block))).collect()
+                books.listing().list_blocks(0, usize::MAX - 1, &BlockFilter { states: States::NotFree, tenant, ..ALL });
+            blocks.into_iter().map(|block| (block as i32, books.listing().describe(block))).collect()
         }
     }
 
@@ -422,16 +442,16 @@ mod tests {
         settle(&mut bench, "b");
         admit(&mut bench, "a", 1, &[5]);
         let told = |bench: &Bench, tenant: &str| {
-            let (events, _) = bench.0.changes(0, 99, Some(tenant.as_bytes()), false).unwrap();
+            let (events, _) = bench.0.listing().changes(0, 99, Some(tenant.as_bytes()), false).unwrap();
             events.into_iter().map(|event| (event.kind, event.block.unwrap().block_id)).collect::<Vec<_>>()
         };
         assert_eq!((told(&bench, "bob"), told(&bench, "alice")), (vec![(1, 1), (3, 2)], vec![(3, 3)]));
-        assert_eq!((told(&bench, "carla"), bench.0.changes(99, 1, Some(b"carla"), false)), (vec![], None));
+        assert_eq!((told(&bench, "carla"), bench.0.listing().changes(99, 1, Some(b"carla"), false)), (vec![], None));
         bench.plan_for("b", StepRequest { releases: vec![1], ..StepRequest::default() });
         settle(&mut bench, "b");
         admit(&mut bench, "a", 2, &[1, 2, 3, 4, 5]);
         assert_eq!(told(&bench, "bob"), [(2, 1), (3, 2)]);
-        assert_eq!(bench.0.describe(1).tenant, "alice");
+        assert_eq!(bench.0.listing().describe(1).tenant, "alice");
     }
 
     #[test]
@@ -440,12 +460,12 @@ mod tests {
         bench.0.keep_contents(false);
         admit(&mut bench, "a", 1, &[1, 2, 3]);
         settle(&mut bench, "a");
-        let stored = |bench: &Bench| bench.0.snapshot(0, 99, None, true).0[0].clone();
+        let stored = |bench: &Bench| bench.0.listing().snapshot(0, 99, None, true).0[0].clone();
         assert_eq!((stored(&bench).kind, stored(&bench).token_ids), (1, vec![]));
         bench.0.keep_contents(true);
         admit(&mut bench, "a", 2, &[1, 2, 4, 5]);
         settle(&mut bench, "a");
-        let tokens = bench.0.snapshot(0, 99, None, true).0.into_iter().map(|event| event.token_ids);
+        let tokens = bench.0.listing().snapshot(0, 99, None, true).0.into_iter().map(|event| event.token_ids);
         assert_eq!(tokens.filter(|tokens| !tokens.is_empty()).collect::<Vec<_>>(), [[4, 5]]);
         assert_eq!(crate::cache::pool::tests::violations(&bench.0.pool), [""; 0]);
     }
@@ -458,12 +478,12 @@ mod tests {
         admit(&mut bench, "a", 2, &[4, 5, 6, 7]);
         settle(&mut bench, "a");
         let told = |bench: &Bench, with_content| {
-            let (events, _) = bench.0.changes(0, 99, None, with_content).unwrap();
+            let (events, _) = bench.0.listing().changes(0, 99, None, with_content).unwrap();
             events.into_iter().filter(|event| event.kind == 1).map(|event| event.token_ids).collect::<Vec<_>>()
         };
         assert_eq!(told(&bench, true), [vec![1, 2], vec![4, 5], vec![6, 7]]);
         assert_eq!(told(&bench, false), [[0; 0]; 3]);
-        let (shown, _) = bench.0.snapshot(0, 99, None, true);
+        let (shown, _) = bench.0.listing().snapshot(0, 99, None, true);
         assert_eq!(
             shown.iter().map(|event| &event.token_ids[..]).collect::<Vec<_>>(),
             [&[1, 2][..], &[], &[4, 5], &[6, 7]]

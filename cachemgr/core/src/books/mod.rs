@@ -19,6 +19,7 @@ pub mod sequences;
 pub mod settle;
 pub mod steps;
 pub mod tables;
+pub mod tenancy;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -27,40 +28,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
-use crate::books::hits::{Hit, Prefix};
-use crate::books::lease::expiry::{ExpiryQueue, LeaseOrder, page_key};
-use crate::books::lease::{Lease, RequestKey};
+use crate::books::hits::find_cached;
+use crate::books::lease::Lease;
+use crate::books::lease::answers::RequestKey;
+use crate::books::lease::leases::Leases;
 use crate::books::pins::Pins;
 use crate::books::planner::{Owner, StepPlanner};
 use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
-use crate::books::tables::{BlockTable, Tables};
+use crate::books::tenancy::{Shares, Tenancy};
 use crate::cache::accounts::Share;
-use crate::cache::groups::Span;
+use crate::cache::advice::millis;
 use crate::cache::host::HostPool;
 use crate::cache::policies::Policy;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, chain_hashes, root_hash};
-use crate::cache::tenants::{MAX_TENANTS, TenantId, Tenants, beginning_of};
-use crate::errors::{Reason, Refusal, Result, invalid};
-
-/// A lookup hashes so many blocks, and more only if it finds all of these: most pools hold nothing of a prompt.
-const LOOKED_UP_AT_ONCE: usize = 16;
-
-/// The tenants' shares.
-#[derive(Debug, Serialize, Deserialize)]
-struct Shares {
-    default: Share,
-    by_name: BTreeMap<Vec<u8>, Share>,
-}
-
-impl Shares {
-    fn of(&self, name: &[u8]) -> Share {
-        self.by_name.get(name).copied().unwrap_or(self.default)
-    }
-}
+use crate::cache::prefix::BlockId;
+use crate::cache::tenants::{TenantId, Tenants, beginning_of};
+use crate::errors::{Refusal, Result};
 
 /// Books of one pool, from the attachment of an epoch to its end. Leases are known by names that the caller gives.
 #[derive(Debug, Serialize, Deserialize)]
@@ -69,11 +55,7 @@ pub struct Books {
     pub(crate) pool: BlockPool,
     pub(crate) host: HostPool,
     pub(crate) table: SequenceTable,
-    pub(crate) leases: HashMap<String, Lease>,
-    #[serde(skip)]
-    pub(crate) expiry: ExpiryQueue,
-    #[serde(skip)]
-    pub(crate) order: LeaseOrder,
+    pub(crate) leases: Leases,
     pub(crate) tenants: Tenants,
     pub(crate) pins: Pins,
     shares: Shares,
@@ -99,9 +81,7 @@ impl Books {
             host: HostPool::new(geometry.num_host_blocks),
             geometry,
             table: SequenceTable::default(),
-            leases: HashMap::new(),
-            expiry: ExpiryQueue::default(),
-            order: LeaseOrder::new(),
+            leases: Leases::default(),
             tenants: Tenants::default(),
             pins: Pins::default(),
             shares,
@@ -126,9 +106,7 @@ impl Books {
     /// A new lease without sequences. `ttl` is in seconds.
     pub fn open_lease(&mut self, lease_id: &str, tenant: &[u8], ttl: f64) {
         let lease = Lease::new(self.enter_tenant(tenant), tenant, ttl);
-        let before = self.leases.insert(lease_id.to_string(), lease);
-        assert!(before.is_none(), "lease {lease_id:.8} is opened twice");
-        self.order.insert(page_key(lease_id), lease_id.to_string());
+        self.leases.enter(lease_id, lease);
     }
 
     /// Sets the tenants' shares, by name; all others get the default.
@@ -142,12 +120,10 @@ impl Books {
         }
     }
 
+    /// A tenant, known from now on.
     pub(crate) fn enter_tenant(&mut self, name: &[u8]) -> TenantId {
-        let tenant = self.tenants.enter(name);
-        if tenant as usize == self.pool.accounts().len() {
-            self.pool.set_share(tenant, self.shares.of(name));
-        }
-        tenant
+        let Books { tenants, shares, pool, .. } = self;
+        Tenancy { tenants, shares, pool }.enter(name)
     }
 
     pub fn tenants(&self) -> &Tenants {
@@ -156,21 +132,20 @@ impl Books {
 
     /// Ends a lease; `close_lease` frees its blocks. No effect if it is removed already.
     pub fn end_lease(&mut self, lease_id: &str) {
-        if let Some(holdings) = self.leases.get_mut(lease_id) {
-            holdings.is_ending = true;
+        if let Some(lease) = self.leases.get_mut(lease_id) {
+            lease.is_ending = true;
         }
     }
 
     /// Frees all blocks of an ended lease, which no step can access any more. No effect if it is removed already.
     pub fn close_lease(&mut self, lease_id: &str) -> Result<()> {
-        let Some(holdings) = self.leases.remove(lease_id) else {
+        let Some(lease) = self.leases.remove(lease_id) else {
             return Ok(());
         };
-        self.order.remove(&page_key(lease_id));
-        for step in &holdings.in_flight {
-            self.finish(step)?;
+        for step in &lease.in_flight {
+            finish(step, &mut self.pool, &mut self.host, &mut self.table)?;
         }
-        for row in self.rows_in_order(&holdings) {
+        for row in self.rows_in_order(&lease) {
             let sequence = self.table.leave(row);
             self.pool.reserve(sequence.tenant, sequence.num_reserved, 0);
             self.pool.release(&sequence.blocks_tail_first(0))?;
@@ -201,51 +176,23 @@ impl Books {
         now: f64,
         key: &RequestKey,
     ) -> Result<Option<Arc<StepPlan>>> {
-        if !self.leases.contains_key(lease_id) {
+        let Books { geometry, pool, host, table, tenants, shares, pins, counters, leases, .. } = self;
+        let Some(lease) = leases.get_mut(lease_id) else {
             return Ok(None);
-        }
-        self.advance(now)?;
-        let lease = self.leases.get_mut(lease_id).expect("it is there");
+        };
+        pool.end_advice(millis(now));
+        pins.end_expired(now, pool)?;
         request.refuse_repeated()?;
         lease.refuse_too_many_steps()?;
-        let lease_tenant = lease.tenant;
-        let owners: Vec<Owner> =
-            request.admissions.iter().map(|each| self.owner_of(each, lease_tenant, request.names_tenants)).collect();
-        let Books { geometry, pool, host, table, tenants, counters, leases, .. } = self;
-        let lease = leases.get_mut(lease_id).expect("it is there");
+        let mut tenancy = Tenancy { tenants, shares, pool };
+        let owner = |admission| tenancy.owner_of(admission, lease.tenant, request.names_tenants);
+        let owners: Vec<Owner> = request.admissions.iter().map(owner).collect();
         let name = beginning_of(lease_id);
         let planner = StepPlanner::new(lease, pool, host, table, geometry, tenants, counters, name, now);
         let plan = Arc::new(planner.run(request, owners)?);
-        self.counters.planned_steps += 1;
-        if let Some(lease) = self.leases.get_mut(lease_id) {
-            lease.remember(key, &plan);
-        }
+        counters.planned_steps += 1;
+        lease.answers.remember(key, &plan);
         Ok(Some(plan))
-    }
-
-    /// Returns the tenant of an admission: the one it names, else the lease's. Refused: ROLE_MISSING, if another tenant
-    /// may not be named; INVALID_ARGUMENT, if it would be one too many.
-    fn owner_of(&mut self, admission: &Admission, lease_tenant: TenantId, names_tenants: bool) -> Owner {
-        let Some(name) = &admission.tenant else { return Ok(lease_tenant) };
-        let seq_id = admission.seq_id;
-        let known = self.tenants.find(name);
-        if known == Some(lease_tenant) {
-            return Ok(lease_tenant);
-        }
-        if !names_tenants {
-            return Err(refuse_without_role(seq_id, self.tenants.name(lease_tenant)));
-        }
-        if let Some(refusal) = self.refuse_new_tenant(name) {
-            return Err(refusal.with("sequence_id", seq_id));
-        }
-        Ok(self.enter_tenant(name))
-    }
-
-    /// A tenant that is not known, and that there is no place for.
-    pub fn refuse_new_tenant(&self, name: &[u8]) -> Option<Refusal> {
-        let is_full = self.tenants.find(name).is_none() && self.tenants.len() >= MAX_TENANTS;
-        let limit = || format!("one of the {MAX_TENANTS} tenants that the pool knows: there is no place for more");
-        is_full.then(|| invalid("admissions.tenant", format!("'{}'", String::from_utf8_lossy(name)), limit()))
     }
 
     /// True if an admission of a tenant would be accepted now, and the blocks that it would take; takes none. Blocks
@@ -256,7 +203,7 @@ impl Books {
         let room = Room { geometry, pool, tenant: tenant_id };
         let num_tokens = admission.tokens.len();
         let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
-        let hit = self.find_cached(looked_up, &admission.salt, tenant);
+        let hit = find_cached(looked_up, &admission.salt, tenant, pool.index(), geometry);
         let num_cached_tokens = hit.num_blocks * geometry.block_size;
         let num_parked = pool.num_parked(&hit.blocks());
         let num_left = num_tokens - num_cached_tokens.min(num_tokens);
@@ -271,25 +218,26 @@ impl Books {
         AdmissionCheck { num_cached_tokens, needed, available, refusal }
     }
 
-    /// Nothing touches the step's blocks any more.
-    pub(crate) fn finish(&mut self, step: &StepInFlight) -> Result<()> {
-        step.pinned.iter().try_for_each(|blocks| self.pool.unpin(blocks))?;
-        step.pinned_in_host.iter().try_for_each(|blocks| self.host.unpin(blocks))?;
-        step.released_rows.iter().for_each(|row| drop(self.table.leave(*row)));
-        Ok(())
-    }
-
     /// Removes the blocks from `first` to before `end` from the index; returns their number. The first range also ends
     /// all pins, and sequences in the host tier will not publish their blocks at restore.
     pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
         if first == 0 {
-            self.drop_pins()?;
-            self.withhold(None, None);
+            self.pins.drop_all(&mut self.pool)?;
+            self.table.withhold(self.leases.rows(), None, None, self.geometry.block_size);
         }
         Ok(self.pool.drop_cached(first, end, now))
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
+
+    /// The leases.
+    pub fn leases(&self) -> &Leases {
+        &self.leases
+    }
+
+    pub fn leases_mut(&mut self) -> &mut Leases {
+        &mut self.leases
+    }
 
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
@@ -316,10 +264,6 @@ impl Books {
         self.counters
     }
 
-    pub fn tenant_name(&self, tenant: TenantId) -> &[u8] {
-        self.tenants.name(tenant)
-    }
-
     pub fn sequence(&self, row: Row) -> &Sequence {
         self.table.get(row)
     }
@@ -332,53 +276,12 @@ impl Books {
 
     /// Sequences that leases hold in the host tier.
     pub fn num_offloaded(&self) -> usize {
-        self.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
-    }
-
-    /// Sequences of all leases. O(leases).
-    pub fn num_sequences(&self) -> usize {
-        self.leases.values().map(|lease| lease.sequences.len()).sum()
-    }
-
-    /// Steps planned and not reported, of all leases. O(leases).
-    pub fn num_steps_in_flight(&self) -> usize {
-        self.leases.values().map(|lease| lease.in_flight.len()).sum()
-    }
-
-    /// Rows of all leases' sequences.
-    fn rows(&self) -> impl Iterator<Item = Row> {
-        self.leases.values().flat_map(|lease| lease.sequences.values().copied())
+        self.leases.rows().filter(|row| self.table.get(*row).is_offloaded()).count()
     }
 
     /// Tokens that an admission would find in the cache; takes nothing.
     pub fn num_cached_tokens(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> usize {
-        self.find_cached(tokens, salt, tenant).num_blocks * self.geometry.block_size
-    }
-
-    /// Returns the hit that an admission would have in the cache. Cost: hashes of the known blocks of the first layer
-    /// group, if that is a full one, and of one piece more.
-    fn find_cached(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> Hit {
-        let size = self.geometry.block_size;
-        let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
-        let num_full = num_usable.min(self.geometry.max_tokens()) / size;
-        let mut parent = root_hash(tenant, salt, &self.geometry.model_fingerprint);
-        let (mut hashes, begins_full) = (Vec::new(), self.geometry.groups[0].is_full());
-        let mut found = Vec::new();
-        for piece in tokens[..num_full * size].chunks(size * LOOKED_UP_AT_ONCE) {
-            let before = hashes.len();
-            chain_hashes(parent, piece, size, &mut hashes);
-            if begins_full {
-                found.append(&mut self.pool.index().find(&hashes[before..]));
-                if found.len() < hashes.len() {
-                    break;
-                }
-            }
-            parent = hashes[hashes.len() - 1];
-        }
-        if self.geometry.groups == [Span::Full] {
-            return Hit { num_blocks: found.len(), tables: Tables::from([BlockTable::new(0, found)]) };
-        }
-        Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes }.find()
+        find_cached(tokens, salt, tenant, self.pool.index(), &self.geometry).num_blocks * self.geometry.block_size
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -388,7 +291,7 @@ impl Books {
             let sequence = self.table.get(*row);
             (sequence, sequence.num_known().max(sequence.num_scheduled))
         };
-        let sequences = || self.rows().map(|row| held(&row));
+        let sequences = || self.leases.rows().map(|row| held(&row));
         let mut fills: HashMap<BlockId, usize> = HashMap::new(); // of the blocks that a holder does not fill
         for (sequence, num_tokens) in sequences() {
             let entries = sequence.tables.iter().flat_map(|table| table.entries());
@@ -409,13 +312,17 @@ impl Books {
     }
 }
 
-/// Refuses an admission that names a tenant without the role for it.
-fn refuse_without_role(seq_id: i64, caller: &[u8]) -> Refusal {
-    let caller = String::from_utf8_lossy(caller);
-    let message =
-        format!("sequence {seq_id} names a tenant; '{caller}' has none of the roles that this needs: gateway");
-    let refusal = Refusal::new(Reason::RoleMissing, message).with("sequence_id", seq_id);
-    refusal.with("roles", "gateway").with("name", caller)
+/// Nothing touches the step's blocks any more.
+pub(crate) fn finish(
+    step: &StepInFlight,
+    pool: &mut BlockPool,
+    host: &mut HostPool,
+    table: &mut SequenceTable,
+) -> Result<()> {
+    step.pinned.iter().try_for_each(|blocks| pool.unpin(blocks))?;
+    step.pinned_in_host.iter().try_for_each(|blocks| host.unpin(blocks))?;
+    step.released_rows.iter().for_each(|row| drop(table.leave(*row)));
+    Ok(())
 }
 
 /// The outcome that an admission would have now.
@@ -434,9 +341,11 @@ pub(crate) mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::books::hits::LOOKED_UP_AT_ONCE;
     use crate::books::plans::{CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::cache::advice::Level;
+    use crate::cache::groups::Span;
     use crate::cache::policies::POLICIES;
     use crate::cache::pool::tests::Random;
     use crate::errors::Reason;

@@ -1,11 +1,10 @@
 //! Pins the cached blocks of a prefix, and removes pins.
 
-use std::collections::BTreeMap;
-
 use crate::books::Books;
 use crate::books::hits::Prefix;
 use crate::books::pins::{Pin, PinId, Pins};
 use crate::cache::advice::{Millis, millis};
+use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
 use crate::errors::{Reason, Refusal, Result};
@@ -36,7 +35,7 @@ impl Books {
         id.copy_from_slice(&hashes[num_blocks - 1][..16]);
         let known = self.pins.remove(&id);
         if known.is_none() {
-            if let Some(refusal) = self.refuse_pin(tenant, &blocks) {
+            if let Some(refusal) = refuse_pin(tenant, &blocks, &self.pool, self.geometry.num_blocks) {
                 return Ok(Err(refusal));
             }
             self.pool.keep(&blocks);
@@ -46,34 +45,6 @@ impl Books {
         Ok(Ok(pin))
     }
 
-    fn refuse_pin(&self, tenant: TenantId, blocks: &[BlockId]) -> Option<Refusal> {
-        let account = *self.pool.accounts().get(tenant);
-        let needed = blocks.iter().filter(|block| !self.pool.is_kept(**block)).count();
-        let limit = account.share.pin_budget;
-        if account.num_pinned + needed > limit {
-            let pinned = account.num_pinned;
-            let message = format!("{needed} blocks more would be pinned, {pinned} are; the budget is {limit}");
-            let refusal = Refusal::new(Reason::PinBudgetSpent, message);
-            return Some(refusal.with("needed", needed).with("pinned", pinned).with("limit", limit));
-        }
-        let num_taken = self.pool.num_parked(blocks);
-        let (held, limit) = (account.num_charged(), account.share.limit);
-        if limit < self.geometry.num_blocks - 1 && held + num_taken > limit {
-            let message = format!("{num_taken} blocks more would be held, {held} are; the tenant's limit is {limit}");
-            let refusal = Refusal::new(Reason::QuotaExceeded, message);
-            return Some(refusal.with("needed", num_taken).with("held", held).with("limit", limit));
-        }
-        let available = self.pool.num_available(tenant);
-        (num_taken > available).then(|| {
-            let retired = self.pool.counts().retired;
-            let message = format!(
-                "{num_taken} blocks are to be pinned; {available} can be taken from what others may need, {retired} are retired"
-            );
-            let refusal = Refusal::new(Reason::OutOfBlocks, message);
-            refusal.with("needed", num_taken).with("free", available).with("retired", retired)
-        })
-    }
-
     /// Takes a pin back. False if there is none of this id for the tenant; any tenant's if it is None.
     pub fn unpin_prefix(&mut self, tenant: Option<&[u8]>, id: &PinId) -> Result<bool> {
         let is_theirs =
@@ -81,7 +52,7 @@ impl Books {
         if self.pins.get(id).filter(is_theirs).is_none() {
             return Ok(false);
         }
-        self.take_back(id)?;
+        self.pins.take_back(id, &mut self.pool)?;
         Ok(true)
     }
 
@@ -93,44 +64,40 @@ impl Books {
     /// Ends expired pins and advice.
     pub fn advance(&mut self, now: f64) -> Result<()> {
         self.pool.end_advice(millis(now));
-        while let Some(id) = self.pins.first_ended(now) {
-            self.take_back(&id)?;
-        }
-        Ok(())
-    }
-
-    /// Takes all pins back.
-    pub fn drop_pins(&mut self) -> Result<()> {
-        let ids: Vec<PinId> = self.pins.all().map(|pin| pin.id).collect();
-        ids.iter().try_for_each(|id| self.take_back(id))
-    }
-
-    fn take_back(&mut self, id: &PinId) -> Result<()> {
-        let Some(pin) = self.pins.remove(id) else { return Ok(()) };
-        let tail_first: Vec<BlockId> = pin.blocks.iter().rev().copied().collect();
-        self.pool.let_go_kept(&tail_first)
+        self.pins.end_expired(now, &mut self.pool)
     }
 
     pub fn pins(&self) -> &Pins {
         &self.pins
     }
+}
 
-    /// Each pinned block has as many prefix pins as there are pins of prefixes with it.
-    pub(crate) fn audit_pins(&self, wrong: &mut Vec<String>) {
-        let mut counted: BTreeMap<BlockId, u32> = BTreeMap::new();
-        for block in self.pins.all().flat_map(|pin| &pin.blocks) {
-            *counted.entry(*block).or_default() += 1;
-        }
-        if counted.len() != self.pool.num_kept() {
-            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.num_kept(), counted.len()));
-        }
-        for (block, pins) in counted {
-            let keeps = self.pool.keep_count(block);
-            if keeps != pins {
-                wrong.push(format!("block {block} is in {pins} pinned prefixes and has {keeps} pins"));
-            }
-        }
+fn refuse_pin(tenant: TenantId, blocks: &[BlockId], pool: &BlockPool, num_blocks: usize) -> Option<Refusal> {
+    let account = *pool.accounts().get(tenant);
+    let needed = blocks.iter().filter(|block| !pool.is_kept(**block)).count();
+    let limit = account.share.pin_budget;
+    if account.num_pinned + needed > limit {
+        let pinned = account.num_pinned;
+        let message = format!("{needed} blocks more would be pinned, {pinned} are; the budget is {limit}");
+        let refusal = Refusal::new(Reason::PinBudgetSpent, message);
+        return Some(refusal.with("needed", needed).with("pinned", pinned).with("limit", limit));
     }
+    let num_taken = pool.num_parked(blocks);
+    let (held, limit) = (account.num_charged(), account.share.limit);
+    if limit < num_blocks - 1 && held + num_taken > limit {
+        let message = format!("{num_taken} blocks more would be held, {held} are; the tenant's limit is {limit}");
+        let refusal = Refusal::new(Reason::QuotaExceeded, message);
+        return Some(refusal.with("needed", num_taken).with("held", held).with("limit", limit));
+    }
+    let available = pool.num_available(tenant);
+    (num_taken > available).then(|| {
+        let retired = pool.counts().retired;
+        let message = format!(
+            "{num_taken} blocks are to be pinned; {available} can be taken from what others may need, {retired} are retired"
+        );
+        let refusal = Refusal::new(Reason::OutOfBlocks, message);
+        refusal.with("needed", num_taken).with("free", available).with("retired", retired)
+    })
 }
 
 #[cfg(test)]

@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::advice::{Millis, millis};
+use crate::cache::pool::BlockPool;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
+use crate::errors::Result;
 
 /// The beginning of the prefix hash of the last pinned block: equal for equal prefixes.
 pub type PinId = [u8; 16];
@@ -66,5 +68,26 @@ impl Pins {
 
     pub fn first_ended(&self, now: f64) -> Option<PinId> {
         self.ends.first().filter(|(end, _)| *end <= millis(now)).map(|(_, id)| *id)
+    }
+
+    /// Takes a pin back, if there is one of this id.
+    pub fn take_back(&mut self, id: &PinId, pool: &mut BlockPool) -> Result<()> {
+        let Some(pin) = self.remove(id) else { return Ok(()) };
+        let tail_first: Vec<BlockId> = pin.blocks.iter().rev().copied().collect();
+        pool.let_go_kept(&tail_first)
+    }
+
+    /// Takes the expired pins back.
+    pub fn end_expired(&mut self, now: f64, pool: &mut BlockPool) -> Result<()> {
+        while let Some(id) = self.first_ended(now) {
+            self.take_back(&id, pool)?;
+        }
+        Ok(())
+    }
+
+    /// Takes all pins back.
+    pub fn drop_all(&mut self, pool: &mut BlockPool) -> Result<()> {
+        let ids: Vec<PinId> = self.all().map(|pin| pin.id).collect();
+        ids.iter().try_for_each(|id| self.take_back(id, pool))
     }
 }

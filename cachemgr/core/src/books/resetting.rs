@@ -4,6 +4,7 @@
 //! content is left.
 
 use crate::books::Books;
+use crate::books::geometry::Geometry;
 use crate::books::pins::PinId;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
@@ -20,6 +21,15 @@ struct Stem {
     hash: Hash,
     /// Blocks up to its end; none up to a root.
     num_blocks: usize,
+}
+
+impl Stem {
+    fn of(tenant: &[u8], salt: &[u8], tokens: &[i32], geometry: &Geometry) -> Stem {
+        let root = root_hash(tenant, salt, &geometry.model_fingerprint);
+        let mut hashes = vec![root];
+        chain_hashes(root, geometry.holdable(tokens), geometry.block_size, &mut hashes);
+        Stem { hash: hashes[hashes.len() - 1], num_blocks: hashes.len() - 1 }
+    }
 }
 
 /// A reset that was begun. Memory: a byte for each block of the pool.
@@ -47,16 +57,26 @@ pub struct ResetPart {
 }
 
 impl Books {
+    /// Keeps the sequences in the host tier that a reset of this scope is about from publishing their computed blocks.
+    pub fn withhold_for(&mut self, tenant: &[u8], salt: Option<&[u8]>) {
+        let root = salt.map(|salt| root_hash(tenant, salt, &self.geometry.model_fingerprint));
+        if let Some(tenant) = self.tenants.find(tenant) {
+            self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
+        }
+    }
+}
+
+impl Reset {
     /// Begins a reset of a tenant's content: of all of it, of the content under a salt, or of the content under a salt
     /// that begins with the full blocks of these tokens. Drops nothing yet. Cost: O(tokens + sequences in the host
     /// tier).
-    pub fn begin_reset(&self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Reset {
-        let stem = salt.map(|salt| self.stem_of(tenant, salt, tokens));
+    pub fn begin(books: &Books, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Reset {
+        let stem = salt.map(|salt| Stem::of(tenant, salt, tokens, &books.geometry));
         Reset {
-            tenant: self.tenants.find(tenant),
+            tenant: books.tenants.find(tenant),
             stem,
-            begun_at: self.pool.journal().num_changes(),
-            verdicts: vec![None; self.geometry.num_blocks],
+            begun_at: books.pool.journal().num_changes(),
+            verdicts: vec![None; books.geometry.num_blocks],
             last_pin: None,
             has_looked_at_pins: false,
             next_block: 1,
@@ -64,40 +84,6 @@ impl Books {
         }
     }
 
-    fn stem_of(&self, tenant: &[u8], salt: &[u8], tokens: &[i32]) -> Stem {
-        let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
-        let mut hashes = vec![root];
-        chain_hashes(root, self.geometry.holdable(tokens), self.geometry.block_size, &mut hashes);
-        Stem { hash: hashes[hashes.len() - 1], num_blocks: hashes.len() - 1 }
-    }
-
-    /// Keeps the sequences in the host tier of this tenant and with this root from publishing their computed blocks.
-    pub(crate) fn withhold(&mut self, tenant: Option<TenantId>, root: Option<&Hash>) {
-        for row in self.leases.values().flat_map(|lease| lease.sequences.values()) {
-            let sequence = self.table.get_mut(*row);
-            let is_meant =
-                tenant.is_none_or(|tenant| tenant == sequence.tenant) && root.is_none_or(|root| *root == sequence.root);
-            if is_meant && sequence.is_offloaded() {
-                sequence.withhold(self.geometry.block_size);
-            }
-        }
-    }
-
-    /// As `withhold`, for a reset of this scope: with tokens, all that is under their salt.
-    pub fn withhold_for(&mut self, tenant: &[u8], salt: Option<&[u8]>) {
-        let root = salt.map(|salt| root_hash(tenant, salt, &self.geometry.model_fingerprint));
-        if let Some(tenant) = self.tenants.find(tenant) {
-            self.withhold(Some(tenant), root.as_ref());
-        }
-    }
-
-    /// Makes these blocks unfindable, but for those that are pinned; returns how many were findable.
-    pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64) -> usize {
-        self.pool.drop_blocks(blocks, now)
-    }
-}
-
-impl Reset {
     /// The next part to drop; None at the end. Cost: bounded by MAX_LOOKED, and the blocks of one sequence.
     pub fn next_part(&mut self, books: &Books) -> Option<ResetPart> {
         self.num_looked = 0;
@@ -185,6 +171,7 @@ impl Reset {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::books::hits::find_cached;
     use crate::books::plans::{Admission, StepRequest};
     use crate::books::tests::{Bench, admission};
 
@@ -213,7 +200,7 @@ mod tests {
             for pin in &part.pins {
                 num_pins += usize::from(bench.0.unpin_prefix(None, pin).unwrap());
             }
-            num_blocks += bench.0.drop_blocks(&part.blocks, 1.0);
+            num_blocks += bench.0.pool_mut().drop_blocks(&part.blocks, 1.0);
         }
         assert_eq!(bench.0.violations(), [""; 0]);
         (num_blocks, num_pins)
@@ -239,22 +226,23 @@ mod tests {
         ];
         for ((salt, tokens), num_dropped, left) in cases {
             let mut bench = bench();
-            let mut reset = bench.0.begin_reset(b"", salt, tokens);
+            let mut reset = Reset::begin(&bench.0, b"", salt, tokens);
             assert_eq!((run(&mut bench, &mut reset), found(&bench)), ((num_dropped, 0), left), "{salt:?} {tokens:?}");
-            let mut again = bench.0.begin_reset(b"", salt, tokens);
+            let mut again = Reset::begin(&bench.0, b"", salt, tokens);
             assert_eq!(run(&mut bench, &mut again), (0, 0));
         }
         let mut bench = bench();
-        let mut of_another = bench.0.begin_reset(b"x", None, &[]);
+        let mut of_another = Reset::begin(&bench.0, b"x", None, &[]);
         assert_eq!((run(&mut bench, &mut of_another), found(&bench)), ((0, 0), [6, 6, 4]));
     }
 
     #[test]
     fn what_is_behind_a_block_that_is_gone_does_not_come_back_with_it() {
         let mut bench = bench();
-        let middle = bench.0.find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"").blocks()[1];
+        let middle =
+            find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"", bench.0.pool.index(), &bench.0.geometry).blocks()[1];
         bench.0.reset_prefix_cache(middle, middle + 1, 0.0).unwrap();
-        let mut reset = bench.0.begin_reset(b"", Some(b"s"), &[1, 2]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[1, 2]);
         assert_eq!(run(&mut bench, &mut reset), (4, 0));
         bench.plan(StepRequest { admissions: vec![salted(1, &[1, 2, 3, 4, 0], b"s")], ..StepRequest::default() });
         bench.settle();
@@ -264,7 +252,7 @@ mod tests {
     #[test]
     fn what_is_published_after_the_beginning_stays() {
         let mut bench = bench();
-        let mut reset = bench.0.begin_reset(b"", Some(b"s"), &[]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[]);
         let more = salted(1, &[1, 2, 3, 4, 5, 6, 11, 12], b"s");
         bench.plan(StepRequest { admissions: vec![more], ..StepRequest::default() });
         bench.settle();
@@ -282,7 +270,7 @@ mod tests {
         {
             bench.0.pin_prefix(b"", tokens, salt, 9.0).unwrap().unwrap();
         }
-        let mut reset = bench.0.begin_reset(b"", Some(b"s"), &[1, 2, 3, 4]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[1, 2, 3, 4]);
         assert_eq!((run(&mut bench, &mut reset), found(&bench)), ((2, 2), [2, 6, 4]));
         assert_eq!(bench.0.pins().all().count(), 2);
     }
@@ -293,7 +281,7 @@ mod tests {
         bench.plan(StepRequest { admissions: vec![salted(1, &[1, 2, 3, 4, 5], b"s")], ..StepRequest::default() });
         bench.settle();
         let blocks = bench.blocks(1);
-        let mut reset = bench.0.begin_reset(b"", None, &[]);
+        let mut reset = Reset::begin(&bench.0, b"", None, &[]);
         assert_eq!((run(&mut bench, &mut reset), bench.0.pool().counts().active), ((7, 0), 3));
         bench.extend(1, 1, &[]);
         assert_eq!((bench.blocks(1)[..3].to_vec(), found(&bench)), (blocks, [0, 0, 0]));
@@ -312,7 +300,7 @@ mod tests {
                     bench.settle();
                 } else {
                     bench.0.withhold_for(b"", Some(b"s"));
-                    let mut reset = bench.0.begin_reset(b"", Some(b"s"), &[]);
+                    let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[]);
                     run(&mut bench, &mut reset);
                 }
             }
@@ -339,10 +327,10 @@ mod tests {
         bench.settle();
         bench.release(&[1]);
         bench.settle();
-        let mut reset = bench.0.begin_reset(b"", Some(b""), &tokens[..2]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(b""), &tokens[..2]);
         let mut sizes = Vec::new();
         while let Some(part) = reset.next_part(&bench.0) {
-            sizes.push(bench.0.drop_blocks(&part.blocks, 0.0));
+            sizes.push(bench.0.pool_mut().drop_blocks(&part.blocks, 0.0));
         }
         assert!(sizes.iter().all(|size| *size <= MAX_DROPPED), "{sizes:?}");
         assert_eq!(sizes.iter().sum::<usize>(), 5 * MAX_DROPPED / 2);

@@ -524,7 +524,7 @@ mod tests {
         assert_eq!((charged(&bench, b"t").1, charged(&bench, b"u").1), (1, 1));
         bench.fork(2, &[4], 5);
         let tenant_of_fork = bench.sequence(4).tenant;
-        assert_eq!(bench.0.tenant_name(tenant_of_fork), b"u");
+        assert_eq!(bench.0.tenants().name(tenant_of_fork), b"u");
         assert_eq!((charged(&bench, b"u"), reasons(&bench.extend(4, 1, &[]))), ((3, 2), vec![]));
         bench.settle();
         assert_eq!(charged(&bench, b"u"), (4, 1), "the copy is charged to the tenant of the fork");
@@ -573,7 +573,7 @@ mod tests {
         assert_eq!(messages(&plan), ["sequence 2 names a tenant; '' has none of the roles that this needs: gateway"]);
         assert_eq!((plan.admitted_ids, bench.0.tenants().find(b"t")), (vec![1, 3], None), "nobody is entered");
         bench.plan(naming(vec![of(b"t", admission(2, &[1]))]));
-        let listed = |tenant| bench.0.sequences_from("a", 0, 9, tenant).len();
+        let listed = |tenant| bench.0.listing().sequences_from("a", 0, 9, tenant).len();
         assert_eq!([None, Some(&b""[..]), Some(b"t"), Some(b"u")].map(listed), [3, 2, 1, 0]);
     }
 

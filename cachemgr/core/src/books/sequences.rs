@@ -413,6 +413,25 @@ impl SequenceTable {
         in_host.map_or_else(HostTables::default, |tables| *tables)
     }
 
+    /// Keeps those of these sequences that are in the host tier, of this tenant and with this root, from publishing their
+    /// computed blocks.
+    pub fn withhold(
+        &mut self,
+        rows: impl Iterator<Item = Row>,
+        tenant: Option<TenantId>,
+        root: Option<&Hash>,
+        block_size: usize,
+    ) {
+        for row in rows {
+            let sequence = self.get_mut(row);
+            let is_meant =
+                tenant.is_none_or(|tenant| tenant == sequence.tenant) && root.is_none_or(|root| *root == sequence.root);
+            if is_meant && sequence.is_offloaded() {
+                sequence.withhold(block_size);
+            }
+        }
+    }
+
     /// Nothing needs this row any more.
     pub fn leave(&mut self, row: Row) -> Sequence {
         self.free.push(row);

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::Books;
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::{Run, StepInFlight};
+use crate::books::{Books, finish};
 use crate::cache::groups::Group;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Origin};
@@ -52,14 +52,13 @@ impl Books {
         let Some(lease) = self.leases.get_mut(lease_id) else {
             return Ok(());
         };
-        let Books { pool, table, geometry, counters, .. } = self;
-        let Some(step) = (Settlement { lease, pool, table, geometry, counters }).enter(report)? else {
+        let Books { pool, host, table, geometry, counters, .. } = self;
+        let settlement = Settlement { lease: &mut *lease, pool, table, geometry, counters };
+        let Some(step) = settlement.enter(report)? else {
             return Ok(());
         };
-        self.finish(&step)?;
-        if let Some(lease) = self.leases.get_mut(lease_id).filter(|lease| !lease.reserved.is_empty()) {
-            lease.update_reservations(&mut self.pool, &mut self.table, &self.geometry);
-        }
+        finish(&step, pool, host, table)?;
+        lease.update_reservations(pool, table, geometry);
         Ok(())
     }
 }

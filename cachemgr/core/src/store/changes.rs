@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
 use crate::books::geometry::Geometry;
-use crate::books::lease::RequestKey;
+use crate::books::lease::answers::RequestKey;
 use crate::books::pins::PinId;
 use crate::books::plans::StepRequest;
 use crate::books::settle::StepReport;
@@ -115,7 +115,7 @@ impl Change<'_> {
             }
             Change::Unpin { pin_id } => drop(books.unpin_prefix(None, pin_id)?),
             Change::Withhold { tenant, salt } => books.withhold_for(tenant, salt.as_deref()),
-            Change::Drop { blocks, now } => drop(books.drop_blocks(blocks, *now)),
+            Change::Drop { blocks, now } => drop(books.pool_mut().drop_blocks(blocks, *now)),
             Change::Reset { first, end, now } => drop(books.reset_prefix_cache(*first, *end, *now)?),
         }
         Ok(())

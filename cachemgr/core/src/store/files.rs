@@ -362,7 +362,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::books::lease::RequestKey;
+    use crate::books::lease::answers::RequestKey;
     use crate::books::pins::PinId;
     use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};
@@ -575,7 +575,7 @@ mod tests {
             drop(stored);
             let stored = recover(&folder, limits);
             let recall =
-                |request_id, digest: &[u8]| stored.books().lease("a").unwrap().recall(&key(request_id, digest));
+                |request_id, digest: &[u8]| stored.books().lease("a").unwrap().answers.recall(&key(request_id, digest));
             for (request_id, answer) in ["one", "two"].into_iter().zip(&answers) {
                 assert_eq!(&format!("{:?}", recall(request_id, b"d").unwrap().unwrap()), answer);
             }

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::books::lease::RequestKey;
+use crate::books::lease::answers::RequestKey;
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, StepPlan, StepRequest};
 use crate::books::resetting::{Reset, ResetPart};
 use crate::books::settle::StepReport;
+use crate::books::tenancy::refuse_new_tenant;
 use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
 use crate::cache::prefix::BlockId;
@@ -126,13 +127,13 @@ impl StoredBooks {
         had_grace: bool,
     ) -> Result<()> {
         self.make(&Change::OpenLease { lease_id: lease_id.into(), tenant: tenant.into(), ttl })?;
-        self.books.set_expiry(lease_id, expires_at, had_grace);
+        self.books.leases_mut().set_expiry(lease_id, expires_at, had_grace);
         Ok(())
     }
 
     /// Stops a lease; `close_lease` frees its blocks. False if it is not open.
     pub fn end_lease(&mut self, lease_id: &str) -> Result<bool> {
-        let is_open = self.books.open_lease_mut(lease_id).is_some();
+        let is_open = self.books.leases_mut().open_mut(lease_id).is_some();
         if is_open {
             self.make(&Change::EndLease { lease_id: lease_id.into() })?;
         }
@@ -142,7 +143,7 @@ impl StoredBooks {
     /// Stops the expired leases, and returns their ids.
     pub fn expire_leases(&mut self, now: f64) -> Result<Vec<String>> {
         let mut expired = Vec::new();
-        while let Some(lease_id) = self.books.next_expired(now) {
+        while let Some(lease_id) = self.books.leases_mut().next_expired(now) {
             self.end_lease(&lease_id)?;
             self.books.counters.expired_leases += 1;
             expired.push(lease_id);
@@ -170,12 +171,12 @@ impl StoredBooks {
         now: f64,
         key: &RequestKey,
     ) -> Result<Option<Arc<StepPlan>>> {
-        let Some(lease) = self.books.open_lease_mut(lease_id) else { return Ok(None) };
+        let Some(lease) = self.books.leases_mut().open_mut(lease_id) else { return Ok(None) };
         lease.renew(now);
         if epoch != self.epoch {
             return Err(Failure::Refused(epoch_changed(&self.pool, self.epoch, epoch)));
         }
-        if let Some(known) = lease.recall(key)? {
+        if let Some(known) = lease.answers.recall(key)? {
             return Ok(Some(known));
         }
         let plan = match self.books.plan(lease_id, request, now, key) {
@@ -211,7 +212,7 @@ impl StoredBooks {
     /// See Books::check_admission.
     pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> Result<AdmissionCheck> {
         if admission.tenant.is_some()
-            && let Some(refusal) = self.books.refuse_new_tenant(tenant)
+            && let Some(refusal) = refuse_new_tenant(tenant, self.books.tenants())
         {
             return Err(Failure::Refused(refusal));
         }
@@ -251,10 +252,10 @@ impl StoredBooks {
         Ok(num_dropped)
     }
 
-    /// See Books::begin_reset. Sequences in the host tier do not publish their computed blocks from here on.
+    /// See Reset::begin. Sequences in the host tier do not publish their computed blocks from here on.
     pub fn begin_reset(&mut self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Result<Reset> {
         self.make(&Change::Withhold { tenant: tenant.into(), salt: salt.map(Cow::from) })?;
-        Ok(self.books.begin_reset(tenant, salt, tokens))
+        Ok(Reset::begin(&self.books, tenant, salt, tokens))
     }
 
     /// Drops the next part of a reset: returns the numbers of blocks and pins. None if all is done.
@@ -266,7 +267,7 @@ impl StoredBooks {
         if blocks.is_empty() {
             return Ok(Some((0, pins.len())));
         }
-        let num_dropped = self.books.drop_blocks(&blocks, now);
+        let num_dropped = self.books.pool_mut().drop_blocks(&blocks, now);
         self.write(&Change::Drop { blocks: blocks.into(), now })?;
         Ok(Some((num_dropped, pins.len())))
     }

@@ -1,15 +1,16 @@
-//! Leases: their sequences, their steps, and the answers kept for repeated requests.
+//! Leases: their sequences and their steps; answers.rs: plans kept for repeated requests; leases.rs: all leases of a
+//! pool; expiry.rs: their times.
 
+pub mod answers;
 pub mod expiry;
 pub mod leases;
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::books::geometry::Geometry;
-use crate::books::plans::StepPlan;
+use crate::books::lease::answers::RememberedPlans;
 use crate::books::room::update_reservation;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
@@ -23,8 +24,6 @@ use crate::errors::{Failure, Reason, Refusal, Result};
 
 /// Steps a lease may have planned without their outcome being known.
 pub const MAX_STEPS_IN_FLIGHT: usize = 64;
-/// Answers kept per lease for a repeated request id.
-pub const REMEMBERED_PLANS: usize = 8;
 
 /// One lease: its sequences and its steps.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -57,57 +56,13 @@ pub struct Lease {
     #[serde(skip)]
     pub had_grace: bool,
     /// The last plans that had a request id, for a repetition.
-    answers: VecDeque<Answer>,
-}
-
-/// Identifies a repeated request.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct RequestKey<'a> {
-    /// Empty: it is not repeated.
-    pub request_id: &'a str,
-    /// Digest of the request.
-    pub digest: &'a [u8],
-}
-
-/// A plan that was answered.
-#[derive(Debug, Serialize, Deserialize)]
-struct Answer {
-    request_id: String,
-    /// Digest of the request.
-    digest: Vec<u8>,
-    plan: Arc<StepPlan>,
+    pub answers: RememberedPlans,
 }
 
 impl Lease {
     /// A lease without sequences. `ttl` is in seconds.
     pub fn new(tenant: TenantId, tenant_name: &[u8], ttl: f64) -> Lease {
         Lease { tenant, tenant_name: tenant_name.to_vec(), ttl, next_step: 1, ..Lease::default() }
-    }
-
-    /// The answer that was given to this request id, if it is remembered. Refused (REQUEST_ID_REUSED) if that was
-    /// another request.
-    pub fn recall(&self, key: &RequestKey) -> Result<Option<Arc<StepPlan>>> {
-        let Some(answer) = self.answers.iter().find(|answer| answer.request_id == key.request_id) else {
-            return Ok(None);
-        };
-        if answer.digest != key.digest {
-            let message = format!("request_id '{}' was used for another plan", key.request_id);
-            let refusal = Refusal::new(Reason::RequestIdReused, message).with("request_id", key.request_id);
-            return Err(Failure::Refused(refusal));
-        }
-        Ok(Some(answer.plan.clone()))
-    }
-
-    /// Keeps the answer to a request id for a repetition, and drops the oldest beyond REMEMBERED_PLANS.
-    pub fn remember(&mut self, key: &RequestKey, plan: &Arc<StepPlan>) {
-        if key.request_id.is_empty() {
-            return;
-        }
-        let (request_id, digest) = (key.request_id.to_string(), key.digest.to_vec());
-        self.answers.push_back(Answer { request_id, digest, plan: plan.clone() });
-        if self.answers.len() > REMEMBERED_PLANS {
-            self.answers.pop_front();
-        }
     }
 
     /// Refused (TOO_MANY_STEPS) if no more steps may be in flight.
