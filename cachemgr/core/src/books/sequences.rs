@@ -68,26 +68,40 @@ pub struct Sequence {
     hashes: Vec<Hash>, // of the blocks after the published ones, as far as they were needed
 }
 
+/// A sequence that begins.
+#[derive(Debug, Default)]
+pub struct NewSequence<'a> {
+    pub seq_id: i32,
+    pub tenant: TenantId,
+    /// Root of its prefix hashes.
+    pub root: Hash,
+    pub salt: Vec<u8>,
+    pub cache_use: CacheUse,
+    pub tokens: Vec<i32>,
+    pub tables: Tables,
+    /// Prefix hashes of its full blocks.
+    pub hashes: &'a [Hash],
+    /// Leading blocks that were found, in the index or in steps in flight.
+    pub num_cached_blocks: usize,
+    /// Leading blocks that were found in the index.
+    pub num_published: usize,
+    pub num_writable: usize,
+    pub reserved_tokens: usize,
+    pub tail_advice: Option<Advice>,
+}
+
 impl Sequence {
-    /// A prompt, the hashes of its full blocks, and the numbers of blocks found, and found published.
-    pub fn begin(
-        seq_id: i32,
-        tenant: TenantId,
-        root: Hash,
-        tokens: Vec<i32>,
-        tables: Tables,
-        hashes: &[Hash],
-        num_cached_blocks: usize,
-        num_published: usize,
-        block_size: usize,
-    ) -> Sequence {
+    /// A sequence of a prompt. Nothing of it is scheduled beyond the blocks that were found.
+    pub fn begin(new: NewSequence, block_size: usize) -> Sequence {
+        let NewSequence { seq_id, tenant, root, salt, cache_use, tokens, tables, hashes, .. } = new;
+        let NewSequence { num_cached_blocks, num_published, num_writable, reserved_tokens, tail_advice, .. } = new;
         Sequence {
             seq_id,
             number: 0,
             tenant,
             root,
-            salt: Vec::new(),
-            cache_use: CacheUse::default(),
+            salt,
+            cache_use,
             tables,
             num_tokens: tokens.len(),
             tokens,
@@ -96,13 +110,13 @@ impl Sequence {
             num_scheduled: num_cached_blocks * block_size,
             num_published,
             num_withheld: 0,
-            num_writable: 0,
+            num_writable,
             sampled_position: None,
             oldest_state: 0,
             released: false,
-            reserved_tokens: 0,
+            reserved_tokens,
             num_reserved: 0,
-            tail_advice: None,
+            tail_advice,
             in_host: None,
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
@@ -449,6 +463,20 @@ pub(crate) mod tests {
     const ROOT: Hash = [7; 32];
     const BLOCK_SIZES: [usize; 4] = [1, 2, 3, 16];
 
+    /// Sequence 1 with these tokens and blocks, and the numbers of blocks that were found, and found published.
+    fn begin(
+        tokens: Vec<i32>,
+        blocks: Vec<BlockId>,
+        hashes: &[Hash],
+        num_cached_blocks: usize,
+        num_published: usize,
+        block_size: usize,
+    ) -> Sequence {
+        let (seq_id, root, tables) = (1, ROOT, one_table(blocks));
+        let found = NewSequence { num_cached_blocks, num_published, hashes, ..NewSequence::default() };
+        Sequence::begin(NewSequence { seq_id, root, tokens, tables, ..found }, block_size)
+    }
+
     fn hashes_of(tokens: &[i32], block_size: usize) -> Vec<Hash> {
         let mut hashes = Vec::new();
         chain_hashes(ROOT, tokens, block_size, &mut hashes);
@@ -461,7 +489,7 @@ pub(crate) mod tests {
 
     /// A sequence with these tokens and blocks 1 to 40, none of them computed.
     fn sequence_of(tokens: &[i32]) -> Sequence {
-        Sequence::begin(1, 0, ROOT, tokens.to_vec(), one_table((1..41).collect()), &[], 0, 0, 1)
+        begin(tokens.to_vec(), (1..41).collect(), &[], 0, 0, 1)
     }
 
     fn numbers(count: usize) -> Vec<i32> {
@@ -475,9 +503,8 @@ pub(crate) mod tests {
         for size in BLOCK_SIZES {
             let tokens = numbers(3 * size + 1);
             let hashes = hashes_of(&tokens, size);
-            let mut sequence =
-                Sequence::begin(5, 0, ROOT, tokens.clone(), one_table(vec![1, 2, 3, 4]), &hashes, 2, 1, size);
-            assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.seq_id), (&tokens, 3 * size + 1, 5));
+            let mut sequence = begin(tokens.clone(), vec![1, 2, 3, 4], &hashes, 2, 1, size);
+            assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.seq_id), (&tokens, 3 * size + 1, 1));
             assert_eq!((sequence.num_cached, sequence.num_scheduled), (2 * size, 2 * size));
             assert_eq!((sequence.num_computed, sequence.num_published), (size, 1));
             assert_eq!((sequence.num_writable, sequence.sampled_position, sequence.released), (0, None, false));
@@ -541,7 +568,7 @@ pub(crate) mod tests {
 
     #[test]
     fn blocks_are_told_from_the_front_and_from_the_tail() {
-        let sequence = Sequence::begin(1, 0, ROOT, vec![], one_table(vec![1, 2, 3, 4]), &[], 0, 0, 2);
+        let sequence = begin(vec![], vec![1, 2, 3, 4], &[], 0, 0, 2);
         let lengths = [0, 1, 2, 3, 7, 8, 9, 100].map(|num_tokens| sequence.blocks_of(num_tokens, 2).count());
         assert_eq!(lengths, [0, 1, 1, 2, 4, 4, 4, 4]);
         assert!(sequence.blocks_of(3, 2).eq([1, 2]));
@@ -774,17 +801,7 @@ pub(crate) mod tests {
             let (hashes, most) = (hashes_of(&tokens, self.size), (tokens.len() - 1) / self.size);
             let found = self.index.find(&hashes[..most]);
             let (num_found, num_cached) = (found.len(), most.min(found.len() + self.random.below(2)));
-            let begun = Sequence::begin(
-                1,
-                0,
-                ROOT,
-                tokens.clone(),
-                one_table(found),
-                &hashes,
-                num_cached,
-                num_found,
-                self.size,
-            );
+            let begun = begin(tokens.clone(), found, &hashes, num_cached, num_found, self.size);
             let row = self.table.enter(begun);
             self.plains.push(Plain { row, num_tokens: tokens.len(), tokens, num_published: num_found });
             self.fill(self.plains.len() - 1, num_found);

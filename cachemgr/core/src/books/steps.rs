@@ -150,6 +150,7 @@ impl StepInFlight {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::books::sequences::NewSequence;
     use crate::books::sequences::tests::one_table;
 
     /// Rows 11 to 13 of sequences 1 to 3 are computed to 6, 7 and 12; the last two sample.
@@ -300,7 +301,8 @@ mod tests {
 
     #[test]
     fn only_full_blocks_of_known_tokens_are_expected() {
-        let sequence = Sequence::begin(1, 0, [0; 32], (0..9).collect(), one_table((1..6).collect()), &[], 0, 0, 2);
+        let (tokens, tables) = ((0..9).collect(), one_table((1..6).collect()));
+        let sequence = Sequence::begin(NewSequence { tokens, tables, ..NewSequence::default() }, 2);
         for (start, end, expected) in [
             (0, 9, vec![(11, 0, 4)]),
             (0, 12, vec![(11, 0, 4)]),

@@ -7,7 +7,7 @@ use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
 use crate::books::plans::Admission;
-use crate::books::sequences::{Row, Sequence};
+use crate::books::sequences::{NewSequence, Row, Sequence};
 use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, identity};
 use crate::cache::pool::BlockPool;
@@ -51,24 +51,22 @@ impl StepPlanner<'_> {
             self.pool.enter_root(&root, tenant, &admission.salt);
             enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
-        let num_writable = geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens);
-        let mut sequence = Sequence::begin(
-            seq_id as i32,
+        let new = NewSequence {
+            seq_id: seq_id as i32,
             tenant,
             root,
-            tokens.clone(),
-            tables,
-            &hashes,
-            num_found,
+            salt: admission.salt.clone(),
+            cache_use,
+            tokens: tokens.clone(),
+            hashes: &hashes,
+            num_cached_blocks: num_found,
             num_published,
-            geometry.block_size,
-        );
-        sequence.num_writable = num_writable;
-        sequence.reserved_tokens = admission.reserved_tokens;
-        sequence.tail_advice = retain(&admission.retention, &sequence.tables, geometry.block_size, self.now, self.pool);
-        sequence.salt = admission.salt.clone();
-        sequence.cache_use = cache_use;
-        let row = self.enter(sequence);
+            num_writable: geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens),
+            reserved_tokens: admission.reserved_tokens,
+            tail_advice: retain(&admission.retention, &tables, geometry.block_size, self.now, self.pool),
+            tables,
+        };
+        let row = self.enter(Sequence::begin(new, geometry.block_size));
         if num_guaranteed > 0 || admission.reserved_tokens > 0 {
             self.lease.reserved.extend((admission.reserved_tokens > 0).then_some(row));
             self.lease.update_reservations(self.pool, self.table, geometry);
