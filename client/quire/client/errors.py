@@ -207,7 +207,7 @@ _CLASS_OF_CODE: Mapping[str, type[QuireError]] = {
     "UNAUTHENTICATED": AccessDenied,
     "PERMISSION_DENIED": AccessDenied,
 }
-# The reasons whose class does not follow from their code.
+# The reasons with another class than that of their code.
 _CLASS_OF_REASON: Mapping[ErrorReason, type[QuireError]] = {
     cachemgr.Reason.LEASE_NOT_FOUND: LeaseLost,
     worker.Reason.LEASE_FENCED: LeaseLost,

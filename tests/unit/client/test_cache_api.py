@@ -26,7 +26,7 @@ TTL_S = 30.0
 
 @asynccontextmanager
 async def client(folder: Path) -> AsyncIterator[CacheApi]:
-    """A CacheClient of a server in this process, with a pool whose worker accepts every lease."""
+    """A CacheClient of a server in this process, with a pool that has every lease accepted."""
     shape = geometry()
     shape.block_bytes, shape.model, shape.model_fingerprint = 8, "m", "weights"
     registration = attach_pb2.RegisterPool(pool=POOL, epoch=1, geometry=shape, worker_address="w")
