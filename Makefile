@@ -73,7 +73,6 @@ test: venv  ## the tests that every change must pass; ARGS="tests/unit -k leases
 	@$(if $(ARGS),true,$(call record,test,crate) $(CRATE_TESTS))
 	@$(if $(ARGS),true,$(call record,test,kernels) $(KERNEL_TESTS) -m sample)
 	@$(call record,test,python) $(PYTHON_TESTS) $(or $(ARGS),-m 'not verify')
-
 verify: venv  ## everything else: model, packages, images, interpreted kernels, Go, systemd, Kubernetes, faults, fuzz, mutants
 	@$(if $(ARGS),$(PYTHON_TESTS) $(ARGS),$(MAKE) --no-print-directory --jobs 2 verify-builds verify-tests)
 
@@ -104,12 +103,9 @@ mutants: venv  ## mutants of the changes since main that no test notices, 20 min
 
 # Both builds use the lock: the isolated environment of the backend, too.
 wheel: $(PACKAGING)/.installed  ## the sdist, and of it the wheel, in dist/; on Linux a manylinux wheel
-	@rm -rf $(PACKAGING)/dist && UV_CONSTRAINT=$(CURDIR)/$(LOCK) PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" \
-	  $(PACKAGING)/bin/python -m build --installer uv --outdir $(PACKAGING)/dist .
-	@mkdir -p dist && cp $(PACKAGING)/dist/*.tar.gz dist/
-	@if [ "$$(uname)" = Linux ]; then \
-	  PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" auditwheel repair --wheel-dir dist $(PACKAGING)/dist/*.whl; \
-	else cp $(PACKAGING)/dist/*.whl dist/; fi
+	@rm -rf $(PACKAGING)/dist && export UV_CONSTRAINT="$(CURDIR)/$(LOCK)" PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" \
+	  && python -m build --installer uv --outdir $(PACKAGING)/dist . && mkdir -p dist && cp $(PACKAGING)/dist/*.tar.gz dist/ \
+	  && if [ "$$(uname)" = Linux ]; then auditwheel repair --wheel-dir dist $(PACKAGING)/dist/*.whl; else cp $(PACKAGING)/dist/*.whl dist/; fi
 	@ls -l dist
 
 check-packages: venv  ## build the sdist and the wheel, install each extra in an environment of its own
