@@ -250,10 +250,10 @@ TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_outp
 NAMED = re.compile(r"`([\w./-]+\.(?:py|rs|pml|js|go))\b(?:::([\w.:]+))?")
 
 
-def test_rows_of_the_bug_table_name_what_is_there() -> None:
-    """Each file that a row names is in the checkout, and has the functions that it names."""
+@pytest.mark.parametrize("page", ["tests/README.md", "docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_and_functions_that_a_page_names_are_there(page: str) -> None:
     misses = []
-    for number, line in enumerate(pages.read("tests/README.md").splitlines(), 1):
+    for number, line in enumerate(pages.read(page).splitlines(), 1):
         for path, names in NAMED.findall(line):
             found = [each for each in TRACKED if f"/{each}".endswith(f"/{path}")]
             words = [rf"\b(?:def|class|fn|func) {name}\b" for name in re.split(r"::|\.", names) if name]

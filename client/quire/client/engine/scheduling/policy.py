@@ -105,7 +105,7 @@ def in_order(prompts: abc.Iterable[Sequence], budget: int) -> list[int]:
 class PriorityPolicy:
     """The default: by SamplingParams.priority, then fair between tenants, then by arrival.
 
-    docs/architecture.md describes it; fairness.py has the arithmetic of tenants.
+    docs/reference/scheduling.md describes it; fairness.py has the arithmetic of tenants.
     """
 
     def __init__(self, weights: abc.Mapping[str, float] = _NO_WEIGHTS) -> None:

@@ -17,7 +17,7 @@ Bounds. A decode waits for prompts no longer than one step of max_step_tokens, b
 running sequence that decodes. A prompt waits for decodes no longer either: they have at most as many places as leave a
 quarter of max_step_tokens to prompts, in every step.
 
-docs/architecture.md describes the default policy.
+docs/reference/scheduling.md describes the default policy.
 """
 
 from collections import abc
