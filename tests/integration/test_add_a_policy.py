@@ -23,7 +23,7 @@ def test_the_policy_of_the_page(tmp_path: Path) -> None:
         find(program, for_what=PAGE)
     crate = tmp_path / "cachemgr/core"
     shutil.copytree(ROOT / "cachemgr/core", crate, ignore=shutil.ignore_patterns("target"))
-    folder = crate / "src/cache"
+    folder = crate / "src/cache/eviction"
     (folder / "reused.rs").write_text(pages.block(PAGE, test=THIS, language="rust").text)
     change = pages.block(PAGE, test=THIS, language="diff").text
     subprocess.run(["git", "apply", "-"], input=change, cwd=folder, text=True, check=True, timeout=TIMEOUT_S)

@@ -2,7 +2,7 @@
 //!
 //! Token ids, sequence ids and counts are bytes, 4 each, little-endian: the format of `array.tobytes()`.
 
-mod eviction;
+mod policy_object;
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -11,6 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use prost::Message;
 use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -28,14 +29,14 @@ use crate::books::plans::{Admission, RefusedItem, StepPlan};
 use crate::books::resetting::Reset;
 use crate::books::sequences::{Row, Sequence};
 use crate::cache::accounts::Share;
+use crate::cache::eviction::policies::{POLICIES, Policy};
+use crate::cache::eviction::trial::NUM_CANDIDATES;
 use crate::cache::groups::Span;
 use crate::cache::host::HostBlockId;
 use crate::cache::losses::Cause;
-use crate::cache::policies::{POLICIES, Policy};
 use crate::cache::pool::BlockState;
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::tenants::TenantId;
-use crate::cache::trial::NUM_CANDIDATES;
 use crate::errors::{Failure, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
@@ -45,7 +46,6 @@ use crate::wire::answers::{
     encode_statistics, item_number,
 };
 use crate::wire::{bounds, messages, requests};
-use eviction::{PolicyChoice, PolicyError, PyPolicy};
 
 /// A refusal or a broken book as the exception that Python knows.
 fn to_python(py: Python<'_>, failure: Failure) -> PyErr {
@@ -468,7 +468,7 @@ impl PyLedger {
 #[pymethods]
 impl PyLedger {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist. The policy
-    /// is a name, or an object with the methods of cachemgr/quire/cachemgr/eviction.py.
+    /// is a name, or an object with the methods of cachemgr/quire/cachemgr/eviction_interface.py.
     #[new]
     #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None))]
     fn new(
@@ -1027,7 +1027,7 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("POLICIES", POLICIES.to_vec())?;
-        module.add("WrongVictims", module.py().get_type::<eviction::WrongVictims>())?;
+        module.add("WrongVictims", module.py().get_type::<policy_object::WrongVictims>())?;
         module.add("DEFAULT_POLICY", POLICIES[0])?;
         module.add("GRACE_S", GRACE_S)?;
         module.add("MAX_STEPS_IN_FLIGHT", MAX_STEPS_IN_FLIGHT)?;

@@ -12,7 +12,7 @@ from typing import final
 from quire.cache.v1.cache_service_pb2 import PlanItem
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.errors import Refusal
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.geometry import Geometry
 
 POLICIES: list[str]

@@ -18,7 +18,7 @@ From a notebook:
     policy_files.py   policies of the user, from files; errors.py: errors of the input
 """
 
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.lab.config import LabConfig, read_config
 from quire.lab.errors import ConfigError
 from quire.lab.experiment import compare, run

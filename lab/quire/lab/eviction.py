@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from quire.cachemgr._core import WrongVictims
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.lab.eviction_loads import BLOCK_SIZE, Kind, Load, Recipe
 from quire.lab.policy_files import errors_of, eviction_policies, wrong_result
 from quire.lab.processes import run_in_processes

@@ -14,7 +14,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from quire.cachemgr._core import POLICIES
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.lab.errors import ConfigError
 from quire.lab.routers import ROUTERS, Router

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr._core import Ledger
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
 from quire.client.engine.messages import decode_granted_step, encode_plan, limits_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr._core import Ledger
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 from quire.lab.requests import Prompt

@@ -15,7 +15,7 @@ from roots import CHECKOUT, ROOTS, python_path
 # The crate is pure, but for the modules that Python calls, and one that writes files.
 ACTING_IN_CORE = {
     "python.rs": {"pyo3"},
-    "python/eviction.rs": {"pyo3"},
+    "python/policy_object.rs": {"pyo3"},
     "store/files.rs": {f"std::{name}" for name in ("env", "fs", "io", "process", "thread")},
 }
 CORE_SOURCE = CHECKOUT / "cachemgr/core/src"

@@ -212,7 +212,7 @@ mod tests {
     use super::*;
     use crate::books::plans::StepRequest;
     use crate::books::tests::{Bench, admission, geometry, some_request};
-    use crate::cache::policies::POLICIES;
+    use crate::cache::eviction::policies::POLICIES;
     use crate::cache::pool::tests::Random;
     use crate::cache::prefix::chain_hashes;
 

@@ -41,8 +41,8 @@ use crate::books::steps::StepInFlight;
 use crate::books::tenancy::{Shares, Tenancy};
 use crate::cache::accounts::Share;
 use crate::cache::advice::millis;
+use crate::cache::eviction::policies::Policy;
 use crate::cache::host::HostPool;
-use crate::cache::policies::Policy;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::{TenantId, Tenants, beginning_of};
@@ -345,8 +345,8 @@ pub(crate) mod tests {
     use crate::books::plans::{CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::cache::advice::Level;
+    use crate::cache::eviction::policies::POLICIES;
     use crate::cache::groups::Span;
-    use crate::cache::policies::POLICIES;
     use crate::cache::pool::tests::Random;
     use crate::errors::Reason;
 

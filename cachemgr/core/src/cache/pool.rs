@@ -18,11 +18,11 @@ use serde::{Deserialize, Serialize};
 use crate::cache::accounts::{Accounts, Share};
 use crate::cache::advice::{Advice, Level, Millis};
 use crate::cache::contents::Contents;
+use crate::cache::eviction::parking::Parking;
+use crate::cache::eviction::policies::Policy;
 use crate::cache::groups::{Group, LayerGroups, Span, identity};
 use crate::cache::journal::Journal;
 use crate::cache::losses::{Losses, Roots};
-use crate::cache::parking::Parking;
-use crate::cache::policies::Policy;
 use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK, Origin, Past, PrefixIndex};
 use crate::cache::tenants::{Asker, TenantId};
 use crate::errors::{Result, broken};
@@ -695,7 +695,7 @@ pub(crate) mod tests {
     use std::fmt::Debug;
 
     use super::*;
-    use crate::cache::policies::POLICIES;
+    use crate::cache::eviction::policies::POLICIES;
     use crate::cache::prefix::digest_of;
     use crate::errors::Failure;
 

@@ -368,7 +368,7 @@ mod tests {
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::books::tests::{admission, geometry, report, some_request, some_share};
     use crate::cache::accounts::Share;
-    use crate::cache::policies::POLICIES;
+    use crate::cache::eviction::policies::POLICIES;
     use crate::cache::pool::tests::Random;
     use crate::store::stored_books::StoredBooks;
 

@@ -5,8 +5,8 @@ use std::ops::{Deref, DerefMut};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::eviction::EvictionPolicy;
-use crate::cache::lineage::Lineage;
-use crate::cache::lru::Lru;
+use crate::cache::eviction::lineage::Lineage;
+use crate::cache::eviction::lru::Lru;
 
 /// The first is the default.
 pub const POLICIES: [&str; 2] = ["lineage", "lru"];

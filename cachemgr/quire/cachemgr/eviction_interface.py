@@ -1,4 +1,7 @@
-"""An eviction policy as an object, for experiments: `Ledger(..., policy=...)`. The crate's own have names."""
+"""The interface of an eviction policy that is a Python object, for `quire lab`: `Ledger(..., policy=...)`.
+
+No policy is here. Those that cachemgr runs are in core/src/cache/eviction/, and have names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! An eviction policy in Python, for experiments; cachemgr/quire/cachemgr/eviction.py describes its methods.
+//! An eviction policy in Python, for experiments; cachemgr/quire/cachemgr/eviction_interface.py describes its methods.
 //!
 //! An error can't stop a change of the books in the middle. So the change is finished in the order of `Lru`, which is
 //! kept beside, and then the error is raised. The policy is not called again.
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::cache::eviction::EvictionPolicy;
-use crate::cache::lru::Lru;
+use crate::cache::eviction::lru::Lru;
 use crate::cache::prefix::{BlockId, Hash};
 
 create_exception!(quire.cachemgr._core, WrongVictims, PyValueError);

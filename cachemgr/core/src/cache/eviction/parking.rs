@@ -10,9 +10,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cache::advice::{AWAITED, Advice, AdviceBook, FOREVER, LEAST_WORTH, Level, Millis, NUM_LEVELS, UNADVISED};
-use crate::cache::policies::Policy;
+use crate::cache::eviction::policies::Policy;
+use crate::cache::eviction::rings::Rings;
 use crate::cache::prefix::{BlockId, Hash};
-use crate::cache::rings::Rings;
 use crate::cache::tenants::TenantId;
 
 const NOTHING: Advice = Advice { level: UNADVISED, until: FOREVER };

@@ -18,10 +18,10 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::eviction::EvictionPolicy;
+use crate::cache::eviction::rings::Rings;
+use crate::cache::eviction::trial::{MOST_USES, NUM_PLACES, Trial, first_to_end, place_of};
 use crate::cache::mixing::NumberMap;
 use crate::cache::prefix::{BlockId, Hash};
-use crate::cache::rings::Rings;
-use crate::cache::trial::{MOST_USES, NUM_PLACES, Trial, first_to_end, place_of};
 
 /// The segment of a block without content, and the key of a segment without a known first hash.
 const UNKNOWN: u32 = 0;
@@ -439,11 +439,11 @@ mod tests {
     use std::collections::{HashMap, HashSet};
 
     use super::*;
-    use crate::cache::policies::{POLICIES, Policy};
+    use crate::cache::eviction::policies::{POLICIES, Policy};
+    use crate::cache::eviction::trial::{LRU, NUM_CANDIDATES};
     use crate::cache::pool::BlockPool;
     use crate::cache::pool::tests::{ASKER, Random, violations};
     use crate::cache::prefix::chain_hashes;
-    use crate::cache::trial::{LRU, NUM_CANDIDATES};
 
     fn hashes_of(prompt: &[i32]) -> Vec<Hash> {
         let mut hashes = Vec::new();

@@ -1,4 +1,19 @@
-//! The order in which cached blocks that no sequence holds are evicted.
+//! Eviction: cached blocks that no sequence holds, and the order in which they are given up.
+//!
+//!     parking.rs               the parked blocks; `evict` takes the victims: by tenant, by advice, then by the policy
+//!     lineage.rs, trial.rs     the default policy: LRU, with candidates tried beside it
+//!     lru.rs                   the policy that gives up the least recently used block
+//!     policies.rs              the policies by name
+//!     rings.rs                 linked lists of blocks
+//!
+//! This file has the interface of a policy.
+
+pub mod lineage;
+pub mod lru;
+pub mod parking;
+pub mod policies;
+pub mod rings;
+pub mod trial;
 
 use std::fmt::Debug;
 

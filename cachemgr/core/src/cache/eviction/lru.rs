@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cache::eviction::EvictionPolicy;
+use crate::cache::eviction::rings::Rings;
 use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK};
-use crate::cache::rings::Rings;
 
 /// The least recently parked first. 8 bytes per block.
 #[derive(Debug, Serialize, Deserialize)]

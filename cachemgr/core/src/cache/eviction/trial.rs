@@ -14,8 +14,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::cache::eviction::rings::Rings;
 use crate::cache::mixing::NumberMap;
-use crate::cache::rings::Rings;
 
 pub const NUM_PLACES: usize = 16;
 
