@@ -13,7 +13,7 @@ from typing import Any
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger, StepPlan
+from quire.cachemgr._core import GrantedStep, Ledger
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.service import messages
 
@@ -129,7 +129,7 @@ class Wishes:
 class Report:
     """The worker's report of a computed step: everything planned, and a token for every run that samples."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: GrantedStep) -> None:
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
         runs = zip(grant.run_sequence_ids, grant.run_samples, strict=True)
         sampled_ids = [seq_id for seq_id, samples in runs if samples]
@@ -160,7 +160,7 @@ class Report:
         return clock() - start
 
 
-def plan(ledger: Ledger, lease_id: str, request: StepRequest, *, now: float = 1.0) -> tuple[StepPlan, int]:
+def plan(ledger: Ledger, lease_id: str, request: StepRequest, *, now: float = 1.0) -> tuple[GrantedStep, int]:
     """Plans a step; returns the plan and nanoseconds."""
     body = request.body(lease_id)
     start = clock()
@@ -311,7 +311,7 @@ class Core:
         planned, taken = plan(self.ledger, LEASE, extension(seq_ids))
         return taken + self.settle_before(planned)
 
-    def settle_before(self, planned: StepPlan) -> int:
+    def settle_before(self, planned: GrantedStep) -> int:
         """Settles the step in flight, and has this one in flight from now on; returns nanoseconds."""
         before, self._in_flight = self._in_flight, Report(planned)
         assert before is not None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger, StepPlan
+from quire.cachemgr._core import GrantedStep, Ledger
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 
@@ -78,7 +78,7 @@ class Books:
         self.settle(plan)
         return not plan.has_refusals
 
-    def plan_admission(self, num_tokens: int, *, most: int = 0) -> StepPlan:
+    def plan_admission(self, num_tokens: int, *, most: int = 0) -> GrantedStep:
         """One more sequence, like none before: its first `most` tokens, 0: all. A refused one is not counted."""
         tokens = np.arange(num_tokens, dtype="<i4")
         tokens[0] = VOCAB - 1 - self._num_admitted
@@ -88,14 +88,14 @@ class Books:
         self._num_admitted += not plan.has_refusals
         return plan
 
-    def plan_more(self, num_tokens: int) -> StepPlan:
+    def plan_more(self, num_tokens: int) -> GrantedStep:
         """So many more tokens of the last sequence."""
         request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
         request.extends.sequence_ids.append(self._num_admitted - 1)
         request.extends.token_counts.append(num_tokens)
         return self.ledger.plan(request.SerializeToString(), now=0.0)
 
-    def settle(self, plan: StepPlan) -> None:
+    def settle(self, plan: GrantedStep) -> None:
         """Enters the worker's report of a step: everything computed, and a token for every run that samples."""
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
         self.ledger.settle(report_of(grant).SerializeToString())

@@ -295,7 +295,7 @@ ANSWERED = {
 class Planned:
     """A planned step, read from its grant and its answer. Fields are lists."""
 
-    def __init__(self, plan: _core.StepPlan) -> None:
+    def __init__(self, plan: _core.GrantedStep) -> None:
         self.core = plan
         self.grant = grant_pb2.StepGrant.FromString(plan.encode_grant("pool", 1, 1, "lease"))
         self.answer = pb.PlanStepResponse.FromString(plan.encode_answer())

@@ -25,7 +25,7 @@ use crate::books::lease::expiry::{GRACE_S, page_key};
 use crate::books::lease::{Lease, MAX_STEPS_IN_FLIGHT};
 use crate::books::listing::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
-use crate::books::plans::{Admission, RefusedItem, StepPlan};
+use crate::books::plans::{Admission, GrantedStep, RefusedItem};
 use crate::books::resetting::Reset;
 use crate::books::sequences::{Row, Sequence};
 use crate::cache::accounts::Share;
@@ -152,11 +152,11 @@ fn decoded<M: Message + Default>(body: &[u8]) -> PyResult<M> {
 }
 
 /// One granted step: the blocks that it may touch and the tokens that it computes.
-#[pyclass(name = "StepPlan", module = "quire.cachemgr._core", frozen)]
-struct PyStepPlan(Arc<StepPlan>);
+#[pyclass(name = "GrantedStep", module = "quire.cachemgr._core", frozen)]
+struct PyGrantedStep(Arc<GrantedStep>);
 
 #[pymethods]
-impl PyStepPlan {
+impl PyGrantedStep {
     /// A serialised StepGrant.
     fn encode_grant<'py>(
         &self,
@@ -289,7 +289,7 @@ struct StepView {
     step_number: u64,
     is_doomed: bool,
     run_seq_ids: Vec<i32>,
-    num_pinned: usize,
+    num_held: usize,
     num_fills: usize,
     num_released: usize,
 }
@@ -653,7 +653,7 @@ impl PyLedger {
     ///
     /// `names_tenants`: the caller may name the tenant of an admission.
     #[pyo3(signature = (body, *, now, names_tenants = false))]
-    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyStepPlan> {
+    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyGrantedStep> {
         let mut request = decoded::<messages::PlanStepRequest>(body)?;
         let geometry = self.stored.books().geometry();
         let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
@@ -664,7 +664,7 @@ impl PyLedger {
         let plan = self.changing(py, |books| books.plan(lease_id, request.epoch, &items, now, &key))?;
         let plan = plan.ok_or_else(|| lease_not_found(py, lease_id))?;
         self.tell_of_change(py)?;
-        Ok(PyStepPlan(plan))
+        Ok(PyGrantedStep(plan))
     }
 
     /// Enters the worker's report of a step, a serialised StepReport.
@@ -685,7 +685,7 @@ impl PyLedger {
             step_number: step.step_number,
             is_doomed: step.is_doomed,
             run_seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
-            num_pinned: step.pinned.iter().map(Vec::len).sum(),
+            num_held: step.holds.iter().map(Vec::len).sum(),
             num_fills: step.fills.len(),
             num_released: step.released_rows.len(),
         };
@@ -736,10 +736,10 @@ impl PyLedger {
         PyBytes::new(py, &encode_counts(self.stored.books().pool().counts()))
     }
 
-    /// State, references, pins and prefix hash of a block.
+    /// State, references, holds of steps in flight, and prefix hash of a block.
     fn block(&self, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
         let pool = self.stored.books().pool();
-        (pool.state(block_id).name(), pool.ref_count(block_id), pool.pin_count(block_id), pool.prefix_hash(block_id))
+        (pool.state(block_id).name(), pool.ref_count(block_id), pool.hold_count(block_id), pool.prefix_hash(block_id))
     }
 
     // -- tenants ------------------------------------------------------------------------------------------------------
@@ -1007,7 +1007,7 @@ impl PyLedger {
 mod _core {
     #[pymodule_export]
     use super::{
-        AdmissionCheckView, LeaseView, PinView, PyAdmission, PyExplanation, PyLedger, PyReset, PyStepPlan,
+        AdmissionCheckView, LeaseView, PinView, PyAdmission, PyExplanation, PyGrantedStep, PyLedger, PyReset,
         SequenceView, StepView, TenantUse,
     };
 

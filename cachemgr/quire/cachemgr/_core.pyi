@@ -75,7 +75,7 @@ class Admission:
         """
 
 @final
-class StepPlan:
+class GrantedStep:
     """The blocks that one step may access, and its computations."""
 
     def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
@@ -277,7 +277,7 @@ class StepView:
     @property
     def run_seq_ids(self) -> list[int]: ...
     @property
-    def num_pinned(self) -> int: ...
+    def num_held(self) -> int: ...
     @property
     def num_fills(self) -> int: ...
     @property
@@ -388,7 +388,7 @@ class Ledger:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def plan(self, body: bytes, *, now: float, names_tenants: bool = False) -> StepPlan:
+    def plan(self, body: bytes, *, now: float, names_tenants: bool = False) -> GrantedStep:
         """Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
 
         `names_tenants`: the caller may name the tenant of an admission. With a request_id the answer is kept; the

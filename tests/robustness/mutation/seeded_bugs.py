@@ -137,7 +137,7 @@ BUGS = [
         "released blocks are free while steps in flight use them",
         (
             "let_go",
-            "pool.retire(&tail_first)?; last.pinned.push(tail_first); Ok(())",
+            "pool.retire(&tail_first)?; last.holds.push(tail_first); Ok(())",
             "let _ = last;\npool.release(&tail_first)",
         ),
     ),
@@ -151,7 +151,7 @@ BUGS = [
         "the source of a copy waits for the steps before the copy only",
         (
             "replace",
-            "self.step.pinned.push(vec![source]); self.pool.retire(&[source])",
+            "self.step.holds.push(vec![source]); self.pool.retire(&[source])",
             "self.lease.let_go(vec![source], self.pool)",
         ),
     ),
@@ -162,7 +162,7 @@ BUGS = [
             "enter",
             'let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");',
             'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n'
-            "for blocks in std::mem::take(&mut step.pinned) {\n    self.pool.unpin(&blocks)?;\n}",
+            "for blocks in std::mem::take(&mut step.holds) {\n    self.pool.end_holds(&blocks)?;\n}",
         ),
     ),
     rust(
@@ -618,7 +618,7 @@ BUGS = [
         "host blocks are free while they are copied from",
         (
             "copy_back",
-            "self.host.retire(&host_blocks)?; self.step.pinned_in_host.push(host_blocks); Ok(())",
+            "self.host.retire(&host_blocks)?; self.step.host_holds.push(host_blocks); Ok(())",
             "self.host.release(&host_blocks)",
         ),
     ),

@@ -9,7 +9,7 @@ from unit.cachemgr.test_ledger import EPOCH, Bench, geometry, pack, reasons
 
 from quire.cachemgr._core import POLICIES, Ledger
 from quire.cachemgr.errors import Reason
-from quire.cachemgr.eviction import EvictionPolicy
+from quire.cachemgr.eviction_interface import EvictionPolicy
 
 
 class PythonLru:

@@ -1322,7 +1322,7 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
     elif lease_id is not None:
         last = ledger.steps_in_flight(lease_id)[-1]
         assert not last.run_seq_ids
-        assert not any((last.num_pinned, last.num_fills, last.num_released))
+        assert not any((last.num_held, last.num_fills, last.num_released))
     return ledger.state(lease_id), [(lease.lease_id, lease.is_ending) for lease in ledger.leases()]
 
 

@@ -32,7 +32,7 @@ impl Books {
     pub fn state(&self, but_last_step_of: Option<&str>) -> String {
         let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
             let pool = &self.pool;
-            (pool.ref_count(block), pool.pin_count(block), pool.index().past(block), pool.index().hash(block))
+            (pool.ref_count(block), pool.hold_count(block), pool.index().past(block), pool.index().hash(block))
         });
         let mut leases: Vec<String> = Vec::new();
         for (lease_id, lease) in self.leases.iter() {
@@ -115,7 +115,7 @@ impl Audit<'_> {
         let blocks = 0..self.host.len() as BlockId;
         let held = self.sequences().filter_map(|sequence| sequence.in_host.as_deref());
         let holders = occurrences(&blocks, held.map(|tables| &tables.blocks[..]));
-        let steps = occurrences(&blocks, self.leases.steps().flat_map(|step| &step.pinned_in_host).map(Vec::as_slice));
+        let steps = occurrences(&blocks, self.leases.steps().flat_map(|step| &step.host_holds).map(Vec::as_slice));
         self.host.audit(&holders, &steps, wrong);
         for sequence in self.sequences() {
             let Some(in_host) = &sequence.in_host else { continue };
@@ -224,11 +224,11 @@ impl Audit<'_> {
     }
 
     fn check_holds(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
-        let steps = occurrences(blocks, self.leases.steps().flat_map(|step| &step.pinned).map(Vec::as_slice));
+        let steps = occurrences(blocks, self.leases.steps().flat_map(|step| &step.holds).map(Vec::as_slice));
         for (block, steps) in blocks.clone().zip(steps) {
-            let pins = self.pool.pin_count(block);
-            if pins != steps {
-                wrong.push(format!("block {block} is pinned by {steps} steps and has {pins} pins"));
+            let holds = self.pool.hold_count(block);
+            if holds != steps {
+                wrong.push(format!("block {block} is held by {steps} steps and has {holds} holds"));
             }
         }
     }
@@ -239,13 +239,13 @@ impl Audit<'_> {
         for block in self.pins.all().flat_map(|pin| &pin.blocks) {
             *counted.entry(*block).or_default() += 1;
         }
-        if counted.len() != self.pool.num_kept() {
-            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.num_kept(), counted.len()));
+        if counted.len() != self.pool.num_pinned() {
+            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.num_pinned(), counted.len()));
         }
         for (block, pins) in counted {
-            let keeps = self.pool.keep_count(block);
-            if keeps != pins {
-                wrong.push(format!("block {block} is in {pins} pinned prefixes and has {keeps} pins"));
+            let known = self.pool.pin_count(block);
+            if known != pins {
+                wrong.push(format!("block {block} is in {pins} pinned prefixes and has {known} pins"));
             }
         }
     }
@@ -373,12 +373,12 @@ mod tests {
             (|bench| bench.sequence(1).tables[0].extend(vec![1]), &["block 1 is in 2 tables and has 1 references"]),
             (|bench| bench.sequence(2).tables[0].truncate(1), &["block 4 is in 0 tables and has 1 references"]),
             (
-                |bench| step(bench, 1).pinned.push(vec![7, 1]),
-                &["block 1 is pinned by 1 steps and has 0 pins", "block 7 is pinned by 1 steps and has 0 pins"],
+                |bench| step(bench, 1).holds.push(vec![7, 1]),
+                &["block 1 is held by 1 steps and has 0 holds", "block 7 is held by 1 steps and has 0 holds"],
             ),
             (
                 |bench| bench.0.pool.retire(&[4]).unwrap(),
-                &["block 4 is in 1 tables and has 0 references", "block 4 is pinned by 0 steps and has 1 pins"],
+                &["block 4 is in 1 tables and has 0 references", "block 4 is held by 0 steps and has 1 holds"],
             ),
             (|bench| step(bench, 0).released_rows.push(5), &["2 rows counted in the worker, 3 are taken"]),
             (
@@ -389,10 +389,7 @@ mod tests {
                 &["3 rows counted in the worker, 2 are taken"],
             ),
             (|bench| drop(bench.0.host.allocate(1).unwrap()), &["host block 0 is held, and of 0 sequences"]),
-            (
-                |bench| step(bench, 1).pinned_in_host.push(vec![5]),
-                &["host block 5 is pinned by 1 steps and has 0 pins"],
-            ),
+            (|bench| step(bench, 1).host_holds.push(vec![5]), &["host block 5 is held by 1 steps and has 0 holds"]),
             (
                 |bench| {
                     bench.offload(1);

@@ -122,11 +122,11 @@ impl Listing<'_> {
             block_id: block as i32,
             state: number_of(pool.state(block)),
             reference_count: pool.ref_count(block) as i32,
-            pin_count: pool.pin_count(block) as i32,
+            pin_count: pool.hold_count(block) as i32,
             prefix_hash: pool.prefix_hash(block).map(|hash| hash.to_vec()).unwrap_or_default(),
             tenant: String::from_utf8_lossy(self.tenants.name(owner)).into_owned(),
             priority: pool.level(block).into(),
-            prefix_pin_count: pool.keep_count(block) as i32,
+            prefix_pin_count: pool.pin_count(block) as i32,
             layer_group: pool.groups().of(block).into(),
         }
     }

@@ -34,7 +34,7 @@ use crate::books::lease::answers::RequestKey;
 use crate::books::lease::leases::Leases;
 use crate::books::pins::Pins;
 use crate::books::planner::{Owner, StepPlanner};
-use crate::books::plans::{Admission, StepPlan, StepRequest};
+use crate::books::plans::{Admission, GrantedStep, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
@@ -175,7 +175,7 @@ impl Books {
         request: &StepRequest,
         now: f64,
         key: &RequestKey,
-    ) -> Result<Option<Arc<StepPlan>>> {
+    ) -> Result<Option<Arc<GrantedStep>>> {
         let Books { geometry, pool, host, table, tenants, shares, pins, counters, leases, .. } = self;
         let Some(lease) = leases.get_mut(lease_id) else {
             return Ok(None);
@@ -319,8 +319,8 @@ pub(crate) fn finish(
     host: &mut HostPool,
     table: &mut SequenceTable,
 ) -> Result<()> {
-    step.pinned.iter().try_for_each(|blocks| pool.unpin(blocks))?;
-    step.pinned_in_host.iter().try_for_each(|blocks| host.unpin(blocks))?;
+    step.holds.iter().try_for_each(|blocks| pool.end_holds(blocks))?;
+    step.host_holds.iter().try_for_each(|blocks| host.end_holds(blocks))?;
     step.released_rows.iter().for_each(|row| drop(table.leave(*row)));
     Ok(())
 }
@@ -392,46 +392,46 @@ pub(crate) mod tests {
             Bench(books)
         }
 
-        pub(crate) fn plan(&mut self, request: StepRequest) -> StepPlan {
+        pub(crate) fn plan(&mut self, request: StepRequest) -> GrantedStep {
             self.plan_for("a", request)
         }
 
-        pub(crate) fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> StepPlan {
+        pub(crate) fn plan_for(&mut self, lease_id: &str, request: StepRequest) -> GrantedStep {
             self.plan_at(lease_id, &request, 0.0)
         }
 
-        pub(crate) fn plan_at(&mut self, lease_id: &str, request: &StepRequest, now: f64) -> StepPlan {
+        pub(crate) fn plan_at(&mut self, lease_id: &str, request: &StepRequest, now: f64) -> GrantedStep {
             let plan = self.0.plan(lease_id, request, now, &RequestKey::default()).unwrap().unwrap();
             Arc::unwrap_or_clone(plan)
         }
 
-        pub(crate) fn admit(&mut self, seq_id: i64, tokens: &[i32]) -> StepPlan {
+        pub(crate) fn admit(&mut self, seq_id: i64, tokens: &[i32]) -> GrantedStep {
             self.plan(StepRequest { admissions: vec![admission(seq_id, tokens)], ..StepRequest::default() })
         }
 
-        pub(crate) fn extend(&mut self, seq_id: i32, num_tokens: i64, append: &[i32]) -> StepPlan {
+        pub(crate) fn extend(&mut self, seq_id: i32, num_tokens: i64, append: &[i32]) -> GrantedStep {
             let extends = vec![Extend { seq_id, num_tokens, append: append.to_vec() }];
             self.plan(StepRequest { extends, ..StepRequest::default() })
         }
 
-        pub(crate) fn fork(&mut self, parent_id: i64, child_ids: &[i64], num_tokens: i64) -> StepPlan {
+        pub(crate) fn fork(&mut self, parent_id: i64, child_ids: &[i64], num_tokens: i64) -> GrantedStep {
             let forks = vec![Fork { parent_id, child_ids: child_ids.to_vec(), num_tokens }];
             self.plan(StepRequest { forks, ..StepRequest::default() })
         }
 
-        pub(crate) fn trim(&mut self, seq_id: i64, num_tokens: i64) -> StepPlan {
+        pub(crate) fn trim(&mut self, seq_id: i64, num_tokens: i64) -> GrantedStep {
             self.plan(StepRequest { trims: vec![Trim { seq_id, num_tokens }], ..StepRequest::default() })
         }
 
-        pub(crate) fn release(&mut self, seq_ids: &[i64]) -> StepPlan {
+        pub(crate) fn release(&mut self, seq_ids: &[i64]) -> GrantedStep {
             self.plan(StepRequest { releases: seq_ids.to_vec(), ..StepRequest::default() })
         }
 
-        pub(crate) fn offload(&mut self, seq_id: i64) -> StepPlan {
+        pub(crate) fn offload(&mut self, seq_id: i64) -> GrantedStep {
             self.plan(StepRequest { offloads: vec![seq_id], ..StepRequest::default() })
         }
 
-        pub(crate) fn restore(&mut self, seq_id: i64) -> StepPlan {
+        pub(crate) fn restore(&mut self, seq_id: i64) -> GrantedStep {
             let restores = vec![Restore { seq_id, max_compute: 0 }];
             self.plan(StepRequest { restores, ..StepRequest::default() })
         }
@@ -683,7 +683,7 @@ pub(crate) mod tests {
     }
 
     /// A sequence with a reservation never runs out of blocks.
-    fn check_promises(bench: &Bench, lease_id: &str, plan: &StepPlan) {
+    fn check_promises(bench: &Bench, lease_id: &str, plan: &GrantedStep) {
         for refused in &plan.refusals {
             let is_no_room = matches!(refused.refusal.reason, Reason::OutOfBlocks | Reason::QuotaExceeded);
             let row = bench.0.leases[lease_id].sequences.get(&(refused.seq_id as i32));

@@ -38,7 +38,7 @@ impl Books {
             if let Some(refusal) = refuse_pin(tenant, &blocks, &self.pool, self.geometry.num_blocks) {
                 return Ok(Err(refusal));
             }
-            self.pool.keep(&blocks);
+            self.pool.pin(&blocks);
         }
         let pin = Pin { id, tenant, num_blocks, blocks, until };
         self.pins.insert(pin.clone());
@@ -74,7 +74,7 @@ impl Books {
 
 fn refuse_pin(tenant: TenantId, blocks: &[BlockId], pool: &BlockPool, num_blocks: usize) -> Option<Refusal> {
     let account = *pool.accounts().get(tenant);
-    let needed = blocks.iter().filter(|block| !pool.is_kept(**block)).count();
+    let needed = blocks.iter().filter(|block| !pool.is_pinned(**block)).count();
     let limit = account.share.pin_budget;
     if account.num_pinned + needed > limit {
         let pinned = account.num_pinned;
@@ -162,9 +162,9 @@ mod tests {
         let (first, longer) = (pin(&mut bench, &[1, 2], 10.0).unwrap(), pin(&mut bench, &[1, 2, 3, 4], 10.0).unwrap());
         let again = pin(&mut bench, &[1, 2, 3], 20.0).unwrap();
         assert_eq!((first.id, again.until, first.id != longer.id), (again.id, 20.0, true));
-        assert_eq!((bench.0.pool().keep_count(1), bench.0.pool().keep_count(2), counts(&bench).3), (2, 1, 2));
+        assert_eq!((bench.0.pool().pin_count(1), bench.0.pool().pin_count(2), counts(&bench).3), (2, 1, 2));
         bench.0.advance(10.0).unwrap();
-        assert_eq!((bench.0.pool().keep_count(1), bench.0.pool().keep_count(2)), (1, 0));
+        assert_eq!((bench.0.pool().pin_count(1), bench.0.pool().pin_count(2)), (1, 0));
         bench.0.advance(19.9).unwrap();
         assert_eq!(bench.0.pins().all().count(), 1);
         bench.plan(StepRequest::default());
@@ -232,7 +232,7 @@ mod tests {
     fn wrong_pins_are_told() {
         let mut bench = bench();
         let pinned = pin(&mut bench, &[1, 2], 9.0).unwrap();
-        bench.0.pool_mut().keep(&[1]);
+        bench.0.pool_mut().pin(&[1]);
         assert_eq!(bench.0.violations(), ["block 1 is in 1 pinned prefixes and has 2 pins"]);
         bench.0.pins.remove(&pinned.id);
         assert_eq!(bench.0.violations(), ["1 blocks are counted as pinned, 0 are"]);

@@ -74,7 +74,7 @@ impl Pins {
     pub fn take_back(&mut self, id: &PinId, pool: &mut BlockPool) -> Result<()> {
         let Some(pin) = self.remove(id) else { return Ok(()) };
         let tail_first: Vec<BlockId> = pin.blocks.iter().rev().copied().collect();
-        pool.let_go_kept(&tail_first)
+        pool.unpin(&tail_first)
     }
 
     /// Takes the expired pins back.

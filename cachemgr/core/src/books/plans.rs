@@ -179,7 +179,7 @@ pub struct RefusedItem {
 ///
 /// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct StepPlan {
+pub struct GrantedStep {
     pub step_number: u64,
     pub known_step: u64,
     pub released_ids: Vec<i32>,
@@ -218,7 +218,7 @@ pub struct StepPlan {
     pub host_counts: Option<HostBlockCounts>,
 }
 
-impl StepPlan {
+impl GrantedStep {
     /// A checksum of the worker's orders: the same request, planned on the same books, has the same.
     pub fn checksum(&self) -> u64 {
         let numbers = [

@@ -97,7 +97,7 @@ impl Room<'_> {
 
     /// True if its holder might have to replace the block before writing it.
     fn is_at_risk(&self, block: BlockId) -> bool {
-        !self.pool.is_writable(block) || self.pool.pin_count(block) > 0
+        !self.pool.is_writable(block) || self.pool.hold_count(block) > 0
     }
 
     /// Blocks that a trim of a sequence with a reservation puts at risk: computed ones, to be computed again.
@@ -170,7 +170,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::books::plans::{Extend, Fork, StepPlan, StepRequest, Trim};
+    use crate::books::plans::{Extend, Fork, GrantedStep, StepRequest, Trim};
     use crate::books::settle::StepOutcome;
     use crate::books::tests::{Bench, admission};
     use crate::cache::accounts::Share;
@@ -181,11 +181,11 @@ mod tests {
         StepRequest { admissions: vec![admission], ..StepRequest::default() }
     }
 
-    fn reasons(plan: &StepPlan) -> Vec<Reason> {
+    fn reasons(plan: &GrantedStep) -> Vec<Reason> {
         plan.refusals.iter().map(|refused| refused.refusal.reason).collect()
     }
 
-    fn messages(plan: &StepPlan) -> Vec<&str> {
+    fn messages(plan: &GrantedStep) -> Vec<&str> {
         plan.refusals.iter().map(|refused| &*refused.refusal.message).collect()
     }
 
@@ -430,7 +430,7 @@ mod tests {
     }
 
     /// Plans a step, which is computed at once.
-    fn plan_for(bench: &mut Bench, lease_id: &str, request: StepRequest) -> StepPlan {
+    fn plan_for(bench: &mut Bench, lease_id: &str, request: StepRequest) -> GrantedStep {
         let plan = bench.plan_at(lease_id, &request, 0.0);
         let report = bench.report(lease_id);
         bench.0.settle(lease_id, &report).unwrap();

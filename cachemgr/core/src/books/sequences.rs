@@ -11,7 +11,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::plans::{CacheUse, Extend, StepPlan};
+use crate::books::plans::{CacheUse, Extend, GrantedStep};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;
 use crate::cache::groups::{Group, identity};
@@ -263,7 +263,7 @@ impl Sequence {
     }
 
     /// Writes its tables into a plan, as those of a sequence that begins.
-    pub fn write_to(&self, plan: &mut StepPlan) {
+    pub fn write_to(&self, plan: &mut GrantedStep) {
         for (group, table) in self.tables.iter().enumerate() {
             if group == 0 || !table.blocks().is_empty() {
                 plan.write(self.seq_id, group as Group, table.num_passed(), table.blocks());

@@ -394,7 +394,7 @@ mod tests {
         let (kept, given_back) = (bench.blocks(1)[0], bench.blocks(3)[0]);
         bench.settle();
         assert_eq!((bench.blocks(3)[0], bench.0.pool.ref_count(kept)), (kept, 2));
-        assert_eq!((bench.0.pool.ref_count(given_back), bench.0.pool.pin_count(given_back)), (0, 0));
+        assert_eq!((bench.0.pool.ref_count(given_back), bench.0.pool.hold_count(given_back)), (0, 0));
         assert_eq!(
             (&bench.0.leases["a"].table_changes[..], bench.0.violations()),
             (&[(bench.row(3), 0, 0)][..], vec![])
@@ -413,10 +413,10 @@ mod tests {
         let given_back = bench.blocks(3)[0];
         bench.plan(StepRequest::default());
         bench.plan(StepRequest::default());
-        for (num_references, num_pins) in [(1, 0), (0, 1), (0, 1), (0, 0)] {
+        for (num_references, num_holds) in [(1, 0), (0, 1), (0, 1), (0, 0)] {
             bench.0.settle("a", &bench.report("a")).unwrap();
             let pool = &bench.0.pool;
-            assert_eq!((pool.ref_count(given_back), pool.pin_count(given_back)), (num_references, num_pins));
+            assert_eq!((pool.ref_count(given_back), pool.hold_count(given_back)), (num_references, num_holds));
             assert_eq!(bench.0.violations(), [""; 0]);
         }
     }

@@ -48,10 +48,10 @@ pub struct StepInFlight {
     /// Forks that also take a run's sampled token, by index of the run.
     pub also: BTreeMap<usize, Vec<Row>>,
     pub heirs: Vec<Heir>,
-    /// Blocks to unpin when the step has ended, in the order in which they were let go.
-    pub pinned: Vec<Vec<BlockId>>,
+    /// Blocks that the step holds until it has ended, in the order in which they were let go.
+    pub holds: Vec<Vec<BlockId>>,
     /// Blocks of the host tier that the step may access.
-    pub pinned_in_host: Vec<Vec<HostBlockId>>,
+    pub host_holds: Vec<Vec<HostBlockId>>,
     pub fills: Vec<Fill>,
     /// Rows of sequences that end with this step: the worker keeps its rows until then.
     pub released_rows: Vec<Row>,
@@ -271,14 +271,14 @@ mod tests {
         let mut step = step();
         step.join(12, 20, 8);
         step.fills.push(Fill { row: 11, first: 0, end: 3 });
-        step.pinned.push(vec![5]);
+        step.holds.push(vec![5]);
         step.released_rows.push(14);
         step.doom();
         assert!(step.is_doomed);
         assert_eq!((receives(&step), also(&step), fills(&step)), (vec![false; 3], vec![], vec![]));
         assert_eq!(first_waiting(&step, &[]), None);
         assert_eq!(step.runs.iter().map(|run| run.samples).collect::<Vec<_>>(), [false, true, true]);
-        assert_eq!((&step.pinned[..], &step.released_rows[..]), (&[vec![5]][..], &[14][..]), "they end with it still");
+        assert_eq!((&step.holds[..], &step.released_rows[..]), (&[vec![5]][..], &[14][..]), "they end with it still");
     }
 
     #[test]

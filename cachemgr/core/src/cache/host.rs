@@ -1,9 +1,9 @@
 //! The host tier: the blocks that hold an offloaded sequence, and those that a planned step could still access.
 //!
-//!     held  pins  state
-//!     yes   any   held       by exactly one sequence: nothing is shared here
-//!     no    > 0   retired    released, but a planned step could still write or read it
-//!     no    0     free       on the free stack
+//!     held  holds  state
+//!     yes   any    held       by exactly one sequence: nothing is shared here
+//!     no    > 0    retired    released, but a planned step could still write or read it
+//!     no    0      free       on the free stack
 //!
 //! Host blocks have numbers of their own, from 0 on; each has room for one block of the pool.
 
@@ -25,7 +25,7 @@ pub struct HostBlockCounts {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HostPool {
     is_held: Vec<bool>,
-    pins: Vec<u32>,
+    holds: Vec<u32>,
     free: Vec<HostBlockId>, // a stack: the lowest id on top at first
     num_held: usize,
 }
@@ -34,7 +34,7 @@ impl HostPool {
     pub fn new(num_blocks: usize) -> HostPool {
         HostPool {
             is_held: vec![false; num_blocks],
-            pins: vec![0; num_blocks],
+            holds: vec![0; num_blocks],
             free: (0..num_blocks as HostBlockId).rev().collect(),
             num_held: 0,
         }
@@ -42,7 +42,7 @@ impl HostPool {
 
     /// Blocks of the tier; 0: there is none.
     pub fn len(&self) -> usize {
-        self.pins.len()
+        self.holds.len()
     }
 
     pub fn counts(&self) -> HostBlockCounts {
@@ -77,50 +77,50 @@ impl HostPool {
         Ok(blocks)
     }
 
-    /// Releases these held blocks. They are free at once unless they are pinned.
+    /// Releases these held blocks. They are free at once unless a step holds them.
     pub fn release(&mut self, blocks: &[HostBlockId]) -> Result<()> {
         for &block in blocks.iter().rev() {
             if !std::mem::take(&mut self.is_held[block as usize]) {
                 return broken(format!("host block {block} is released, nobody holds it"));
             }
             self.num_held -= 1;
-            self.free.extend((self.pins[block as usize] == 0).then_some(block));
+            self.free.extend((self.holds[block as usize] == 0).then_some(block));
         }
         Ok(())
     }
 
-    /// As `release`, but none is free before as many `unpin`.
+    /// As `release`, but none is free before as many `end_holds`.
     pub fn retire(&mut self, blocks: &[HostBlockId]) -> Result<()> {
-        blocks.iter().for_each(|block| self.pins[*block as usize] += 1);
+        blocks.iter().for_each(|block| self.holds[*block as usize] += 1);
         self.release(blocks)
     }
 
-    /// Takes back one pin of each.
-    pub fn unpin(&mut self, blocks: &[HostBlockId]) -> Result<()> {
+    /// Ends one hold of each.
+    pub fn end_holds(&mut self, blocks: &[HostBlockId]) -> Result<()> {
         for &block in blocks.iter().rev() {
-            let Some(pins) = self.pins[block as usize].checked_sub(1) else {
-                return broken(format!("host block {block} is unpinned, it has no pin"));
+            let Some(holds) = self.holds[block as usize].checked_sub(1) else {
+                return broken(format!("a hold of host block {block} ends, it has none"));
             };
-            self.pins[block as usize] = pins;
-            self.free.extend((pins == 0).then_some(block)); // a pinned one is not reused
+            self.holds[block as usize] = holds;
+            self.free.extend((holds == 0).then_some(block)); // one with a hold is not reused
         }
         Ok(())
     }
 
-    /// Reports violations, given the number of sequences that hold each block and of steps in flight that pin it.
+    /// Reports violations, given the number of sequences that hold each block and of steps in flight that hold it.
     pub fn audit(&self, holders: &[u32], steps: &[u32], wrong: &mut Vec<String>) {
         let mut times_free = vec![0; self.len()];
         self.free.iter().for_each(|block| times_free[*block as usize] += 1);
         for (block, (holders, steps)) in holders.iter().zip(steps).enumerate() {
-            let (is_held, pins) = (self.is_held[block], self.pins[block]);
+            let (is_held, holds) = (self.is_held[block], self.holds[block]);
             if u32::from(is_held) != *holders {
                 let told = if is_held { "held" } else { "nobody's" };
                 wrong.push(format!("host block {block} is {told}, and of {holders} sequences"));
             }
-            if pins != *steps {
-                wrong.push(format!("host block {block} is pinned by {steps} steps and has {pins} pins"));
+            if holds != *steps {
+                wrong.push(format!("host block {block} is held by {steps} steps and has {holds} holds"));
             }
-            if times_free[block] != usize::from(!is_held && pins == 0) {
+            if times_free[block] != usize::from(!is_held && holds == 0) {
                 wrong.push(format!("host block {block} is {} times on the free stack", times_free[block]));
             }
         }
@@ -132,7 +132,7 @@ impl HostPool {
 
     /// All that a refusal leaves as it was, as text.
     pub fn state(&self) -> String {
-        format!("{:?} {:?} {:?}", self.is_held, self.pins, self.free)
+        format!("{:?} {:?} {:?}", self.is_held, self.holds, self.free)
     }
 }
 
@@ -146,13 +146,13 @@ mod tests {
         (free, held, retired)
     }
 
-    fn violations(pool: &HostPool, held: &[HostBlockId], pinned: &[HostBlockId]) -> Vec<String> {
+    fn violations(pool: &HostPool, held: &[HostBlockId], retired: &[HostBlockId]) -> Vec<String> {
         let times = |blocks: &[HostBlockId]| {
             let count = |block| blocks.iter().filter(|each| **each == block).count() as u32;
             (0..pool.len() as HostBlockId).map(count).collect::<Vec<_>>()
         };
         let mut wrong = Vec::new();
-        pool.audit(&times(held), &times(pinned), &mut wrong);
+        pool.audit(&times(held), &times(retired), &mut wrong);
         wrong
     }
 
@@ -165,7 +165,7 @@ mod tests {
         pool.retire(&[0, 1]).unwrap();
         assert_eq!((counts(&pool), violations(&pool, &[], &[0, 1])), ((2, 0, 2), vec![]));
         assert_eq!(pool.allocate(2).unwrap(), [2, 3]);
-        pool.unpin(&[0, 1]).unwrap();
+        pool.end_holds(&[0, 1]).unwrap();
         assert_eq!(pool.allocate(2).unwrap(), [0, 1], "in the order in which they were given back");
         assert_eq!(counts(&pool), (0, 4, 0));
     }
@@ -190,7 +190,7 @@ mod tests {
         let mut pool = HostPool::new(2);
         assert!(matches!(pool.allocate(3), Err(Failure::Broken(_))));
         assert!(matches!(pool.release(&[0]), Err(Failure::Broken(_))));
-        assert!(matches!(pool.unpin(&[1]), Err(Failure::Broken(_))));
+        assert!(matches!(pool.end_holds(&[1]), Err(Failure::Broken(_))));
     }
 
     #[test]
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(violations(&pool, &[0], &[]), ["host block 1 is held, and of 0 sequences"]);
         assert_eq!(violations(&pool, &[0, 1, 1], &[]), ["host block 1 is held, and of 2 sequences"]);
         assert_eq!(violations(&pool, &[0, 1, 2], &[]), ["host block 2 is nobody's, and of 1 sequences"]);
-        assert_eq!(violations(&pool, &[0, 1], &[1]), ["host block 1 is pinned by 1 steps and has 0 pins"]);
+        assert_eq!(violations(&pool, &[0, 1], &[1]), ["host block 1 is held by 1 steps and has 0 holds"]);
         pool.free.push(2);
         assert_eq!(violations(&pool, &[0, 1], &[]), ["host block 2 is 2 times on the free stack"]);
         pool.free.truncate(1);

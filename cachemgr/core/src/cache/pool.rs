@@ -2,11 +2,11 @@
 //!
 //! A block is in exactly one state, given by three facts about it:
 //!
-//!     references  pins  hash     state
-//!     > 0         any   any      active    in that many block tables
-//!     0           > 0   any      retired   released, but a planned step could still access it
-//!     0           0     yes      cached    evictable: parked; or kept by a prefix pin
-//!     0           0     no       free      on the free stack
+//!     references  holds  hash     state
+//!     > 0         any    any      active    in that many block tables
+//!     0           > 0    any      retired   released, but a planned step could still access it
+//!     0           0      yes      cached    evictable: parked; or pinned
+//!     0           0      no       free      on the free stack
 //!
 //! Flat arrays indexed by block id. The blocks of one call are distinct and of one tenant, as those of a table are.
 
@@ -73,10 +73,10 @@ pub struct BlockPool {
     parking: Parking,
     accounts: Accounts,
     refs: Vec<u32>,
-    pins: Vec<u32>,
-    owners: Vec<TenantId>,        // of the blocks that are not free
-    keeps: HashMap<BlockId, u32>, // prefix pins of those that have any
-    num_idle_kept: usize,
+    holds: Vec<u32>,
+    owners: Vec<TenantId>,       // of the blocks that are not free
+    pins: HashMap<BlockId, u32>, // prefix pins of those that have any
+    num_idle_pinned: usize,
     free: Vec<BlockId>, // a stack: the lowest id on top at first
     counters: PoolCounters,
     journal: Journal,
@@ -94,10 +94,10 @@ impl BlockPool {
             parking: Parking::new(num_blocks, policy),
             accounts: Accounts::new(num_blocks - 1),
             refs: vec![0; num_blocks],
-            pins: vec![0; num_blocks],
+            holds: vec![0; num_blocks],
             owners: vec![0; num_blocks],
-            keeps: HashMap::new(),
-            num_idle_kept: 0,
+            pins: HashMap::new(),
+            num_idle_pinned: 0,
             free: (1..num_blocks as BlockId).rev().collect(),
             counters: PoolCounters::default(),
             journal: Journal::new(num_blocks),
@@ -177,7 +177,7 @@ impl BlockPool {
 
     pub fn counts(&self) -> BlockCounts {
         let (free, active) = (self.free.len(), self.counters.num_active);
-        let cached = self.parking.num_parked() + self.num_idle_kept;
+        let cached = self.parking.num_parked() + self.num_idle_pinned;
         let retired = (self.refs.len() - 1).saturating_sub(free + cached + active); // less than none if the books are wrong
         BlockCounts { free, cached, active, retired }
     }
@@ -186,8 +186,8 @@ impl BlockPool {
         self.refs[block as usize]
     }
 
-    pub fn pin_count(&self, block: BlockId) -> u32 {
-        self.pins[block as usize]
+    pub fn hold_count(&self, block: BlockId) -> u32 {
+        self.holds[block as usize]
     }
 
     /// The block's tenant; None if it is free.
@@ -203,7 +203,7 @@ impl BlockPool {
     pub fn state(&self, block: BlockId) -> BlockState {
         if self.ref_count(block) > 0 {
             BlockState::Active
-        } else if self.pin_count(block) > 0 {
+        } else if self.hold_count(block) > 0 {
             BlockState::Retired
         } else if self.index.is_findable(block) {
             BlockState::Cached
@@ -277,7 +277,7 @@ impl BlockPool {
 
     /// The number of these that are evictable: acquiring them makes so many blocks less allocatable.
     pub fn num_parked(&self, blocks: &[BlockId]) -> usize {
-        blocks.iter().filter(|block| self.is_idle(**block) && !self.is_kept(**block)).count()
+        blocks.iter().filter(|block| self.is_idle(**block) && !self.is_pinned(**block)).count()
     }
 
     /// Adds `count` references to each of these blocks, which are held or in the index.
@@ -298,9 +298,9 @@ impl BlockPool {
         self.counters.num_active += idle.len();
         let mut parked = Vec::with_capacity(idle.len());
         for block in idle {
-            match (self.pins[block as usize], self.is_kept(block)) {
+            match (self.holds[block as usize], self.is_pinned(block)) {
                 (0, false) => parked.push(block),
-                (0, true) => self.num_idle_kept -= 1,
+                (0, true) => self.num_idle_pinned -= 1,
                 _ => {}
             }
         }
@@ -323,21 +323,21 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Removes one reference from each and adds one pin: not reused until `unpin`.
+    /// Removes one reference from each and adds one hold of a step: not reused until `end_holds`.
     pub fn retire(&mut self, blocks: &[BlockId]) -> Result<()> {
         self.let_go(blocks)?;
-        blocks.iter().for_each(|block| self.pins[*block as usize] += 1);
+        blocks.iter().for_each(|block| self.holds[*block as usize] += 1);
         self.journal.touch_all(blocks, &self.owners);
         Ok(())
     }
 
-    /// Takes back one pin of each. Give a table's tail first, as for `release`.
-    pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
+    /// Ends one hold of each. Give a table's tail first, as for `release`.
+    pub fn end_holds(&mut self, blocks: &[BlockId]) -> Result<()> {
         for &block in blocks {
-            let Some(pins) = self.pin_count(block).checked_sub(1) else {
-                return broken(format!("block {block} is unpinned, it has no pin"));
+            let Some(holds) = self.hold_count(block).checked_sub(1) else {
+                return broken(format!("a hold of block {block} ends, it has none"));
             };
-            self.pins[block as usize] = pins;
+            self.holds[block as usize] = holds;
         }
         self.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
@@ -384,7 +384,7 @@ impl BlockPool {
     }
 
     fn drop_one(&mut self, block: BlockId, now: f64) -> bool {
-        if !self.index.is_findable(block) || self.is_kept(block) {
+        if !self.index.is_findable(block) || self.is_pinned(block) {
             return false;
         }
         if let Some(hash) = self.index.hash(block) {
@@ -416,9 +416,9 @@ impl BlockPool {
                 wrong.push(format!("block {block} is {state:?} and {times} times on the free stack"));
             }
             if block != NULL_BLOCK {
-                self.parking.audit(block, state == BlockState::Cached && !self.is_kept(block), wrong);
+                self.parking.audit(block, state == BlockState::Cached && !self.is_pinned(block), wrong);
             }
-            if self.is_kept(block) && !self.index.is_findable(block) {
+            if self.is_pinned(block) && !self.index.is_findable(block) {
                 wrong.push(format!("block {block} is pinned and can't be found"));
             }
             if state == BlockState::Free && self.parking.advice(block).is_some() {
@@ -439,7 +439,7 @@ impl BlockPool {
             num_shared: self.refs.iter().filter(|refs| **refs > 1).count(),
             ..self.counters
         };
-        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let held = self.refs.iter().zip(&self.holds).map(|(refs, holds)| refs | holds);
         let num_cached =
             held.zip(self.index.pasts()).filter(|(held, past)| *held == 0 && **past == Past::Findable).count();
         if counters != self.counters {
@@ -449,7 +449,7 @@ impl BlockPool {
             wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
         }
         self.contents.audit(|block| self.index.is_findable(block), wrong);
-        if self.ref_count(NULL_BLOCK) + self.pin_count(NULL_BLOCK) > 0 {
+        if self.ref_count(NULL_BLOCK) + self.hold_count(NULL_BLOCK) > 0 {
             wrong.push("somebody holds the null block".into());
         }
     }
@@ -458,7 +458,7 @@ impl BlockPool {
     pub fn audit_accounts(&self, wrong: &mut Vec<String>) {
         self.accounts.audit(wrong);
         let mut counted = vec![(0, 0, 0); self.accounts.len()];
-        let held = self.refs.iter().zip(&self.pins).map(|(refs, pins)| refs | pins);
+        let held = self.refs.iter().zip(&self.holds).map(|(refs, holds)| refs | holds);
         let blocks = self.owners.iter().zip(held).zip(self.index.pasts()).enumerate();
         for (block, ((owner, held), past)) in blocks {
             if held == 0 && *past != Past::Findable {
@@ -468,10 +468,10 @@ impl BlockPool {
                 wrong.push(format!("block {block} is tenant {owner}'s, which has no account"));
                 continue;
             };
-            let is_kept = self.is_kept(block as BlockId);
-            *num_held += usize::from(held > 0 || is_kept);
-            *num_cached += usize::from(held == 0 && !is_kept);
-            *num_pinned += usize::from(is_kept);
+            let is_pinned = self.is_pinned(block as BlockId);
+            *num_held += usize::from(held > 0 || is_pinned);
+            *num_cached += usize::from(held == 0 && !is_pinned);
+            *num_pinned += usize::from(is_pinned);
         }
         for (tenant, counted) in counted.into_iter().enumerate() {
             let account = self.accounts.get(tenant as TenantId);
@@ -484,7 +484,7 @@ impl BlockPool {
     }
 
     fn is_idle(&self, block: BlockId) -> bool {
-        self.ref_count(block) == 0 && self.pin_count(block) == 0
+        self.ref_count(block) == 0 && self.hold_count(block) == 0
     }
 
     /// A block begins or ceases to be found by content.
@@ -532,8 +532,8 @@ impl BlockPool {
             if !self.is_idle(block) {
                 continue;
             }
-            if self.is_kept(block) {
-                self.num_idle_kept += 1;
+            if self.is_pinned(block) {
+                self.num_idle_pinned += 1;
             } else if self.index.is_findable(block) {
                 parked.push(block);
             } else {
@@ -625,55 +625,55 @@ impl BlockPool {
     }
 
     /// True if a prefix pin keeps the block from being evicted.
-    pub fn is_kept(&self, block: BlockId) -> bool {
-        !self.keeps.is_empty() && self.keeps.contains_key(&block)
+    pub fn is_pinned(&self, block: BlockId) -> bool {
+        !self.pins.is_empty() && self.pins.contains_key(&block)
     }
 
     /// The number of the block's prefix pins.
-    pub fn keep_count(&self, block: BlockId) -> u32 {
-        self.keeps.get(&block).copied().unwrap_or(0)
+    pub fn pin_count(&self, block: BlockId) -> u32 {
+        self.pins.get(&block).copied().unwrap_or(0)
     }
 
     /// Pinned blocks.
-    pub fn num_kept(&self) -> usize {
-        self.keeps.len()
+    pub fn num_pinned(&self) -> usize {
+        self.pins.len()
     }
 
     /// One prefix pin more for each of these findable blocks.
-    pub fn keep(&mut self, blocks: &[BlockId]) {
+    pub fn pin(&mut self, blocks: &[BlockId]) {
         self.journal.touch_all(blocks, &self.owners);
         for &block in blocks {
             let owner = self.owners[block as usize];
-            if self.is_idle(block) && !self.is_kept(block) {
+            if self.is_idle(block) && !self.is_pinned(block) {
                 self.parking.unpark(&[block]);
                 self.accounts.uncache(owner, 1);
                 self.accounts.hold(owner, 1);
-                self.num_idle_kept += 1;
+                self.num_idle_pinned += 1;
             }
-            let keeps = self.keeps.entry(block).or_insert(0);
-            *keeps += 1;
-            if *keeps == 1 {
+            let pins = self.pins.entry(block).or_insert(0);
+            *pins += 1;
+            if *pins == 1 {
                 self.accounts.pin(owner);
             }
         }
     }
 
     /// Takes back one prefix pin of each. Give a prefix's tail first, as for `release`.
-    pub fn let_go_kept(&mut self, blocks: &[BlockId]) -> Result<()> {
+    pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
         self.journal.touch_all(blocks, &self.owners);
         for &block in blocks {
             let owner = self.owners[block as usize];
-            match self.keep_count(block) {
+            match self.pin_count(block) {
                 0 => return broken(format!("block {block} has no prefix pin to take back")),
                 1 => {
-                    self.keeps.remove(&block);
+                    self.pins.remove(&block);
                     self.accounts.unpin(owner);
                     if self.is_idle(block) {
-                        self.num_idle_kept -= 1;
+                        self.num_idle_pinned -= 1;
                         self.rest(&[block]);
                     }
                 }
-                count => drop(self.keeps.insert(block, count - 1)),
+                count => drop(self.pins.insert(block, count - 1)),
             }
         }
         Ok(())
@@ -795,7 +795,7 @@ pub(crate) mod tests {
             (pool.state(1), pool.counts(), pool.num_allocatable()),
             (BlockState::Retired, counts(3, 0, 0, 1), 3)
         );
-        pool.unpin(&[1]).unwrap();
+        pool.end_holds(&[1]).unwrap();
         assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Free, 4));
         cache(&mut pool, &[7]);
         assert_eq!((pool.state(1), pool.num_allocatable()), (BlockState::Cached, 4));
@@ -810,10 +810,10 @@ pub(crate) mod tests {
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[2, 1]).unwrap();
         assert_eq!((pool.state(1), pool.state(2)), (BlockState::Active, BlockState::Retired));
-        assert_eq!((pool.pin_count(1), pool.pin_count(2), pool.counts()), (1, 1, counts(2, 0, 1, 1)));
+        assert_eq!((pool.hold_count(1), pool.hold_count(2), pool.counts()), (1, 1, counts(2, 0, 1, 1)));
         pool.retire(&[1]).unwrap();
         assert_eq!(pool.counts(), counts(2, 0, 0, 2));
-        pool.unpin(&[2, 1]).unwrap();
+        pool.end_holds(&[2, 1]).unwrap();
         assert_eq!((pool.counts(), violations(&pool)), (counts(3, 0, 0, 1), vec![]));
     }
 
@@ -842,11 +842,11 @@ pub(crate) mod tests {
         published_table(&mut released);
         released.release(&[4, 3, 2, 1]).unwrap();
         assert_eq!(released.allocate(4, 0, &ASKER).unwrap(), [4, 3, 2, 1]);
-        let mut unpinned = pool();
-        published_table(&mut unpinned);
-        unpinned.retire(&[4, 3, 2, 1]).unwrap();
-        unpinned.unpin(&[4, 3, 2, 1]).unwrap();
-        assert_eq!(unpinned.allocate(4, 0, &ASKER).unwrap(), [4, 3, 2, 1]);
+        let mut ended = pool();
+        published_table(&mut ended);
+        ended.retire(&[4, 3, 2, 1]).unwrap();
+        ended.end_holds(&[4, 3, 2, 1]).unwrap();
+        assert_eq!(ended.allocate(4, 0, &ASKER).unwrap(), [4, 3, 2, 1]);
     }
 
     #[test]
@@ -868,10 +868,10 @@ pub(crate) mod tests {
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[1]).unwrap();
         pool.retire(&[1]).unwrap();
-        pool.unpin(&[1]).unwrap();
+        pool.end_holds(&[1]).unwrap();
         assert_eq!(pool.allocate(3, 0, &ASKER).unwrap(), [2, 3, 4]);
         assert_eq!(pool.num_allocatable(), 0);
-        pool.unpin(&[1]).unwrap();
+        pool.end_holds(&[1]).unwrap();
         assert_eq!(pool.allocate(1, 0, &ASKER).unwrap(), [1]);
     }
 
@@ -882,7 +882,7 @@ pub(crate) mod tests {
         pool.publish(&hash(7), 1);
         pool.retire(&[1]).unwrap();
         pool.acquire(&[1], 1).unwrap();
-        pool.unpin(&[1]).unwrap();
+        pool.end_holds(&[1]).unwrap();
         assert_eq!(pool.state(1), BlockState::Active);
         pool.release(&[1]).unwrap();
         assert_eq!((pool.state(1), violations(&pool)), (BlockState::Cached, vec![]));
@@ -961,7 +961,7 @@ pub(crate) mod tests {
         pool.retire(&[4]).unwrap();
         assert_eq!(pool.drop_cached(0, 5, 0.0), 4);
         assert_eq!((pool.counts(), pool.parked_blocks()), (counts(2, 0, 1, 1), vec![]));
-        pool.unpin(&[4]).unwrap();
+        pool.end_holds(&[4]).unwrap();
         assert_eq!(pool.state(4), BlockState::Free);
         assert_eq!((pool.drop_cached(0, 5, 0.0), violations(&pool)), (0, vec![]));
     }
@@ -1000,7 +1000,7 @@ pub(crate) mod tests {
         assert_eq!(told(pool().retire(&[1])), "block 1 is released, nobody holds it");
         assert_eq!(told(held().release(&[1, 2, 3])), "block 3 is released, nobody holds it");
         assert_eq!(told(held().release(&[1, 1])), "block 1 is released, nobody holds it");
-        assert_eq!(told(held().unpin(&[1])), "block 1 is unpinned, it has no pin");
+        assert_eq!(told(held().end_holds(&[1])), "a hold of block 1 ends, it has none");
         assert_eq!(told(pool().acquire(&[1], 1)), "block 1 has no content to share");
         assert_eq!(told(held().acquire(&[1, 2, 3], 1)), "block 3 has no content to share");
         let mut retired = held();
@@ -1018,8 +1018,8 @@ pub(crate) mod tests {
             let (changes, _) = pool.journal().since(first, 9, None).unwrap();
             changes.into_iter().map(|change| change.block).collect::<Vec<_>>()
         };
-        assert_eq!(told(&mut pool, &|pool, blocks| pool.keep(blocks)), cached);
-        assert_eq!(told(&mut pool, &|pool, blocks| pool.let_go_kept(blocks).unwrap()), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.pin(blocks)), cached);
+        assert_eq!(told(&mut pool, &|pool, blocks| pool.unpin(blocks).unwrap()), cached);
         assert_eq!(told(&mut pool, &|pool, blocks| pool.advise(blocks, Advice { level: 7, until: 9 })), cached);
         assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), [0; 0]);
         assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(9)), cached);
@@ -1033,12 +1033,12 @@ pub(crate) mod tests {
             (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
             (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
             (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, which has no account"),
-            (|pool| *pool.keeps.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
+            (|pool| *pool.pins.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
         ];
         for (damage, told) in damages {
             let mut pool = pool();
             let cached = cache(&mut pool, &[1, 2]);
-            pool.keep(&cached[..1]);
+            pool.pin(&cached[..1]);
             pool.allocate(1, 0, &ASKER).unwrap();
             assert_eq!(violations(&pool), [""; 0]);
             damage(&mut pool);
@@ -1062,7 +1062,7 @@ pub(crate) mod tests {
             (|pool| pool.counters.num_active = 1, "counted PoolCounters { num_active: 1, num_references: 0"),
             (|pool| pool.counters.num_references = 1, "counted PoolCounters { num_active: 0, num_references: 1"),
             (|pool| pool.counters.num_shared = 1, "there are PoolCounters { num_active: 0"),
-            (|pool| pool.pins[0] = 1, "somebody holds the null block"),
+            (|pool| pool.holds[0] = 1, "somebody holds the null block"),
             (
                 |pool| {
                     pool.index.publish(&hash(7), 2);
@@ -1096,7 +1096,7 @@ pub(crate) mod tests {
         is_lru: bool,
         random: Random,
         refs: [u32; NUM_BLOCKS],
-        pins: [u32; NUM_BLOCKS],
+        holds: [u32; NUM_BLOCKS],
         name_of: [Option<usize>; NUM_BLOCKS],
         was_named: [bool; NUM_BLOCKS],
         free: Vec<BlockId>,
@@ -1112,7 +1112,7 @@ pub(crate) mod tests {
                 is_lru: policy == "lru",
                 random: Random(seed),
                 refs: [0; NUM_BLOCKS],
-                pins: [0; NUM_BLOCKS],
+                holds: [0; NUM_BLOCKS],
                 name_of: [None; NUM_BLOCKS],
                 was_named: [false; NUM_BLOCKS],
                 free: (1..NUM_BLOCKS as BlockId).rev().collect(),
@@ -1136,7 +1136,7 @@ pub(crate) mod tests {
                 5..7 => self.acquire(),
                 7..9 => self.release(),
                 9..11 => self.retire(),
-                11..13 => self.unpin(),
+                11..13 => self.end_holds(),
                 _ => self.drop_cached(),
             }
         }
@@ -1159,8 +1159,8 @@ pub(crate) mod tests {
         }
 
         fn publish(&mut self) {
-            let is_kept = |model: &Model, block: usize| model.refs[block] + model.pins[block] > 0;
-            for block in self.pick(|model, block| is_kept(model, block) && model.name_of[block].is_none()) {
+            let is_taken = |model: &Model, block: usize| model.refs[block] + model.holds[block] > 0;
+            for block in self.pick(|model, block| is_taken(model, block) && model.name_of[block].is_none()) {
                 let name = self.random.below(NUM_NAMES);
                 let known = self.name_of.iter().position(|known| *known == Some(name)).map(|block| block as BlockId);
                 assert_eq!(self.pool.publish(&hash(name as i32), block), known.unwrap_or(block));
@@ -1191,14 +1191,14 @@ pub(crate) mod tests {
             let held = self.pick(|model, block| model.refs[block] > 0);
             self.pool.retire(&held).unwrap();
             held.iter().for_each(|block| self.refs[*block as usize] -= 1);
-            held.iter().for_each(|block| self.pins[*block as usize] += 1);
+            held.iter().for_each(|block| self.holds[*block as usize] += 1);
         }
 
-        fn unpin(&mut self) {
-            let pinned = self.pick(|model, block| model.pins[block] > 0);
-            self.pool.unpin(&pinned).unwrap();
-            pinned.iter().for_each(|block| self.pins[*block as usize] -= 1);
-            self.rest(&pinned);
+        fn end_holds(&mut self) {
+            let held = self.pick(|model, block| model.holds[block] > 0);
+            self.pool.end_holds(&held).unwrap();
+            held.iter().for_each(|block| self.holds[*block as usize] -= 1);
+            self.rest(&held);
         }
 
         fn drop_cached(&mut self) {
@@ -1219,7 +1219,7 @@ pub(crate) mod tests {
         fn rest(&mut self, blocks: &[BlockId]) {
             for &block in blocks {
                 let cells = block as usize;
-                if self.refs[cells] + self.pins[cells] > 0 {
+                if self.refs[cells] + self.holds[cells] > 0 {
                     continue;
                 }
                 if self.name_of[cells].is_some() {
@@ -1232,7 +1232,7 @@ pub(crate) mod tests {
         }
 
         fn state(&self, block: usize) -> BlockState {
-            match (self.refs[block], self.pins[block], self.name_of[block]) {
+            match (self.refs[block], self.holds[block], self.name_of[block]) {
                 (0, 0, None) => BlockState::Free,
                 (0, 0, Some(_)) => BlockState::Cached,
                 (0, ..) => BlockState::Retired,
@@ -1246,7 +1246,7 @@ pub(crate) mod tests {
             for block in 1..NUM_BLOCKS {
                 let id = block as BlockId;
                 assert_eq!((pool.state(id), pool.ref_count(id)), (self.state(block), self.refs[block]));
-                assert_eq!(pool.pin_count(id), self.pins[block]);
+                assert_eq!(pool.hold_count(id), self.holds[block]);
                 let expected = self.name_of[block].map(|name| hash(name as i32));
                 assert_eq!(pool.index().hash(id), expected.as_ref());
                 assert_eq!(pool.is_writable(id), self.refs[block] == 1 && !self.was_named[block]);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::books::lease::answers::RequestKey;
 use crate::books::pins::{Pin, PinId};
-use crate::books::plans::{Admission, StepPlan, StepRequest};
+use crate::books::plans::{Admission, GrantedStep, StepRequest};
 use crate::books::resetting::{Reset, ResetPart};
 use crate::books::settle::StepReport;
 use crate::books::tenancy::refuse_new_tenant;
@@ -170,7 +170,7 @@ impl StoredBooks {
         request: &StepRequest,
         now: f64,
         key: &RequestKey,
-    ) -> Result<Option<Arc<StepPlan>>> {
+    ) -> Result<Option<Arc<GrantedStep>>> {
         let Some(lease) = self.books.leases_mut().open_mut(lease_id) else { return Ok(None) };
         lease.renew(now);
         if epoch != self.epoch {

@@ -2,7 +2,7 @@
 
 use prost::Message;
 
-use crate::books::plans::{CacheUse, PlanItem, StepPlan};
+use crate::books::plans::{CacheUse, GrantedStep, PlanItem};
 use crate::cache::groups::GroupCounters;
 use crate::cache::host::HostBlockCounts as HostCounts;
 use crate::cache::pool::{BlockCounts as Counts, BlockPool};
@@ -32,7 +32,7 @@ pub struct Grantor<'a> {
 }
 
 /// A StepGrant.
-pub fn encode_grant(plan: &StepPlan, grantor: &Grantor) -> Vec<u8> {
+pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
     let grant = StepGrant {
         pool: grantor.pool.to_string(),
         epoch: grantor.epoch,
@@ -69,7 +69,7 @@ pub fn encode_grant(plan: &StepPlan, grantor: &Grantor) -> Vec<u8> {
 }
 
 /// A PlanStepResponse without its grant, which is signed elsewhere, and without its refusals.
-pub fn encode_answer(plan: &StepPlan) -> Vec<u8> {
+pub fn encode_answer(plan: &GrantedStep) -> Vec<u8> {
     let answer = PlanStepResponse {
         step_number: plan.step_number as i64,
         run_sequence_ids: plan.run_seq_ids.clone(),
@@ -128,7 +128,7 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         table_entry_count: blocks.num_references as i64,
         shared_block_count: blocks.num_shared as i32,
         reserved_block_count: books.pool().accounts().num_reserved() as i32,
-        pinned_block_count: books.pool().num_kept() as i32,
+        pinned_block_count: books.pool().num_pinned() as i32,
         planned_step_count: counters.planned_steps as i64,
         computed_step_count: counters.computed_steps as i64,
         failed_step_count: counters.failed_steps as i64,

@@ -20,11 +20,11 @@ from quire.cachemgr._core import (
     MAX_REQUEST_ID_BYTES,
     MAX_SALT_BYTES,
     Explanation,
+    GrantedStep,
     Lease,
     Ledger,
     PinView,
     SequenceView,
-    StepPlan,
     TenantUse,
 )
 from quire.cachemgr.blocks import BlockState
@@ -89,7 +89,7 @@ def known_bytes(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: StepPlan) -> None:
+def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: GrantedStep) -> None:
     """Adds all of a plan but its grant to an answer."""
     answer.MergeFromString(plan.encode_answer())
     if plan.has_refusals:

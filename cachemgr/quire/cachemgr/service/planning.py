@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cachemgr._core import StepPlan
+from quire.cachemgr._core import GrantedStep
 from quire.cachemgr.bounds import Drain
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, Reason
@@ -84,7 +84,7 @@ class Planning:
             await asyncio.sleep(0)
         self._answer(request, pool, plan, answer)
 
-    def _plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[AttachedPool, StepPlan]:
+    def _plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[AttachedPool, GrantedStep]:
         self._drain.refuse_new()
         pool = self._pools.own_pool(request.lease_id)
         names_tenants = Role.GATEWAY in caller().roles
@@ -94,7 +94,7 @@ class Planning:
         self,
         request: cache_service_pb2.PlanStepRequest,
         pool: AttachedPool,
-        plan: StepPlan,
+        plan: GrantedStep,
         answer: cache_service_pb2.PlanStepResponse,
     ) -> None:
         messages.encode_plan(answer, plan)

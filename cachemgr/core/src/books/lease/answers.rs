@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::plans::StepPlan;
+use crate::books::plans::GrantedStep;
 use crate::errors::{Failure, Reason, Refusal, Result};
 
 /// Answers kept per lease for a repeated request id.
@@ -26,7 +26,7 @@ struct Answer {
     request_id: String,
     /// Digest of the request.
     digest: Vec<u8>,
-    plan: Arc<StepPlan>,
+    plan: Arc<GrantedStep>,
 }
 
 /// The last answers of a lease, the oldest first.
@@ -36,7 +36,7 @@ pub struct RememberedPlans(VecDeque<Answer>);
 impl RememberedPlans {
     /// The answer that was given to this request id, if it is remembered. Refused (REQUEST_ID_REUSED) if that was
     /// another request.
-    pub fn recall(&self, key: &RequestKey) -> Result<Option<Arc<StepPlan>>> {
+    pub fn recall(&self, key: &RequestKey) -> Result<Option<Arc<GrantedStep>>> {
         let Some(answer) = self.0.iter().find(|answer| answer.request_id == key.request_id) else {
             return Ok(None);
         };
@@ -49,7 +49,7 @@ impl RememberedPlans {
     }
 
     /// Keeps the answer to a request id for a repetition, and drops the oldest beyond REMEMBERED_PLANS.
-    pub fn remember(&mut self, key: &RequestKey, plan: &Arc<StepPlan>) {
+    pub fn remember(&mut self, key: &RequestKey, plan: &Arc<GrantedStep>) {
         if key.request_id.is_empty() {
             return;
         }

@@ -86,7 +86,7 @@ impl Lease {
         match self.in_flight.back_mut() {
             Some(last) => {
                 pool.retire(&tail_first)?;
-                last.pinned.push(tail_first);
+                last.holds.push(tail_first);
                 Ok(())
             }
             None => pool.release(&tail_first),
@@ -98,7 +98,7 @@ impl Lease {
         match self.in_flight.back_mut() {
             Some(last) if !blocks.is_empty() => {
                 host.retire(&blocks)?;
-                last.pinned_in_host.push(blocks);
+                last.host_holds.push(blocks);
                 Ok(())
             }
             _ => host.release(&blocks),

@@ -101,7 +101,7 @@ impl StepPlanner<'_> {
         let (foreign, own): (Vec<usize>, Vec<usize>) =
             written.partition(|index| !self.pool.is_writable(table.block(*index)));
         for block in own.into_iter().map(|index| table.block(index)).collect::<Vec<_>>() {
-            if self.pool.pin_count(block) > 0 {
+            if self.pool.hold_count(block) > 0 {
                 forget_claims(block, self.lease, &mut self.step, self.table, self.geometry.block_size);
             }
         }
@@ -119,7 +119,7 @@ impl StepPlanner<'_> {
         Ok(())
     }
 
-    /// Copy-on-write of one block of a table; the old one stays pinned as long as a step may read it.
+    /// Copy-on-write of one block of a table; the old one is held as long as a step may read it.
     pub(super) fn replace(
         &mut self,
         row: Row,
@@ -137,7 +137,7 @@ impl StepPlanner<'_> {
         self.plan.copy_sources.push(source);
         self.plan.copy_targets.push(target);
         self.counters.copied_blocks += 1;
-        self.step.pinned.push(vec![source]);
+        self.step.holds.push(vec![source]);
         self.pool.retire(&[source])
     }
 

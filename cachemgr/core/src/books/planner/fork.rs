@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(bench.0.pool().ref_count(shared), 3);
         let plan = bench.extend(1, 1, &[]);
         assert_eq!((plan.copy_sources, bench.0.pool().ref_count(shared)), (vec![shared], 2));
-        assert_eq!((bench.0.pool().pin_count(shared), bench.0.counters().forks), (1, 2));
+        assert_eq!((bench.0.pool().hold_count(shared), bench.0.counters().forks), (1, 2));
         assert_eq!(bench.0.violations(), [""; 0]);
     }
 

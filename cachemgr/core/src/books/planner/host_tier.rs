@@ -42,7 +42,7 @@ impl StepPlanner<'_> {
             step.hand_over(row, heir, num_tokens);
         }
         self.pool.retire(&blocks)?;
-        self.step.pinned.push(blocks);
+        self.step.holds.push(blocks);
         Ok(Ok(()))
     }
 
@@ -117,7 +117,7 @@ impl StepPlanner<'_> {
             num_before += counts[group];
         }
         self.host.retire(&host_blocks)?;
-        self.step.pinned_in_host.push(host_blocks);
+        self.step.host_holds.push(host_blocks);
         Ok(())
     }
 }
@@ -163,14 +163,14 @@ fn refuse_unrestorable(sequence: &Sequence) -> Option<Refusal> {
 mod tests {
     use super::*;
     use crate::books::planner::tests::reasons;
-    use crate::books::plans::{Admission, PlanItem, StepPlan, StepRequest};
+    use crate::books::plans::{Admission, GrantedStep, PlanItem, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::groups::Span;
 
     type Pairs = Vec<(u32, u32)>;
 
     /// A plan's copies to the host tier, and from there: sources and targets.
-    fn copies(plan: &StepPlan) -> (Pairs, Pairs) {
+    fn copies(plan: &GrantedStep) -> (Pairs, Pairs) {
         let pairs = |sources: &[u32], targets: &[u32]| {
             assert_eq!(sources.len(), targets.len());
             sources.iter().copied().zip(targets.iter().copied()).collect()

@@ -36,7 +36,7 @@ use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
 use crate::books::planner::budget::Budget;
 use crate::books::planner::windows::{pass_windows, write_changed_entries};
-use crate::books::plans::{PlanItem, ReturnHint, StepPlan, StepRequest};
+use crate::books::plans::{GrantedStep, PlanItem, ReturnHint, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::StepInFlight;
@@ -66,7 +66,7 @@ pub struct StepPlanner<'a> {
     lease_name: [u8; 8],
     now: f64,
     step: StepInFlight,
-    plan: StepPlan,
+    plan: GrantedStep,
     budget: Budget,
 }
 
@@ -84,12 +84,12 @@ impl<'a> StepPlanner<'a> {
     ) -> StepPlanner<'a> {
         let budget = Budget::new(0);
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
-        let plan = StepPlan { step_number: lease.next_step, known_step: lease.known_step, ..StepPlan::default() };
+        let plan = GrantedStep { step_number: lease.next_step, known_step: lease.known_step, ..GrantedStep::default() };
         StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget }
     }
 
     /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.
-    pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<StepPlan> {
+    pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<GrantedStep> {
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
             self.release(*seq_id, hints.get(seq_id).copied())?;
@@ -188,7 +188,7 @@ mod tests {
     use crate::books::plans::{Extend, Fork, Trim};
     use crate::books::tests::{Bench, admission};
 
-    pub(super) fn reasons(plan: &StepPlan) -> Vec<(PlanItem, i64, Reason)> {
+    pub(super) fn reasons(plan: &GrantedStep) -> Vec<(PlanItem, i64, Reason)> {
         plan.refusals.iter().map(|refused| (refused.item, refused.seq_id, refused.refusal.reason)).collect()
     }
 
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_refusal_says_every_number_of_its_sentence() {
         let mut bench = Bench::new(3);
-        let refusal = |plan: StepPlan| {
+        let refusal = |plan: GrantedStep| {
             let refusal = plan.refusals[0].refusal.clone();
             assert!(refusal.metadata.iter().all(|(_, value)| refusal.message.contains(value)), "{refusal:?}");
             refusal.message

@@ -2,7 +2,7 @@
 
 use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
-use crate::books::plans::StepPlan;
+use crate::books::plans::GrantedStep;
 use crate::books::room::update_reservation;
 use crate::books::sequences::{Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
@@ -16,7 +16,7 @@ pub(super) fn pass_windows(
     table: &mut SequenceTable,
     pool: &mut BlockPool,
     geometry: &Geometry,
-    plan: &mut StepPlan,
+    plan: &mut GrantedStep,
 ) -> Result<()> {
     for row in std::mem::take(&mut lease.computed) {
         let is_there =
@@ -42,7 +42,7 @@ pub(super) fn pass_windows(
 }
 
 /// Writes the table entries that reports changed since the last plan.
-pub(super) fn write_changed_entries(lease: &mut Lease, table: &SequenceTable, plan: &mut StepPlan) {
+pub(super) fn write_changed_entries(lease: &mut Lease, table: &SequenceTable, plan: &mut GrantedStep) {
     for (row, group, index) in std::mem::take(&mut lease.table_changes) {
         let sequence = table.get(row);
         if let Some(block) = sequence.table(group).get(index).filter(|_| !sequence.released) {
