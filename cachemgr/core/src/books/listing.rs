@@ -44,7 +44,7 @@ pub struct BlockFilter<'a> {
 }
 
 impl Books {
-    /// What lists show of these books.
+    /// Returns the view of these books that lists read.
     pub fn listing(&self) -> Listing<'_> {
         let Books { geometry, pool, table, leases, tenants, .. } = self;
         Listing { geometry, pool, table, leases, tenants }
