@@ -202,7 +202,7 @@ class Run:
     def _count_blocks(self) -> list[int]:
         """As STATES. Partial: a sequence's last block that has room for more tokens."""
         counts = messages.counts_of(self._books.ledger)
-        sequences = self._books.ledger.sequences_from(LEASE, 0, self._num_blocks)
+        sequences = self._books.ledger.inspector.sequences_from(LEASE, 0, self._num_blocks)
         partial = sum(sequence.num_scheduled < sequence.num_blocks * BLOCK_SIZE for sequence in sequences)
         return [
             *(counts.active_count - partial, partial),

@@ -150,7 +150,7 @@ class Report:
 
     def is_doomed(self, ledger: Ledger, lease_id: str) -> bool:
         """True if a step before it computed nothing, so that the worker refuses it."""
-        return ledger.steps_in_flight(lease_id)[0].is_doomed
+        return ledger.probe.steps_in_flight(lease_id)[0].is_doomed
 
     def settle(self, ledger: Ledger, lease_id: str, outcome: Outcome = attach_pb2.STEP_OUTCOME_COMPUTED) -> int:
         """Enters the report as the servicer does; returns nanoseconds."""
@@ -185,7 +185,7 @@ class Progress:
 
 def progress(ledger: Ledger, lease_id: str, seq_id: int) -> Progress | None:
     """Untimed; None if the sequence is not there."""
-    sequence = ledger.sequence(lease_id, seq_id)
+    sequence = ledger.inspector.sequence(lease_id, seq_id)
     if sequence is None:
         return None
     return Progress(sequence.num_known, sequence.num_scheduled, sequence.num_computed)
@@ -205,7 +205,7 @@ def expire_leases(ledger: Ledger, *, now: float) -> tuple[dict[str, int], int]:
     start = clock()
     expired = ledger.expire_leases(now)
     taken = clock() - start
-    sizes = {lease.lease_id: lease.num_sequences for lease in ledger.leases()}
+    sizes = {lease.lease_id: lease.num_sequences for lease in ledger.inspector.leases()}
     return {lease_id: sizes[lease_id] for lease_id in expired}, taken
 
 

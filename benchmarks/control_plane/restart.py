@@ -126,7 +126,7 @@ def recovery(num_blocks: int, num_rounds: int, num_records: int) -> dict[str, An
             steps.run(request)
         for _ in range(num_records // 2 - 10):
             steps.run(request)
-        before = steps.ledger.counts()
+        before = steps.ledger.inspector.counts()
         settled = await_one_log(folder)
         del steps
         gc.collect()
@@ -136,7 +136,7 @@ def recovery(num_blocks: int, num_rounds: int, num_records: int) -> dict[str, An
             start = time.perf_counter()
             ledger = Ledger.recover(POOL, EPOCH, geometry(num_blocks), directory=folder, now=0.0)
             taken.append(time.perf_counter() - start)
-            if ledger.counts() != before or ledger.lease(LEASE).num_sequences != NUM_RUNNING:
+            if ledger.inspector.counts() != before or ledger.inspector.lease(LEASE).num_sequences != NUM_RUNNING:
                 raise RuntimeError("what was recovered is not what was there")
             del ledger
             gc.collect()

@@ -103,7 +103,9 @@ class Books:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens of all sequences, which share no block; the token sampled last has no keys and values yet."""
-        return sum(sequence.num_computed for sequence in self.ledger.sequences_from(LEASE, 0, self._num_admitted))
+        return sum(
+            sequence.num_computed for sequence in self.ledger.inspector.sequences_from(LEASE, 0, self._num_admitted)
+        )
 
     @property
     def num_active_blocks(self) -> int:

@@ -72,5 +72,5 @@ class GroupsReplay(Replay):
     def _blocks(self) -> Iterator[cache_service_pb2.Block]:
         first: int | None = 1
         while first is not None:
-            page, first = self._ledger.list_blocks(first, 1_000, state=None, tenant=None, lease_id=None)
+            page, first = self._ledger.inspector.list_blocks(first, 1_000, state=None, tenant=None, lease_id=None)
             yield from cache_service_pb2.ListBlocksResponse.FromString(page).blocks

@@ -150,7 +150,7 @@ def held_blocks(num_tokens: int, groups: LayerGroups) -> list[int]:
         in_flight = planned
         now = messages.counts_of(books.ledger)
         held.append(now.active_count + now.retired_count)
-    last = books.ledger.sequence(LEASE, 0)
+    last = books.ledger.inspector.sequence(LEASE, 0)
     if last is None or last.num_computed != num_tokens:
         raise RuntimeError(f"the sequence has not {num_tokens} computed tokens")
     return held[-BLOCK_SIZE:]

@@ -346,19 +346,19 @@ def host_counts_of(ledger: Ledger) -> HostBlockCounts | None:
 
 def sequences_of(ledger: Ledger, lease_id: str) -> list[_core.SequenceView]:
     """All sequences of a lease, one that has ended included, by id."""
-    return ledger.sequences_from(lease_id, 0, 2**31)
+    return ledger.inspector.sequences_from(lease_id, 0, 2**31)
 
 
 def sequence_of(ledger: Ledger, lease_id: str, seq_id: int) -> _core.SequenceView:
     """One of them."""
-    (sequence,) = ledger.sequences_from(lease_id, seq_id, 1)
+    (sequence,) = ledger.inspector.sequences_from(lease_id, seq_id, 1)
     assert sequence.seq_id == seq_id
     return sequence
 
 
-def holdings_of(ledger: Ledger, lease_id: str) -> tuple[int, int, int, int]:
+def lease_numbers_of(ledger: Ledger, lease_id: str) -> tuple[int, int, int, int]:
     """The next step and the last that was reported, and how many steps in flight and sequences there are."""
-    lease = ledger.find_lease(lease_id)
+    lease = ledger.inspector.find_lease(lease_id)
     assert lease is not None
     return lease.next_step, lease.settled_step, lease.num_in_flight, lease.num_sequences
 

@@ -333,8 +333,12 @@ class Ledger:
     @property
     def geometry(self) -> Geometry: ...
     @property
-    def last_report(self) -> int:
-        """The number of the last entered report, 0 if none."""
+    def inspector(self) -> Inspector:
+        """What only looks at the books."""
+
+    @property
+    def probe(self) -> Probe:
+        """What tests and benchmarks look at besides."""
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -343,27 +347,6 @@ class Ledger:
 
     def adopt_lease(self, lease: Lease) -> None:
         """Adopts an open lease of an earlier epoch; its sequences are lost."""
-
-    def lease(self, lease_id: str) -> Lease:
-        """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""
-
-    def find_lease(self, lease_id: str) -> Lease | None:
-        """The lease of this id, one that has ended included."""
-
-    def tenant_of(self, lease_id: str) -> str | None:
-        """The tenant of a lease, one that has ended included; None if the lease is removed."""
-
-    def leases(self) -> list[Lease]:
-        """All leases, those that have ended included, by id."""
-
-    def leases_from(self, key: str, most: int, *, only: str = "") -> list[tuple[str, Lease]]:
-        """At most `most` leases from a page key on, in the order of page keys, with them; with `only`, only that id.
-
-        Page keys order leases in lists without disclosing their ids: 24 hexadecimal digits. Cost: O(page).
-        """
-
-    def num_leases_by_tenant(self) -> dict[str, int]:
-        """Leases of each tenant that has any, those that have ended included. Cost: O(leases)."""
 
     def renew_lease(self, lease_id: str, *, now: float) -> Lease:
         """Renews an open lease for its ttl; `plan` does so, too. Raises CallRefused (LEASE_NOT_FOUND)."""
@@ -379,9 +362,6 @@ class Ledger:
 
     def extend_leases(self, held_s: float, now: float) -> None:
         """Adds the time in which no renewal could be read to the ttl of every lease. Cost: O(leases)."""
-
-    def next_expiry(self) -> float | None:
-        """A time before which no lease expires; None if there is none."""
 
     def lease_fenced(self, lease_id: str) -> None:
         """Frees all blocks of a fenced lease. No effect if the lease is removed already."""
@@ -404,19 +384,10 @@ class Ledger:
         (INVALID_ARGUMENT) if the report does not fit the plan, ValueError for bytes that are no message.
         """
 
-    def steps_in_flight(self, lease_id: str) -> list[StepView]:
-        """The planned steps of a lease without a report. Raises KeyError if there is no such lease."""
-
     # -- tenants, and what is kept ------------------------------------------------------------------------------------
 
     def set_shares(self, default: BlockShare, by_name: dict[str, BlockShare]) -> None:
         """Sets the tenants' shares: a default, and others by name."""
-
-    def tenants(self) -> list[TenantUse]:
-        """The tenants that were named or have a share of their own, by name."""
-
-    def tenant_use(self, name: str) -> TenantUse | None:
-        """One tenant's use."""
 
     def check_admission(self, tenant: str, admission: Admission, *, reserve: int = 0) -> AdmissionCheck:
         """The result that an admission of the tenant would have now; takes nothing."""
@@ -430,22 +401,65 @@ class Ledger:
     def unpin_prefix(self, pin_id: bytes, *, tenant: str | None = None) -> bool:
         """Removes a pin of the tenant, by default of any tenant; False if there is none."""
 
-    def pins(self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000) -> list[PinView]:
-        """The pins after a given one, by id: the tenant's, by default every tenant's."""
-
     def advance(self, now: float) -> None:
         """Ends expired pins and advice; `plan` does so, too. Cost: O(1) if none has ended."""
+
+    def keep_contents(self, are_kept: bool) -> None:
+        """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
+
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
+        """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
+
+        From the first block on it ends all pins, too.
+        """
+
+    def begin_reset(self, tenant: str, *, salt: bytes | None = None, tokens: bytes = b"") -> Reset:
+        """Begins a reset of a tenant's content: all, the content under a salt, or that which begins with tokens under
+        it.
+
+        Only the full blocks of the tokens count. Sequences in the host tier will not publish their computed blocks.
+        """
+
+    def go_on_with_reset(self, reset: Reset, *, now: float = 0.0) -> tuple[int, int] | None:
+        """Drops the next part: returns the numbers of blocks and pins. None if all is done."""
+
+@final
+class Inspector:
+    """The listings, lookups, statistics and audits of a ledger. Changes nothing."""
+
+    @property
+    def last_report(self) -> int:
+        """The number of the last entered report, 0 if none."""
+
+    def lease(self, lease_id: str) -> Lease:
+        """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""
+
+    def find_lease(self, lease_id: str) -> Lease | None:
+        """The lease of this id, one that has ended included."""
+
+    def tenant_of(self, lease_id: str) -> str | None:
+        """The tenant of a lease, one that has ended included; None if the lease is removed."""
+
+    def leases(self) -> list[Lease]:
+        """All leases, those that have ended included, by id."""
+
+    def leases_from(self, key: str, most: int, *, only: str = "") -> list[tuple[str, Lease]]:
+        """At most `most` leases from a page key on, in the order of page keys, with them; with `only`, only that id.
+
+        Page keys order leases in lists without disclosing their ids: 24 hexadecimal digits. Cost: O(page).
+        """
+
+    def num_leases_by_tenant(self) -> dict[str, int]:
+        """Leases of each tenant that has any, those that have ended included. Cost: O(leases)."""
+
+    def next_expiry(self) -> float | None:
+        """A time before which no lease expires; None if there is none."""
 
     def next_end(self) -> float | None:
         """A time before which no pin and no advice ends; None if there is none."""
 
-    # -- listings ------------------------------------------------------------------------------------------------------
-
     def sequence(self, lease_id: str, seq_id: int) -> SequenceView | None:
         """A sequence of an open lease, or None. Raises CallRefused (LEASE_NOT_FOUND)."""
-
-    def sequence_ids(self, lease_id: str) -> list[int]:
-        """The sequences of a lease, one that has ended included, in the order of admission."""
 
     def sequences_from(self, lease_id: str, first: int, most: int, *, tenant: str | None = None) -> list[SequenceView]:
         """The first `most` of a lease's sequences with ids from `first` on, by id; of one tenant, if it is given.
@@ -453,20 +467,23 @@ class Ledger:
         Cost: O(the lease's sequences).
         """
 
-    def tokens(self, lease_id: str, seq_id: int) -> bytes | None:
-        """All known tokens of a sequence, 4 bytes each; None if there is no such sequence."""
-
     def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
         """Tokens that an admission would find in the cache; takes nothing."""
 
     def counts(self) -> bytes:
         """A serialised BlockCounts."""
 
-    def statistics(self) -> bytes:
-        """A serialised PoolStatistics. Cost: O(leases + sequences)."""
+    def tenants(self) -> list[TenantUse]:
+        """The tenants that were named or have a share of their own, by name."""
 
-    def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
-        """State, references, pins and prefix hash of a block."""
+    def tenant_use(self, name: str) -> TenantUse | None:
+        """One tenant's use."""
+
+    def pins(self, *, tenant: str | None = None, behind: bytes | None = None, most: int = 1_000) -> list[PinView]:
+        """The pins after a given one, by id: the tenant's, by default every tenant's."""
+
+    def num_pins(self) -> int:
+        """Pins of all tenants."""
 
     def list_blocks(
         self, first: int, most: int, *, state: str | None, tenant: str | None, lease_id: str | None
@@ -493,39 +510,12 @@ class Ledger:
         """Changes of blocks in this epoch."""
 
     def num_changes_kept(self) -> int: ...
-    def keep_contents(self, are_kept: bool) -> None:
-        """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
-
     def contents_are_kept(self) -> bool: ...
     def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
         """Explains why an admission would find no more in the cache; takes nothing. Cost: about that of a lookup."""
 
-    def parked_blocks(self) -> list[int]:
-        """The cached blocks in the eviction policy's order."""
-
-    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
-        """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
-
-        From the first block on it ends all pins, too.
-        """
-
-    def begin_reset(self, tenant: str, *, salt: bytes | None = None, tokens: bytes = b"") -> Reset:
-        """Begins a reset of a tenant's content: all, the content under a salt, or that which begins with tokens under
-        it.
-
-        Only the full blocks of the tokens count. Sequences in the host tier will not publish their computed blocks.
-        """
-
-    def go_on_with_reset(self, reset: Reset, *, now: float = 0.0) -> tuple[int, int] | None:
-        """Drops the next part: returns the numbers of blocks and pins. None if all is done."""
-
-    def num_pins(self) -> int:
-        """Pins of all tenants."""
-
-    # -- checking -----------------------------------------------------------------------------------------------------
-
-    def violations(self) -> list[str]:
-        """All violations in the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
+    def statistics(self) -> bytes:
+        """A serialised PoolStatistics. Cost: O(leases + sequences)."""
 
     def audit(self, first: int, end: int) -> list[str]:
         """The violations in the blocks from `first` to before `end`. Cost: O(these + table entries + free blocks)."""
@@ -536,11 +526,33 @@ class Ledger:
     def audit_promises(self) -> list[str]:
         """The violations in tenants' accounts, pins and reservations. Cost: as `audit_counts`."""
 
+@final
+class Probe:
+    """The internals of a ledger, for tests and benchmarks."""
+
+    def steps_in_flight(self, lease_id: str) -> list[StepView]:
+        """The planned steps of a lease without a report. Raises KeyError if there is no such lease."""
+
+    def sequence_ids(self, lease_id: str) -> list[int]:
+        """The sequences of a lease, one that has ended included, in the order of admission."""
+
+    def tokens(self, lease_id: str, seq_id: int) -> bytes | None:
+        """All known tokens of a sequence, 4 bytes each; None if there is no such sequence."""
+
+    def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
+        """State, references, pins and prefix hash of a block."""
+
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""
 
+    def violations(self) -> list[str]:
+        """All violations in the books (I1 to I4), one sentence each. Cost: O(blocks + table entries)."""
+
     def state(self, but_last_step_of: str | None = None) -> str:
         """The state that a refusal leaves unchanged; `but_last_step_of`: without the last step of this lease."""
+
+    def parked_blocks(self) -> list[int]:
+        """The cached blocks in the eviction policy's order."""
 
     def follow(self, candidate: int) -> None:
         """Lets the default policy follow a candidate until it chooses one itself. For tests."""

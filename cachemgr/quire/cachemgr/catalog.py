@@ -94,7 +94,7 @@ class AttachedPool:
         if registration.acknowledged_report > self.acknowledged_report:
             return True
         for lease_id, next_step in registration.next_steps.items():
-            lease = self.ledger.find_lease(lease_id)
+            lease = self.ledger.inspector.find_lease(lease_id)
             if lease is None or lease.next_step < next_step:
                 return True
         return False
@@ -159,7 +159,7 @@ class Catalog:
     def tenant_of(self, lease_id: str) -> str | None:
         """The tenant of a lease, one being fenced included; None if the lease is removed."""
         name = self._pool_of_lease.get(lease_id)
-        return None if name is None else self._pools[name].ledger.tenant_of(lease_id)
+        return None if name is None else self._pools[name].ledger.inspector.tenant_of(lease_id)
 
     def leases_after(self, key: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[str, Lease]]:
         """Leases of these pools after a page key, in the order of page keys. They must not change meanwhile."""
@@ -228,7 +228,7 @@ class Catalog:
         self._apply_shares(ledger)
         pool = AttachedPool(ledger, signing_key, registration.worker_address, terms)
         self._pools[registration.pool] = pool
-        for lease in known.ledger.leases() if known is not None else []:
+        for lease in known.ledger.inspector.leases() if known is not None else []:
             if lease.is_ending:
                 self._pool_of_lease.pop(lease.lease_id, None)
             else:
@@ -250,9 +250,9 @@ class Catalog:
         )
         ledger.keep_contents(self._keep_tokens)
         pool = AttachedPool(ledger, saved.signing_key, saved.worker_address, saved.terms, is_attached=False)
-        pool.acknowledged_report = ledger.last_report
+        pool.acknowledged_report = ledger.inspector.last_report
         self._pools[saved.pool] = pool
-        self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.leases())
+        self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.inspector.leases())
 
     def open_lease(self, pool: AttachedPool, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> None:
         """A new lease on a pool."""
@@ -268,7 +268,7 @@ class Catalog:
 
 def leases_from(ledger: Ledger, key: str, *, only: str = "") -> Iterator[tuple[str, Lease]]:
     """Leases with their page keys, by these, from one on; of `only` that id. They must not change meanwhile."""
-    while page := ledger.leases_from(key, LEASES_AT_ONCE, only=only):
+    while page := ledger.inspector.leases_from(key, LEASES_AT_ONCE, only=only):
         yield from page
         key = page[-1][0] + "0"  # after this one and before any other
 

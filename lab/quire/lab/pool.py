@@ -136,7 +136,7 @@ class SimulatedPool:
         """Tokens of the arriving prompt that an admission would find."""
         if self._num_found is None:
             prompt, tenant = self._prompt
-            self._num_found = self._ledger.num_cached_tokens(prompt, salt=b"", tenant=tenant)
+            self._num_found = self._ledger.inspector.num_cached_tokens(prompt, salt=b"", tenant=tenant)
         return self._num_found
 
     @property

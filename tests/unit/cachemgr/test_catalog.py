@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning import Admission, StepOutcome, StepRequest, holdings_of, plan_step, report_of
+from planning import Admission, StepOutcome, StepRequest, lease_numbers_of, plan_step, report_of
 
 from quire.cachemgr.catalog import MAX_TERM, AttachedPool, Catalog, NewEpoch, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
@@ -212,9 +212,9 @@ def test_open_leases_go_on_in_a_new_epoch_without_their_sequences(catalog: Catal
     assert (fresh.signing_key, fresh.ledger.epoch) == (b"new", 2)
     assert catalog.pool_of("open") is fresh
     assert refusal_of(lambda: catalog.pool_of("ended")) is Reason.LEASE_NOT_FOUND
-    lease = fresh.ledger.lease("open")
+    lease = fresh.ledger.inspector.lease("open")
     assert (lease.tenant, lease.is_ending, lease.expires_at) == ("acme", False, 11.0)
-    assert fresh.ledger.sequence_ids("open") == []
+    assert fresh.ledger.probe.sequence_ids("open") == []
     old = lambda: plan_step(fresh.ledger, "open", StepRequest(), epoch=1, now=2.0, request_id="r")  # noqa: E731
     assert refusal_of(old) is Reason.EPOCH_CHANGED
     again = plan_step(fresh.ledger, "open", StepRequest(admissions=[admission]), epoch=2, now=2.0, request_id="r")
@@ -271,13 +271,15 @@ def test_what_was_kept_goes_on(recovered: Catalog) -> None:
     pool = recovered.pool("a")
     assert (pool.is_attached, pool.acknowledged_report, pool.signing_key) == (False, 1, b"kept")
     assert recovered.pool_of("other") is pool
-    leases = {lease.lease_id: (lease.is_ending, lease.tenant, lease.expires_at) for lease in pool.ledger.leases()}
+    leases = {
+        lease.lease_id: (lease.is_ending, lease.tenant, lease.expires_at) for lease in pool.ledger.inspector.leases()
+    }
     assert leases == {
         "ended": (True, "t", 110.0),
         "lease": (False, "t", 110.0),
         "other": (False, "t", 110.0),
     }
-    assert holdings_of(pool.ledger, "lease")[:3] == (3, 1, 1)
+    assert lease_numbers_of(pool.ledger, "lease")[:3] == (3, 1, 1)
     again = plan_step(
         pool.ledger, "lease", StepRequest(admissions=[Admission(1, bytes(12))]), epoch=1, now=101.0, request_id="r"
     )

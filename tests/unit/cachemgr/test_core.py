@@ -118,12 +118,23 @@ def test_a_call_that_would_leave_the_books_wrong_says_so() -> None:
 def test_what_is_not_there_is_told() -> None:
     ledger = make_ledger()
     with pytest.raises(KeyError):
-        ledger.steps_in_flight("other")
-    for call in (lambda: ledger.plan(body_of(StepRequest(), "other"), now=0.0), lambda: ledger.sequence("other", 1)):
+        ledger.probe.steps_in_flight("other")
+    for call in (
+        lambda: ledger.plan(body_of(StepRequest(), "other"), now=0.0),
+        lambda: ledger.inspector.sequence("other", 1),
+    ):
         with pytest.raises(CallRefused, match="no lease other…"):
             call()
-    assert (ledger.find_lease("other"), ledger.tenant_of("other"), ledger.tenant_use("other")) == (None, None, None)
-    assert (ledger.sequence("lease", 1), ledger.tokens("other", 1), ledger.sequence_ids("other")) == (None, None, [])
+    assert (
+        ledger.inspector.find_lease("other"),
+        ledger.inspector.tenant_of("other"),
+        ledger.inspector.tenant_use("other"),
+    ) == (None, None, None)
+    assert (
+        ledger.inspector.sequence("lease", 1),
+        ledger.probe.tokens("other", 1),
+        ledger.probe.sequence_ids("other"),
+    ) == (None, None, [])
     with pytest.raises(KeyError, match="mru"):
         make_ledger(policy="mru")
     assert POLICIES == ["lineage", "lru"]
@@ -132,17 +143,17 @@ def test_what_is_not_there_is_told() -> None:
 def test_a_report_names_a_token_for_each_sequence_it_sampled_for() -> None:
     ledger = make_ledger()
     plan_step(ledger, "lease", StepRequest(admissions=[Admission(1, bytes(4)), Admission(2, bytes(4))]), now=0.0)
-    before = ledger.state()
+    before = ledger.probe.state()
     report = report_of("lease", 1, seq_ids=[1, 2], token_counts=[1, 1], sampled_ids=[1, 2], sampled_tokens=[0])
     with pytest.raises(CallRefused, match="sampled_token_ids is 1 entries; must be 2 entries"):
         ledger.settle(report)
-    assert ledger.state() == before
+    assert ledger.probe.state() == before
 
 
 def test_bytes_that_are_no_list_and_no_message_are_told() -> None:
     ledger = make_ledger()
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
-        ledger.num_cached_tokens(b"12345", salt=b"", tenant="")
+        ledger.inspector.num_cached_tokens(b"12345", salt=b"", tenant="")
     with pytest.raises(ValueError, match="buffer underflow"):
         ledger.plan(b"\x0a\x05abc", now=0.0)
     with pytest.raises(ValueError, match="buffer underflow"):

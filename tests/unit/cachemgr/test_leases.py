@@ -36,16 +36,18 @@ def ledger_with(**expiries: float) -> Ledger:
 
 def test_leases_expire_in_order_unless_they_were_renewed_ended_or_gone() -> None:
     ledger = ledger_with(c=3.0, a=1.0, b=2.0, d=4.0, e=3.5)
-    assert (ledger_with().next_expiry(), ledger.next_expiry()) == (None, 1.0)
+    assert (ledger_with().inspector.next_expiry(), ledger.inspector.next_expiry()) == (None, 1.0)
     assert ledger.end_lease("b")
     assert ledger.renew_lease("a", now=-5.0).expires_at == 5.0
     ledger.lease_fenced("c")
     assert ledger.expire_leases(0.9) == []
     assert ledger.expire_leases(4.0) == ["e", "d"]
-    assert ledger.next_expiry() == 5.0
+    assert ledger.inspector.next_expiry() == 5.0
     assert ledger.expire_leases(5.0) == ["a"]
-    assert ledger.next_expiry() is None
-    assert [(lease.lease_id, lease.is_ending) for lease in ledger.leases()] == [(name, True) for name in "abde"]
+    assert ledger.inspector.next_expiry() is None
+    assert [(lease.lease_id, lease.is_ending) for lease in ledger.inspector.leases()] == [
+        (name, True) for name in "abde"
+    ]
 
 
 def test_a_lease_that_has_ended_is_not_renewed() -> None:
@@ -84,10 +86,10 @@ def test_a_lease_that_is_not_renewed_ends_also_when_the_loop_is_always_late(late
 def test_a_lease_gets_the_grace_time_once_also_across_epochs() -> None:
     before, after = ledger_with(a=1.0), ledger_with()
     before.extend_leases(0.0, 2.0)
-    after.adopt_lease(before.lease("a"))
+    after.adopt_lease(before.inspector.lease("a"))
     after.extend_leases(0.5, 3.0)
-    assert after.lease("a").expires_at == 2.5 + GRACE_S
-    assert after.next_expiry() == 2.0 + GRACE_S
+    assert after.inspector.lease("a").expires_at == 2.5 + GRACE_S
+    assert after.inspector.next_expiry() == 2.0 + GRACE_S
 
 
 # -- what was answered ----------------------------------------------------------------------------------------------

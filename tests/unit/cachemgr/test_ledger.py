@@ -20,9 +20,9 @@ from planning import (
     StepRequest,
     Trim,
     counts_of,
-    holdings_of,
     host_block_counts,
     host_counts_of,
+    lease_numbers_of,
     plan_step,
     report_of,
     sequence_of,
@@ -96,7 +96,7 @@ class Bench:
 
     def settle(self, step_number: int | None = None, lease_id: str = "a", *, samples: dict[int, int] | None = None):
         """The next step was computed."""
-        number = step_number or holdings_of(self.ledger, lease_id)[1] + 1
+        number = step_number or lease_numbers_of(self.ledger, lease_id)[1] + 1
         plan = self.plans[lease_id, number]
         ends = [s + n for s, n in zip(plan.run_starts, plan.run_token_counts, strict=True)]
         sampled = {i: 9 for i, is_sampled in zip(plan.run_seq_ids, plan.run_samples, strict=True) if is_sampled}
@@ -110,15 +110,15 @@ class Bench:
         return list(self.sequence(seq_id, lease_id).block_table)
 
     def sequence(self, seq_id: int, lease_id: str = "a"):
-        sequence = self.ledger.sequence(lease_id, seq_id)
+        sequence = self.ledger.inspector.sequence(lease_id, seq_id)
         assert sequence is not None
         return sequence
 
     def tokens(self, seq_id: int) -> list[int]:
-        return list(np.frombuffer(self.ledger.tokens("a", seq_id), dtype="<i4"))
+        return list(np.frombuffer(self.ledger.probe.tokens("a", seq_id), dtype="<i4"))
 
     def state(self, block: int) -> BlockState:
-        return BlockState(self.ledger.block(block)[0])
+        return BlockState(self.ledger.probe.block(block)[0])
 
     def counts(self) -> tuple[int, int, int, int]:
         counts = counts_of(self.ledger)
@@ -166,10 +166,10 @@ def test_an_admission_gets_blocks_for_all_its_tokens_and_samples_the_next(bench:
 
 def test_blocks_are_found_by_others_only_once_they_were_reported_computed(bench: Bench) -> None:
     bench.admit(1, 5, 6, 7)
-    assert bench.ledger.num_cached_tokens(pack(5, 6, 7), salt=b"") == 0
+    assert bench.ledger.inspector.num_cached_tokens(pack(5, 6, 7), salt=b"") == 0
     assert bench.admit(1, 5, 6, 7, lease_id="b").admitted_cached_counts == [0]
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(5, 6, 7), salt=b"") == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(5, 6, 7), salt=b"") == 2
     plan = bench.admit(2, 5, 6, 8, lease_id="b")
     assert plan.admitted_cached_counts == [2]
     assert (plan.run_starts, plan.run_token_counts) == ([2], [1])
@@ -197,12 +197,12 @@ def test_equal_prompts_of_one_lease_share_what_is_being_computed(bench: Bench) -
 def test_what_follows_a_shared_block_is_found_behind_it(bench: Bench) -> None:
     bench.plan(admissions=[Admission(1, pack(1, 2, 3)), Admission(2, pack(1, 2, 4, 5, 6))])
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 4, 5, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 4, 5, 0), salt=b"") == 4
     bench.admit(3, 1, 2, 7)
     bench.extend(3)
     bench.settle()
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 7, 9, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 7, 9, 0), salt=b"") == 4
 
 
 @pytest.mark.parametrize("difference", ["salt", "tenant"])
@@ -213,9 +213,9 @@ def test_sequences_of_another_salt_or_tenant_share_nothing(bench: Bench, differe
     bench.settle()
     assert bench.admit(1, 5, 6, 7, lease_id="c", salt=salt).admitted_cached_counts == [0]
     tenant = "acme" if difference == "tenant" else ""
-    assert bench.ledger.num_cached_tokens(pack(5, 6, 7), salt=salt, tenant=tenant) == 0
+    assert bench.ledger.inspector.num_cached_tokens(pack(5, 6, 7), salt=salt, tenant=tenant) == 0
     bench.settle(lease_id="c")
-    assert bench.ledger.num_cached_tokens(pack(5, 6, 7), salt=salt, tenant=tenant) == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(5, 6, 7), salt=salt, tenant=tenant) == 2
     assert bench.table(1)[0] != bench.table(1, "c")[0]
 
 
@@ -230,11 +230,11 @@ def test_a_long_prefix_is_found_up_to_its_first_hole() -> None:
     prompt = [token % VOCAB for token in range(180)]
     bench.admit(1, *prompt)
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(*prompt), salt=b"") == 178
+    assert bench.ledger.inspector.num_cached_tokens(pack(*prompt), salt=b"") == 178
     assert bench.admit(2, *prompt).admitted_cached_counts == [178]
     hole = bench.table(1)[10]
     bench.ledger.reset_prefix_cache(hole, hole + 1)
-    assert bench.ledger.num_cached_tokens(pack(*prompt), salt=b"") == 20
+    assert bench.ledger.inspector.num_cached_tokens(pack(*prompt), salt=b"") == 20
 
 
 def test_a_long_prompt_is_computed_in_chunks(bench: Bench) -> None:
@@ -327,7 +327,7 @@ def test_what_is_being_filled_behind_a_hole_is_not_shared(bench: Bench) -> None:
 
 def test_tokens_are_four_bytes_each(bench: Bench) -> None:
     with pytest.raises(ValueError, match="6 bytes"):
-        bench.ledger.num_cached_tokens(pack(1, 2)[:6], salt=b"")
+        bench.ledger.inspector.num_cached_tokens(pack(1, 2)[:6], salt=b"")
 
 
 # -- decoding -------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_decoding_runs_ahead_of_the_reports(bench: Bench) -> None:
     bench.settle(samples={1: 12})
     assert bench.tokens(1) == [5, 6, 7, 11, 12]
     assert bench.sequence(1).num_computed == 4
-    assert bench.ledger.num_cached_tokens(pack(5, 6, 7, 11, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(5, 6, 7, 11, 0), salt=b"") == 4
 
 
 @pytest.mark.parametrize(
@@ -418,8 +418,8 @@ def test_a_sequence_can_be_trimmed_and_go_on_with_other_tokens(bench: Bench) -> 
     assert plan.given_run_indexes == [0]
     bench.settle()
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 0), salt=b"") == 4
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 8, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 4, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 8, 0), salt=b"") == 4
 
 
 def test_a_trim_with_steps_in_flight_takes_back_the_promise_and_retires_the_tail(bench: Bench) -> None:
@@ -491,8 +491,8 @@ def test_what_follows_a_trim_is_found_by_its_own_tokens(bench: Bench, num_kept: 
     bench.extend(1, count=num_kept - bench.sequence(1).num_scheduled + 1, append=(8,))
     bench.settle()
     bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(*prompt, 8, 0), salt=b"") == num_kept + 1
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(*prompt, 8, 0), salt=b"") == num_kept + 1
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
 
 
 def test_what_follows_a_trim_is_found_by_its_own_tokens_after_a_reset(bench: Bench) -> None:
@@ -504,7 +504,7 @@ def test_what_follows_a_trim_is_found_by_its_own_tokens_after_a_reset(bench: Ben
     bench.admit(2, 1, 2, 9)
     for _ in range(3):
         bench.settle()
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 8, 0), salt=b"") == 4
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 8, 0), salt=b"") == 4
 
 
 # -- releases -------------------------------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_released_blocks_are_cached_leaf_first_and_partial_ones_are_free(bench: 
     bench.settle()
     assert bench.admit(2, *range(20, 32)).counts == BlockCounts(free=0, cached=2, active=6, retired=0)
     assert bench.extend(2).write_block_ids == [second]
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
 
 
 def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
@@ -534,10 +534,10 @@ def test_a_prefix_outlives_what_continues_it_even_if_it_is_worth_less() -> None:
         bench.plan(releases=[1])
         bench.settle()
     assert bench.counts() == (5, 3, 0, 0)
-    bench.ledger.follow(NUM_CANDIDATES - 1)
+    bench.ledger.probe.follow(NUM_CANDIDATES - 1)
     bench.admit(2, *range(20, 34))
     assert bench.counts() == (0, 1, 7, 0)
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 9), salt=b"") == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 9), salt=b"") == 2
 
 
 def test_a_retired_block_without_hash_is_not_shared(bench: Bench) -> None:
@@ -713,7 +713,7 @@ def test_nothing_of_a_step_that_computed_nothing_counts(bench: Bench, outcome: S
         assert (sequence.num_computed, sequence.num_scheduled, sequence.num_tokens) == (0, 0, 3)
     bench.report(2, StepOutcome.FAILED)
     bench.report(3, StepOutcome.FAILED)
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3), salt=b"") == 0
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3), salt=b"") == 0
     assert bench.admit(3, 1, 2, 3).admitted_cached_counts == [0]
     plan = bench.extend(1, count=3)
     assert (plan.run_starts, plan.given_run_indexes, plan.known_step) == ([0], [0], 3)
@@ -780,7 +780,7 @@ def test_an_empty_step_behind_a_failed_one_can_be_reported_computed(bench: Bench
     bench.plan()
     bench.report(1, StepOutcome.FAILED)
     bench.settle()
-    assert holdings_of(bench.ledger, "a")[2] == 0
+    assert lease_numbers_of(bench.ledger, "a")[2] == 0
 
 
 # -- leases ---------------------------------------------------------------------------------------------------------
@@ -793,11 +793,11 @@ def test_an_ended_leases_blocks_come_back_when_it_is_fenced(bench: Bench) -> Non
     assert not bench.ledger.end_lease("a")
     assert bench.counts() == (5, 0, 1, 2)
     assert refusal_of(lambda: bench.plan()) is Reason.LEASE_NOT_FOUND
-    assert refusal_of(lambda: bench.ledger.sequence("a", 1)) is Reason.LEASE_NOT_FOUND
+    assert refusal_of(lambda: bench.ledger.inspector.sequence("a", 1)) is Reason.LEASE_NOT_FOUND
     bench.ledger.lease_fenced("a")
     bench.ledger.lease_fenced("a")
     assert bench.counts() == (8, 0, 0, 0)
-    assert [lease.lease_id for lease in bench.ledger.leases()] == ["b"]
+    assert [lease.lease_id for lease in bench.ledger.inspector.leases()] == ["b"]
 
 
 def test_what_was_reported_before_the_fence_is_cached_after_it(bench: Bench) -> None:
@@ -817,20 +817,20 @@ def test_a_fenced_leases_blocks_are_evicted_leaf_first_though_it_had_trimmed_the
     bench.ledger.end_lease("a")
     bench.ledger.lease_fenced("a")
     assert bench.admit(1, *range(20, 34), lease_id="b").counts == BlockCounts(free=0, cached=1, active=7, retired=0)
-    assert bench.ledger.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
+    assert bench.ledger.inspector.num_cached_tokens(pack(1, 2, 3, 4, 5), salt=b"") == 2
 
 
 def test_a_lease_expires_unless_it_is_renewed(bench: Bench) -> None:
-    assert bench.ledger.next_expiry() == 10.0
+    assert bench.ledger.inspector.next_expiry() == 10.0
     bench.plan("a", now=4.0)
     assert bench.ledger.expire_leases(9.9) == []
     assert bench.ledger.expire_leases(10.0) == ["b"]
-    assert refusal_of(lambda: bench.ledger.lease("b")) is Reason.LEASE_NOT_FOUND
-    assert bench.ledger.next_expiry() == 14.0
+    assert refusal_of(lambda: bench.ledger.inspector.lease("b")) is Reason.LEASE_NOT_FOUND
+    assert bench.ledger.inspector.next_expiry() == 14.0
     assert bench.ledger.expire_leases(14.0) == ["a"]
     assert bench.ledger.expire_leases(99.0) == []
     assert statistics_of(bench.ledger).expired_lease_count == 2
-    assert bench.ledger.next_expiry() is None
+    assert bench.ledger.inspector.next_expiry() is None
 
 
 def test_an_expired_leases_blocks_wait_for_the_fence(bench: Bench) -> None:
@@ -898,9 +898,9 @@ def test_a_call_is_refused(bench: Bench, case: str, reason: Reason) -> None:
         "extended twice, not in succession": lambda: bench.plan(extend_ids=[1, 2, 1], extend_token_counts=[1, 1, 1]),
         "counts missing": lambda: bench.plan(releases=[1], extend_ids=[1], extend_token_counts=[]),
     }
-    before = holdings_of(ledger, "a")
+    before = lease_numbers_of(ledger, "a")
     assert refusal_of(calls[case]) is reason
-    assert (holdings_of(ledger, "a"), ledger.sequence_ids("a")) == (before, [1])
+    assert (lease_numbers_of(ledger, "a"), ledger.probe.sequence_ids("a")) == (before, [1])
 
 
 def test_a_lease_may_have_as_many_steps_in_flight_as_allowed(bench: Bench) -> None:
@@ -1031,7 +1031,7 @@ def test_blocks_that_were_reset_are_free_like_any_other_when_they_are_released(b
 def test_sequences_are_listed_as_they_were_admitted(bench: Bench) -> None:
     ids = [5, 3, 8, 1, 7, 2]
     bench.plan(admissions=[Admission(seq_id, pack(seq_id)) for seq_id in ids])
-    assert bench.ledger.sequence_ids("a") == ids
+    assert bench.ledger.probe.sequence_ids("a") == ids
 
 
 def test_what_is_handed_out_and_evicted_is_counted(bench: Bench) -> None:
@@ -1067,8 +1067,8 @@ def test_books_that_are_right_are_so_slice_by_slice(bench: Bench) -> None:
     bench.settle()
     bench.plan(forks=[Fork(1, [2], 5)], extend_ids=[2], extend_token_counts=[1])
     bench.plan(releases=[1])
-    assert [bench.ledger.audit(first, first + 2) for first in range(0, 9, 2)] == [[]] * 5
-    assert bench.ledger.audit_counts() == []
+    assert [bench.ledger.inspector.audit(first, first + 2) for first in range(0, 9, 2)] == [[]] * 5
+    assert bench.ledger.inspector.audit_counts() == []
 
 
 def test_statistics_count_what_happened(bench: Bench) -> None:

@@ -1320,10 +1320,10 @@ def state_of(ledger: Ledger, lease_id: str | None = None, *, but_last_step: bool
     if not but_last_step:
         lease_id = None
     elif lease_id is not None:
-        last = ledger.steps_in_flight(lease_id)[-1]
+        last = ledger.probe.steps_in_flight(lease_id)[-1]
         assert not last.run_seq_ids
         assert not any((last.num_held, last.num_fills, last.num_released))
-    return ledger.state(lease_id), [(lease.lease_id, lease.is_ending) for lease in ledger.leases()]
+    return ledger.probe.state(lease_id), [(lease.lease_id, lease.is_ending) for lease in ledger.inspector.leases()]
 
 
 # -- the machine ----------------------------------------------------------------------------------------------------
@@ -1689,7 +1689,7 @@ class LedgerMachine(RuleBasedStateMachine):
         step = client.to_run.pop(0)
         for block, generation in step.generations.items():
             assert self.books.generations[block] == generation, f"block {block} was handed out again"
-        findable = {block for block in range(1, self.geometry.num_blocks) if self.ledger.block(block)[3]}
+        findable = {block for block in range(1, self.geometry.num_blocks) if self.ledger.probe.block(block)[3]}
         for run in step.runs:
             written = range(run.start // self.books.size, self.books.num_blocks_for(len(run.tokens)))
             for table in run.tables:
@@ -1764,7 +1764,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert client.is_open
                 client.is_open = False
             elif client.is_open:
-                assert self.ledger.lease(client.lease_id).expires_at > self.now
+                assert self.ledger.inspector.lease(client.lease_id).expires_at > self.now
 
     def fence(self, rng):
         client = self.pick(rng, lambda client: not client.is_open)
@@ -1822,11 +1822,11 @@ class LedgerMachine(RuleBasedStateMachine):
         stem = min(rng.choices(keys, k=2), key=len)[1:] if kind == "prefix" and keys else (tag,)
         is_wanted = lambda prefix: prefix[0] in tags if kind == "tenant" else self.books.begins_with(prefix, stem)  # noqa: E731
         tail = [0] * rng.randrange(size) if len(stem) > 1 else []
-        before = self.ledger.counts()
+        before = self.ledger.inspector.counts()
         reset = self.ledger.begin_reset(
             TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*stem[1:], *tail])
         )
-        assert self.ledger.counts() == before
+        assert self.ledger.inspector.counts() == before
         self.books.withhold(tags)
         self.books.new = set()
         # Pins go at once; what is pinned from then on stays.
@@ -1890,7 +1890,7 @@ class LedgerMachine(RuleBasedStateMachine):
         prefixes = self.books.prefixes(tenant * len(SALTS) + salt, tokens, len(tokens) - 1)
         expected = self.books.longest_hit(prefixes)[0] * self.geometry.block_size
         before = state_of(self.ledger)
-        found = self.ledger.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
+        found = self.ledger.inspector.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
         assert (found, state_of(self.ledger)) == (expected, before)
 
     # what holds after every rule
@@ -1898,7 +1898,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self):
         if hasattr(self, "ledger"):
-            assert self.ledger.violations() == []
+            assert self.ledger.probe.violations() == []
             self.findable_blocks_hold_what_their_hash_says()
             self.computed_tokens_are_there()
             self.books_agree()
@@ -1908,7 +1908,7 @@ class LedgerMachine(RuleBasedStateMachine):
         states, holders = books.states(), books.holders()
         hash_by_block = {block: hash_of(key[1:], self.geometry.block_size) for key, block in books.index.items()}
         for block in range(1, self.geometry.num_blocks):
-            state, references, _, prefix_hash = ledger.block(block)
+            state, references, _, prefix_hash = ledger.probe.block(block)
             assert state == states[block], f"block {block} is {state}, should be {states[block]}"
             assert references == holders[block]
             assert prefix_hash == hash_by_block.get(block)
@@ -1927,23 +1927,23 @@ class LedgerMachine(RuleBasedStateMachine):
             self.sequences_agree(lease_id, book.sequences)
 
     def tenants_agree(self):
-        for use in self.ledger.tenants():
+        for use in self.ledger.inspector.tenants():
             tenant = TENANTS.index(use.name)
             held, cached = self.books.num_held(tenant), self.books.blocks_of(tenant, BlockState.CACHED)
             cached -= self.books.num_idle_pinned(tenant)
             assert (use.num_held, use.num_cached) == (held, cached), use.name
             assert use.num_reserved == self.books.num_reserved(tenant), use.name
             assert use.num_pinned == self.books.num_pinned(tenant), use.name
-            pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.pins(tenant=use.name)]
+            pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.inspector.pins(tenant=use.name)]
             of_tenant = [(pin_id, pin) for pin_id, pin in sorted(self.books.pins.items()) if pin.tenant == tenant]
             assert pins == [(pin_id, len(pin.prefix) - 1) for pin_id, pin in of_tenant], use.name
 
     def parked_blocks_agree(self):
-        parked, expected = self.ledger.parked_blocks(), self.books.lru
+        parked, expected = self.ledger.probe.parked_blocks(), self.books.lru
         assert parked == expected if self.books.is_lru else sorted(parked) == sorted(expected)
 
     def sequences_agree(self, lease_id, book_sequences):
-        assert self.ledger.sequence_ids(lease_id) == list(book_sequences)
+        assert self.ledger.probe.sequence_ids(lease_id) == list(book_sequences)
         for seq_id, book in book_sequences.items():
             sequence = sequence_of(self.ledger, lease_id, seq_id)
             flat = [block for table in book.tables for block in held(table)]
@@ -1956,12 +1956,12 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
             known = pack(token.value for token in book.tokens if token.known)
-            assert self.ledger.tokens(lease_id, seq_id) == known
+            assert self.ledger.probe.tokens(lease_id, seq_id) == known
 
     def findable_blocks_hold_what_their_hash_says(self):
         size = self.geometry.block_size
         for block in range(1, self.geometry.num_blocks):
-            prefix_hash = self.ledger.block(block)[3]
+            prefix_hash = self.ledger.probe.block(block)[3]
             if prefix_hash is None:
                 continue
             slots = self.worker.slots[block]
@@ -2001,7 +2001,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.do_fence(client)
         counts = counts_of(self.ledger)
         assert counts.free + counts.cached == self.geometry.num_blocks - 1
-        assert self.ledger.num_rows() == 0
+        assert self.ledger.probe.num_rows() == 0
         assert (host_counts_of(self.ledger) or (0, 0, 0))[0] == self.geometry.num_host_blocks
         statistics = statistics_of(self.ledger)
         assert (statistics.evicted_block_count, statistics.allocated_block_count) == (
@@ -2018,7 +2018,7 @@ class DefaultPolicyMachine(LedgerMachine):
     def follow(self, client, rng):
         super().follow(client, rng)
         if not self.is_lru and rng.random() < 0.5:
-            self.ledger.follow(rng.randrange(NUM_CANDIDATES))
+            self.ledger.probe.follow(rng.randrange(NUM_CANDIDATES))
 
 
 def configured(num_examples: int) -> settings:

@@ -54,7 +54,7 @@ def admit(ledger: Ledger, lease_id: str, seq_id: int, *tokens: int, salt: bytes 
 
 def settle(ledger: Ledger, lease_id: str) -> None:
     """The lease's first step in flight is skipped if it runs nothing, else computed."""
-    (step, *_) = ledger.steps_in_flight(lease_id)
+    (step, *_) = ledger.probe.steps_in_flight(lease_id)
     if not step.run_seq_ids:
         ledger.settle(report_of(lease_id, step.step_number, StepOutcome.SKIPPED))
         return
@@ -102,7 +102,7 @@ def test_leases_are_in_the_order_of_their_keys_whatever_comes_and_goes() -> None
         key = page_key(str(rng.randrange(400)))
         expected = [lease_id for lease_id in in_order(present) if page_key(lease_id) >= key]
         assert [lease.lease_id for _, lease in leases_from(ledger, key)] == expected
-        assert [lease.lease_id for _, lease in ledger.leases_from(key, 3)] == expected[:3]
+        assert [lease.lease_id for _, lease in ledger.inspector.leases_from(key, 3)] == expected[:3]
     assert [key for key, _ in leases_from(ledger, "")] == [page_key(lease_id) for lease_id in in_order(present)]
 
 
@@ -186,15 +186,15 @@ def test_sequences_are_listed_by_id_with_their_size() -> None:
     ledger = make_ledger(a="")
     for seq_id in (7, 2**31 - 1, 3):
         admit(ledger, "a", seq_id, 1, 2, 3)
-    listed = ledger.sequences_from("a", 4, 9)
+    listed = ledger.inspector.sequences_from("a", 4, 9)
     assert [(view.seq_id, view.num_blocks) for view in listed] == [(7, 2), (2**31 - 1, 2)]
-    assert [view.seq_id for view in ledger.sequences_from("a", 0, 2)] == [3, 7]
-    assert ledger.sequences_from("a", 2**31, 9) == ledger.sequences_from("b", 0, 9) == []
+    assert [view.seq_id for view in ledger.inspector.sequences_from("a", 0, 2)] == [3, 7]
+    assert ledger.inspector.sequences_from("a", 2**31, 9) == ledger.inspector.sequences_from("b", 0, 9) == []
 
 
 def listed(ledger: Ledger, first: int = 0, most: int = 99, **filters: object) -> tuple[list[int], int | None]:
     filters = {"state": None, "tenant": None, "lease_id": None} | filters
-    blocks, following = ledger.list_blocks(first, most, **filters)  # type: ignore[arg-type]
+    blocks, following = ledger.inspector.list_blocks(first, most, **filters)  # type: ignore[arg-type]
     page = cache_service_pb2.ListBlocksResponse.FromString(blocks)
     return [block.block_id for block in page.blocks], following
 
@@ -204,11 +204,11 @@ def test_blocks_are_listed_as_the_message_that_the_proto_says() -> None:
     cache(ledger, "a", 1, 2, 3)
     admit(ledger, "b", 1, 4)
     response = cache_service_pb2.ListBlocksResponse()
-    response.MergeFromString(ledger.list_blocks(1, 3, state=None, tenant=None, lease_id=None)[0])
+    response.MergeFromString(ledger.inspector.list_blocks(1, 3, state=None, tenant=None, lease_id=None)[0])
     first, second, third = response.blocks
     cached, free = cache_service_pb2.BLOCK_STATE_CACHED, cache_service_pb2.BLOCK_STATE_FREE
     assert (first.block_id, first.state, first.tenant, first.priority) == (1, cached, "älice", 5)
-    assert first.prefix_hash == ledger.block(1)[3]
+    assert first.prefix_hash == ledger.probe.block(1)[3]
     assert (second.state, second.reference_count, second.tenant) == (cache_service_pb2.BLOCK_STATE_ACTIVE, 1, "bob")
     assert third == cache_service_pb2.Block(block_id=3, state=free)
 
@@ -270,7 +270,9 @@ def test_who_wants_to_know_is_told_of_every_change_and_of_a_new_epoch() -> None:
 
 
 def explained(ledger: Ledger, *tokens: int, tenant: str = "alice", with_other_tenants: bool = True, salt: bytes = b""):
-    return ledger.explain(int32_bytes(tokens), salt=salt, tenant=tenant, with_other_tenants=with_other_tenants)
+    return ledger.inspector.explain(
+        int32_bytes(tokens), salt=salt, tenant=tenant, with_other_tenants=with_other_tenants
+    )
 
 
 def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:

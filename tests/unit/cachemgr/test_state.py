@@ -79,7 +79,7 @@ def test_what_was_kept_is_there_again(path: Path, folder: Path) -> None:
         assert (pool.ledger.pool, pool.ledger.epoch, pool.ledger.geometry) == ("a", EPOCH, GEOMETRY)
         assert (pool.signing_key, pool.worker_address) == (KEY, "unix:/run/w.sock")
         assert pool.terms == tuple(range(TERM, TERM + restart + 1))
-        assert [lease.lease_id for lease in pool.ledger.leases()] == ["lease"]
+        assert [lease.lease_id for lease in pool.ledger.inspector.leases()] == ["lease"]
 
 
 def test_a_clock_that_was_set_back_gives_the_term_after_the_last(path: Path, folder: Path) -> None:

@@ -165,17 +165,17 @@ def test_listeners_are_told_of_an_end_and_of_nothing_else(world: World) -> None:
     told: list[float] = []
     world.catalog.listeners("pool").add(lambda: told.append(world.clock.now))
     begun = world.clock.now
-    assert world.ledger.next_end() == begun + PIN_TTL_S
+    assert world.ledger.inspector.next_end() == begun + PIN_TTL_S
     for elapsed_s in (1.0, PIN_TTL_S, PIN_TTL_S + 1, ADVICE_TTL_S, ADVICE_TTL_S + 1, LEASE_TTL_S):
         world.clock.now = begun + elapsed_s
         world.answer("GetPool")
         world.answer("ListBlocks")
     assert told == [begun + PIN_TTL_S, begun + ADVICE_TTL_S]
-    assert world.ledger.next_end() is None
+    assert world.ledger.inspector.next_end() is None
 
 
 def test_a_ledger_without_pins_and_advice_has_no_next_end() -> None:
     ledger = make_ledger(a="")
     admit(ledger, "a", 1, 1, 2, 3)
     ledger.advance(1e6)
-    assert ledger.next_end() is None
+    assert ledger.inspector.next_end() is None

@@ -50,7 +50,7 @@ def churn(ledger: Ledger) -> None:
     """Every block changes a few times, and is free again."""
     admit(ledger, "a", 1, *range(16))
     plan_step(ledger, "a", StepRequest(releases=[1]), now=0.0)
-    for step in ledger.steps_in_flight("a"):
+    for step in ledger.probe.steps_in_flight("a"):
         ledger.settle(report_of("a", step.step_number, StepOutcome.SKIPPED))
 
 
@@ -81,7 +81,7 @@ def test_a_snapshot_then_changes_each_with_a_cursor_behind_it(catalog: Catalog, 
             admit(pool.ledger, "b", 1, 4)
             second = await soon(answers)
             assert (second.epoch, second.cleared, told(second)) == (EPOCH, False, [(3, 2, 3)])
-            assert Place.of(second.cursor) == Place(EPOCH, pool.ledger.num_changes())
+            assert Place.of(second.cursor) == Place(EPOCH, pool.ledger.inspector.num_changes())
         async with watching(catalog, cursor=first.cursor) as answers:
             assert await soon(answers) == second
 
@@ -91,7 +91,7 @@ def test_a_snapshot_then_changes_each_with_a_cursor_behind_it(catalog: Catalog, 
 def test_changes_that_are_lost_are_not_passed_over(catalog: Catalog, pool: AttachedPool) -> None:
     async def test() -> None:
         changes = Changes(pool.ledger, ALL, 0)
-        while pool.ledger.num_changes() <= pool.ledger.num_changes_kept():
+        while pool.ledger.inspector.num_changes() <= pool.ledger.inspector.num_changes_kept():
             churn(pool.ledger)
         with pytest.raises(CallRefused) as refused:
             changes.next()
@@ -145,7 +145,7 @@ def test_a_watch_is_told_of_a_pin_that_ends_though_nobody_calls(catalog: Catalog
             for ttl_s in (0.01, 0.05):
                 pool.ledger.pin_prefix(int32_bytes([1, 2, 3]), salt=b"", tenant="alice", ttl_s=ttl_s, now=clock())
                 pins = (await soon(answers)).events[-1].block.prefix_pin_count
-                assert pins == 1 or pool.ledger.next_end() is None
+                assert pins == 1 or pool.ledger.inspector.next_end() is None
                 if pins:
                     (ended,) = (await soon(answers)).events
                     assert (ended.block.block_id, ended.block.prefix_pin_count) == (1, 0)
@@ -188,7 +188,7 @@ def test_a_place_that_was_overwritten_is_refused(catalog: Catalog, pool: Attache
     async def test() -> None:
         async with watching(catalog) as answers:
             cursor = (await soon(answers)).cursor
-            while pool.ledger.num_changes() <= pool.ledger.num_changes_kept():
+            while pool.ledger.inspector.num_changes() <= pool.ledger.inspector.num_changes_kept():
                 churn(pool.ledger)
             with pytest.raises(CallRefused) as refused:
                 await soon(answers)
@@ -212,7 +212,7 @@ def test_who_sees_nothing_gets_a_new_cursor_now_and_then(catalog: Catalog, pool:
             assert (list(answer.events), answer.cleared) == ([], False)
             place = Place.of(answer.cursor)
             assert place is not None
-            assert place.number >= pool.ledger.num_changes_kept() // 4
+            assert place.number >= pool.ledger.inspector.num_changes_kept() // 4
 
     run(test)
 

@@ -207,8 +207,8 @@ def in_lockstep(one: Ledger, other: Ledger, num_steps: int = 120) -> int:
         with suppress(KeyError):
             change(other)
             num_finished += 1
-        assert other.state() == one.state()
-        assert other.violations() == []
+        assert other.probe.state() == one.probe.state()
+        assert other.probe.violations() == []
         return done
 
     for step in range(1, num_steps + 1):

@@ -149,7 +149,7 @@ class Attachments:
 
     def _attached(self, pool: AttachedPool, orders: Orders) -> None:
         ledger = pool.ledger
-        leases = ledger.leases()
+        leases = ledger.inspector.leases()
         attached = attach_pb2.Attached(
             term=pool.term,
             signing_key=pool.signing_key,

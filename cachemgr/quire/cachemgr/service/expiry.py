@@ -58,7 +58,9 @@ class Expiry:
                 for lease_id in pool.ledger.expire_leases(now - UNNOTICED_S):
                     log.info("lease expired lease=%s pool=%s", lease_id[:8], pool.ledger.pool)
                     self._attachments.fence_lease(pool, lease_id)
-            times = [expiry for pool in self._catalog.pools() if (expiry := pool.ledger.next_expiry()) is not None]
+            times = [
+                expiry for pool in self._catalog.pools() if (expiry := pool.ledger.inspector.next_expiry()) is not None
+            ]
             if not times:
                 await self._changed.wait()
                 held_time = HeldTime(self._clock())

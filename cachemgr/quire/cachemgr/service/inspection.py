@@ -82,8 +82,8 @@ class Inspection:
     ) -> cache_service_pb2.AuditPoolResponse:
         ledger = self._pools.pool(request.pool).ledger
         firsts = range(0, ledger.geometry.num_blocks, AUDIT_SLICE)
-        parts: list[Callable[[], list[str]]] = [ledger.audit_counts, ledger.audit_promises]
-        parts += [partial(ledger.audit, first, first + AUDIT_SLICE) for first in firsts]
+        parts: list[Callable[[], list[str]]] = [ledger.inspector.audit_counts, ledger.inspector.audit_promises]
+        parts += [partial(ledger.inspector.audit, first, first + AUDIT_SLICE) for first in firsts]
         violations = [violation async for wrong in in_turns(parts) for violation in wrong]
         return cache_service_pb2.AuditPoolResponse(
             violations=violations,
@@ -140,7 +140,7 @@ class Inspection:
             if tenant not in (None, shown):
                 continue
             first, most = int(last_id) + 1 if key == last_lease else 0, limit + 1 - len(response.sequences)
-            for sequence in ledger.sequences_from(lease.lease_id, first, most, tenant=shown):
+            for sequence in ledger.inspector.sequences_from(lease.lease_id, first, most, tenant=shown):
                 if len(response.sequences) == limit:
                     response.next_page_token = last_token
                     return response
@@ -160,14 +160,14 @@ class Inspection:
         ledger = self._pools.pool(request.pool).ledger
         if request.lease_id:
             self._pools.visible_pool(request.lease_id)
-            ledger.lease(request.lease_id)
+            ledger.inspector.lease(request.lease_id)
         tenant = request.tenant if request.HasField("tenant") else None
         response = cache_service_pb2.ListBlocksResponse()
         if not sees_all():
             if tenant not in (None, caller().name):
                 return response
             tenant = caller().name
-        blocks, following = ledger.list_blocks(
+        blocks, following = ledger.inspector.list_blocks(
             int(request.page_token or 0) + 1, limit, state=state, tenant=tenant, lease_id=request.lease_id or None
         )
         response.MergeFromString(blocks)
@@ -228,7 +228,7 @@ class Inspection:
         pool = self._pools.pool(request.pool)
         tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
         ledger = pool.ledger
-        explanation = ledger.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
+        explanation = ledger.inspector.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
         response = messages.encode_explanation(
             explanation, ledger.geometry.block_size, offset_s=self._pools.wall_clock_offset_s()
         )
@@ -265,7 +265,7 @@ def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tu
     """Drop everything, a slice at a time: how many blocks and pins."""
 
     def drop(first: int) -> tuple[int, int]:
-        num_pins = 0 if first else ledger.num_pins()
+        num_pins = 0 if first else ledger.inspector.num_pins()
         return ledger.reset_prefix_cache(first, first + RESET_SLICE, now=now), num_pins
 
     return (partial(drop, first) for first in range(0, ledger.geometry.num_blocks, RESET_SLICE))
@@ -289,7 +289,7 @@ def match_of(pool: AttachedPool, tokens: bytes, *, salt: bytes, tenant: str) -> 
     """How much of a prefix a pool holds."""
     return cache_service_pb2.PrefixMatch(
         pool=pool.ledger.pool,
-        cached_token_count=pool.ledger.num_cached_tokens(tokens, salt=salt, tenant=tenant),
+        cached_token_count=pool.ledger.inspector.num_cached_tokens(tokens, salt=salt, tenant=tenant),
         block_counts=messages.counts_of(pool.ledger),
         worker_address=pool.worker_address,
     )

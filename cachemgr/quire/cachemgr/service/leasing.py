@@ -123,7 +123,7 @@ class Leasing:
         self._lease_counts = LeaseCounts(
             lambda lease_id: catalog.tenant_of(lease_id) is not None, limit=max_leases, tenant_limit=max_leases_of
         )
-        for lease in chain.from_iterable(pool.ledger.leases() for pool in catalog.pools()):
+        for lease in chain.from_iterable(pool.ledger.inspector.leases() for pool in catalog.pools()):
             self._lease_counts.add(lease.lease_id, lease.tenant)
 
     @refusing
@@ -138,7 +138,9 @@ class Leasing:
             answer = asyncio.ensure_future(self._create_lease(request))
             self._lease_answers.remember(request, tenant, answer, self._clock())
         response = await asyncio.shield(answer)
-        self._pools.own_pool(response.lease_id).ledger.lease(response.lease_id)  # refused if the lease has ended since
+        self._pools.own_pool(response.lease_id).ledger.inspector.lease(
+            response.lease_id
+        )  # refused if the lease has ended since
         return response
 
     async def _create_lease(
@@ -175,7 +177,7 @@ class Leasing:
             geometry=messages.encode_geometry(pool.ledger.geometry),
             worker_address=pool.worker_address,
         )
-        response.expire_time.FromNanoseconds(self._wall_clock_ns(pool.ledger.lease(lease_id).expires_at))
+        response.expire_time.FromNanoseconds(self._wall_clock_ns(pool.ledger.inspector.lease(lease_id).expires_at))
         return response
 
     @refusing

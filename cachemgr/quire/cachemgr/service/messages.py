@@ -227,12 +227,12 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
 
 
 def counts_of(ledger: Ledger) -> cache_service_pb2.BlockCounts:
-    return cache_service_pb2.BlockCounts.FromString(ledger.counts())
+    return cache_service_pb2.BlockCounts.FromString(ledger.inspector.counts())
 
 
 def statistics_of(ledger: Ledger) -> cache_service_pb2.PoolStatistics:
     """The present state of a pool, and the counters of its epoch. Cost: O(leases + sequences)."""
-    return cache_service_pb2.PoolStatistics.FromString(ledger.statistics())
+    return cache_service_pb2.PoolStatistics.FromString(ledger.inspector.statistics())
 
 
 def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:

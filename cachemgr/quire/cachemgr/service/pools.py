@@ -74,7 +74,7 @@ class VisiblePools:
         """
         if len(given) != messages.SHOWN_LEASE_ID_LENGTH:
             return given
-        leases = (lease for pool in self._catalog.pools() for lease in pool.ledger.leases())
+        leases = (lease for pool in self._catalog.pools() for lease in pool.ledger.inspector.leases())
         found = [lease.lease_id for lease in leases if lease.lease_id.startswith(given) and self._is_shown(lease)]
         return found[0] if len(found) == 1 else given
 
@@ -84,10 +84,10 @@ class VisiblePools:
         Raises CallRefused (LEASE_NOT_FOUND).
         """
         ledger = self.pool_of(lease_id).ledger
-        lease = ledger.lease(lease_id)
+        lease = ledger.inspector.lease(lease_id)
         if not self._is_shown(lease):
             raise lease_not_found(lease_id)
-        sequence = ledger.sequence(lease_id, seq_id)
+        sequence = ledger.inspector.sequence(lease_id, seq_id)
         is_own = sequence is None or sequence.tenant == caller().name
         return sequence if is_own or is_visible(lease) else None
 
@@ -96,7 +96,7 @@ class VisiblePools:
         if is_visible(lease):
             return True
         ledger = self._catalog.pool_of(lease.lease_id).ledger
-        return bool(ledger.sequences_from(lease.lease_id, 0, 1, tenant=caller().name))
+        return bool(ledger.inspector.sequences_from(lease.lease_id, 0, 1, tenant=caller().name))
 
     def wall_clock_offset_s(self) -> float:
         """The seconds by which the wall clock is ahead of the clock."""

@@ -56,8 +56,10 @@ class Keeping:
         ledger = self._pools.pool(request.pool).ledger
         behind = messages.decode_name_token(request.page_token)
         is_shown = (lambda name: True) if sees_all() else (lambda name: name == caller().name)
-        uses = [use for use in ledger.tenants() if is_shown(use.name) and (behind is None or use.name > behind)]
-        num_leases = ledger.num_leases_by_tenant()
+        uses = [
+            use for use in ledger.inspector.tenants() if is_shown(use.name) and (behind is None or use.name > behind)
+        ]
+        num_leases = ledger.inspector.num_leases_by_tenant()
         response = cache_service_pb2.ListTenantsResponse(
             tenants=[messages.encode_tenant(use, num_leases.get(use.name, 0)) for use in uses[:limit]]
         )
@@ -75,7 +77,7 @@ class Keeping:
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
         pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
-        use = ledger.tenant_use(tenant)
+        use = ledger.inspector.tenant_use(tenant)
         assert use is not None, "a tenant with a pin is known"
         response = cache_service_pb2.PinPrefixResponse(
             pin_id=pin.pin_id.hex(),
@@ -103,7 +105,7 @@ class Keeping:
         messages.check_page_token(request.page_token, messages.PIN_ID)
         behind = bytes.fromhex(request.page_token) or None
         ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_about("ListPins", request)
-        pins = ledger.pins(tenant=tenant, behind=behind, most=limit + 1)
+        pins = ledger.inspector.pins(tenant=tenant, behind=behind, most=limit + 1)
         offset_s = self._pools.wall_clock_offset_s()
         response = cache_service_pb2.ListPinsResponse(
             pins=[messages.encode_pin(pin, wall_clock_offset_s=offset_s) for pin in pins[:limit]]

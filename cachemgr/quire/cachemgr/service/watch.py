@@ -66,13 +66,13 @@ async def watch_blocks(
     with listening(catalog, name) as changed:
         while True:
             ledger = catalog.pool(name).ledger
-            if view.with_content and not ledger.contents_are_kept():
+            if view.with_content and not ledger.inspector.contents_are_kept():
                 raise CallRefused(
                     invalid("include_content", "true", "false, since this cachemgr runs with --no-keep-tokens")
                 )
             if place is None or place.epoch != ledger.epoch:
                 ledger.advance(clock())
-                place = Place(ledger.epoch, ledger.num_changes())
+                place = Place(ledger.epoch, ledger.inspector.num_changes())
                 async for answer in snapshot(ledger, view, place):
                     yield answer
             changes = Changes(ledger, view, place.number)
@@ -100,7 +100,9 @@ async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[ca
     response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch, cleared=True)
     following: int | None = 0
     while following is not None:
-        events, following = ledger.snapshot(following, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content)
+        events, following = ledger.inspector.snapshot(
+            following, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content
+        )
         response.MergeFromString(events)
         if following is None:
             response.cursor = place.cursor
@@ -124,13 +126,15 @@ class Changes:
     def next(self) -> cache_service_pb2.WatchBlocksResponse | None:
         """The next changes; None if the watcher sees none of them. Raises CallRefused (CURSOR_EXPIRED)."""
         view, self._looked_at = self._view, asyncio.get_running_loop().time()
-        found = self._ledger.changes(self._number, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content)
+        found = self._ledger.inspector.changes(
+            self._number, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content
+        )
         if found is None:
             raise cursor_expired(self._ledger)
         events, self._number = found
-        self._has_more = self._number < self._ledger.num_changes()
+        self._has_more = self._number < self._ledger.inspector.num_changes()
         # A watcher without visible changes gets a new place before the old one is overwritten.
-        if not events and self._number - self._told_number < self._ledger.num_changes_kept() // 4:
+        if not events and self._number - self._told_number < self._ledger.inspector.num_changes_kept() // 4:
             return None
         self._told_number = self._number
         response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
@@ -143,7 +147,7 @@ class Changes:
         if self._has_more:
             await asyncio.sleep(0)  # others' calls go on
             return
-        next_end = self._ledger.next_end()
+        next_end = self._ledger.inspector.next_end()
         with suppress(TimeoutError):
             async with asyncio.timeout(None if next_end is None else next_end - clock()):
                 await changed.wait()
@@ -153,6 +157,6 @@ class Changes:
 
 def cursor_expired(ledger: Ledger) -> CallRefused:
     """The changes after a watcher's place are not kept any more."""
-    kept = ledger.num_changes_kept()
+    kept = ledger.inspector.num_changes_kept()
     message = f"more than {kept} changes in pool {ledger.pool!r} since the cursor; begin again without one"
     return CallRefused(refuse(Reason.CURSOR_EXPIRED, message, pool=ledger.pool, limit=kept))

@@ -1,0 +1,372 @@
+//! The ledger: what changes the books of one pool.
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+
+use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::books::Books;
+use crate::books::lease::Lease;
+use crate::books::lease::answers::RequestKey;
+use crate::books::pins::PinId;
+use crate::books::sequences::Row;
+use crate::cache::accounts::Share;
+use crate::cache::eviction::policies::{POLICIES, Policy};
+use crate::cache::prefix::BlockId;
+use crate::errors::{Failure, Result, broken};
+use crate::python::convert::{decoded, geometry_of, ids, lease_not_found, refusal_of, to_python};
+use crate::python::messages::{PyAdmission, PyGrantedStep, PyReset};
+use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
+use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
+use crate::store::changes::Change;
+use crate::store::files::{LogLimits, Store};
+use crate::store::stored_books::StoredBooks;
+use crate::wire::{messages, requests};
+
+/// The books of one pool in one epoch, with the calls that change them.
+#[pyclass(name = "Ledger", module = "quire.cachemgr._core")]
+pub struct PyLedger {
+    pub stored: StoredBooks,
+    #[pyo3(get)]
+    geometry: Py<PyAny>,
+    /// True if the books are checked after every change.
+    verify: bool,
+    /// The functions that are called after every change.
+    listeners: Py<PyAny>,
+    /// The first error of an eviction policy, if that is in Python.
+    policy_error: Option<PolicyError>,
+}
+
+/// The listings, lookups, statistics and audits of a ledger.
+#[pyclass(name = "Inspector", module = "quire.cachemgr._core", frozen)]
+pub struct PyInspector {
+    pub ledger: Py<PyLedger>,
+}
+
+/// The internals of a ledger.
+#[pyclass(name = "Probe", module = "quire.cachemgr._core", frozen)]
+pub struct PyProbe {
+    pub ledger: Py<PyLedger>,
+}
+
+impl PyLedger {
+    /// Runs a change of the books. A panic leaves them in an unknown state: no grant is made after it.
+    pub fn changing<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
+        let told = |panic: Box<dyn Any + Send>| {
+            let text = panic.downcast_ref::<String>().cloned();
+            text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default()
+        };
+        let changed =
+            catch_unwind(AssertUnwindSafe(|| change(&mut self.stored))).unwrap_or_else(|panic| broken(told(panic)));
+        if let Some(loss) = self.stored.take_loss() {
+            let log = py.import("logging")?.call_method1("getLogger", ("quire.cachemgr",))?;
+            log.call_method1("error", ("state given up, a restart will begin new epochs: %s", loss))?;
+        }
+        match self.policy_error.as_ref().and_then(PolicyError::take) {
+            Some(error) => Err(error),
+            None => changed.map_err(|failure| to_python(py, failure)),
+        }
+    }
+
+    /// As above, and wakes the streams that wait for a change.
+    fn telling<T>(&mut self, py: Python<'_>, change: impl FnOnce(&mut StoredBooks) -> Result<T>) -> PyResult<T> {
+        let changed = self.changing(py, change)?;
+        self.tell_of_change(py)?;
+        Ok(changed)
+    }
+
+    /// Raises BrokenInvariant if the books are checked and wrong.
+    fn tell_of_change(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(violation) = self.verify.then(|| self.stored.books().violations().into_iter().next()).flatten() {
+            return Err(to_python(py, Failure::Broken(violation)));
+        }
+        for tell in self.listeners.bind(py).try_iter()? {
+            tell?.call0()?;
+        }
+        Ok(())
+    }
+
+    /// A lease, one that has ended included. Raises KeyError if there is none of this id.
+    pub fn known(&self, lease_id: &str) -> PyResult<&Lease> {
+        self.stored.books().lease(lease_id).ok_or_else(|| PyKeyError::new_err(lease_id.to_string()))
+    }
+
+    /// The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND).
+    pub fn open_lease_view(&self, py: Python<'_>, lease_id: &str) -> PyResult<LeaseView> {
+        let lease = self.stored.books().lease(lease_id).filter(|lease| lease.is_open());
+        lease.map(|lease| lease_view(&self.stored, lease_id, lease)).ok_or_else(|| lease_not_found(py, lease_id))
+    }
+
+    pub fn row(&self, lease_id: &str, seq_id: i64) -> Option<Row> {
+        self.stored.books().lease(lease_id)?.row_of(seq_id)
+    }
+}
+
+/// Blocks: floor, quota, limit and pin budget.
+type PyShare = (usize, usize, usize, usize);
+fn share_of((floor, quota, limit, pin_budget): PyShare) -> Share {
+    Share { floor, quota, limit, pin_budget }
+}
+
+#[pymethods]
+impl PyLedger {
+    /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist. The policy
+    /// is a name, or an object with the methods of cachemgr/quire/cachemgr/eviction_interface.py.
+    #[new]
+    #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None))]
+    fn new(
+        py: Python<'_>,
+        pool: &str,
+        epoch: i64,
+        geometry: Bound<'_, PyAny>,
+        policy: PolicyChoice,
+        verify: bool,
+        listeners: Option<Py<PyAny>>,
+        directory: Option<PathBuf>,
+    ) -> PyResult<PyLedger> {
+        let sizes = geometry_of(&geometry)?;
+        let (books, begin, policy_error) = match policy {
+            PolicyChoice::Named(name) => {
+                let begin = Change::Begin { geometry: Cow::Owned(sizes), policy: name.clone().into() };
+                (begin.begin().ok_or_else(|| PyKeyError::new_err(name))?, Some(begin), None)
+            }
+            PolicyChoice::Given(object) => {
+                let error = PolicyError::default();
+                let policy = PyPolicy::new(object, sizes.num_blocks, error.clone());
+                (Books::with_policy(sizes, Policy::Given(Box::new(policy))), None, Some(error))
+            }
+        };
+        let mut ledger = PyLedger {
+            stored: StoredBooks::new(pool, epoch, books, None),
+            geometry: geometry.unbind(),
+            verify,
+            listeners: listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind()),
+            policy_error,
+        };
+        match (directory, begin) {
+            (Some(directory), Some(begin)) => ledger.changing(py, |books| books.begin_store(&directory, &begin))?,
+            (Some(_), None) => return Err(PyValueError::new_err("books with a policy in Python can't be stored")),
+            (None, _) => {}
+        }
+        Ok(ledger)
+    }
+
+    /// The books that a store has, to go on with; leases are renewed. Raises OSError if it can't be read, or is not
+    /// whole.
+    #[staticmethod]
+    #[pyo3(signature = (pool, epoch, geometry, *, directory, now, verify = false, listeners = None))]
+    fn recover(
+        py: Python<'_>,
+        pool: &str,
+        epoch: i64,
+        geometry: Py<PyAny>,
+        directory: PathBuf,
+        now: f64,
+        verify: bool,
+        listeners: Option<Py<PyAny>>,
+    ) -> PyResult<PyLedger> {
+        let recovered = py.detach(|| Store::recover(&directory, LogLimits::default()));
+        let (mut books, store) = recovered.map_err(PyOSError::new_err)?;
+        books.leases_mut().resume(now);
+        let listeners = listeners.unwrap_or_else(|| PyTuple::empty(py).into_any().unbind());
+        let stored = StoredBooks::new(pool, epoch, books, Some(store));
+        Ok(PyLedger { stored, geometry, verify, listeners, policy_error: None })
+    }
+
+    #[getter]
+    fn pool(&self) -> &str {
+        self.stored.pool()
+    }
+
+    #[getter]
+    fn epoch(&self) -> i64 {
+        self.stored.epoch()
+    }
+
+    /// What only looks at the books.
+    #[getter]
+    fn inspector(slf: Py<PyLedger>) -> PyInspector {
+        PyInspector { ledger: slf }
+    }
+
+    /// What tests and benchmarks look at besides.
+    #[getter]
+    fn probe(slf: Py<PyLedger>) -> PyProbe {
+        PyProbe { ledger: slf }
+    }
+
+    // -- leases -------------------------------------------------------------------------------------------------------
+
+    /// A new lease without sequences.
+    #[pyo3(signature = (lease_id, *, ttl_s, now, tenant = ""))]
+    fn open_lease(
+        &mut self,
+        py: Python<'_>,
+        lease_id: &str,
+        ttl_s: f64,
+        now: f64,
+        tenant: &str,
+    ) -> PyResult<LeaseView> {
+        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), ttl_s, now + ttl_s, false))?;
+        self.open_lease_view(py, lease_id)
+    }
+
+    /// Adopts an open lease of an earlier epoch; its sequences are lost.
+    fn adopt_lease(&mut self, py: Python<'_>, lease: &LeaseView) -> PyResult<()> {
+        let LeaseView { lease_id, tenant, ttl_s, expires_at, had_grace, .. } = lease;
+        self.changing(py, |books| books.open_lease(lease_id, tenant.as_bytes(), *ttl_s, *expires_at, *had_grace))
+    }
+
+    /// Gives an open lease its whole time again. Raises CallRefused (LEASE_NOT_FOUND).
+    #[pyo3(signature = (lease_id, *, now))]
+    fn renew_lease(&mut self, py: Python<'_>, lease_id: &str, now: f64) -> PyResult<LeaseView> {
+        let lease = self.stored.books_mut().leases_mut().open_mut(lease_id);
+        lease.ok_or_else(|| lease_not_found(py, lease_id))?.renew(now);
+        self.open_lease_view(py, lease_id)
+    }
+
+    /// Stops a lease; `lease_fenced` frees its blocks. False if it is not open.
+    fn end_lease(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<bool> {
+        self.changing(py, |books| books.end_lease(lease_id))
+    }
+
+    /// Stops the expired leases and returns their ids.
+    fn expire_leases(&mut self, py: Python<'_>, now: f64) -> PyResult<Vec<String>> {
+        self.changing(py, |books| books.expire_leases(now))
+    }
+
+    /// Adds the time in which no renewal could be read to the time of every lease.
+    fn extend_leases(&mut self, held_s: f64, now: f64) {
+        self.stored.books_mut().leases_mut().extend(held_s, now);
+    }
+
+    /// Frees all blocks of a fenced lease. No effect if the lease is removed already.
+    fn lease_fenced(&mut self, py: Python<'_>, lease_id: &str) -> PyResult<()> {
+        if self.stored.books().lease(lease_id).is_some() {
+            self.telling(py, |books| books.close_lease(lease_id))?;
+        }
+        Ok(())
+    }
+
+    /// Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
+    ///
+    /// `names_tenants`: the caller may name the tenant of an admission.
+    #[pyo3(signature = (body, *, now, names_tenants = false))]
+    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyGrantedStep> {
+        let mut request = decoded::<messages::PlanStepRequest>(body)?;
+        let geometry = self.stored.books().geometry();
+        let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
+        let items = items.map_err(|refused| to_python(py, refused))?;
+        let digest = requests::digest_of(&request, body);
+        let key = RequestKey { request_id: &request.request_id, digest: &digest };
+        let lease_id = &request.lease_id;
+        let plan = self.changing(py, |books| books.plan(lease_id, request.epoch, &items, now, &key))?;
+        let plan = plan.ok_or_else(|| lease_not_found(py, lease_id))?;
+        self.tell_of_change(py)?;
+        Ok(PyGrantedStep(plan))
+    }
+
+    // -- steps and content --------------------------------------------------------------------------------------------
+
+    /// Enters the worker's report of a step, a serialised StepReport.
+    fn settle(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
+        let mut report = decoded::<messages::StepReport>(body)?;
+        let lease_id = std::mem::take(&mut report.lease_id);
+        let report = requests::step_report(report, self.stored.books().geometry().max_sequences);
+        let report = report.map_err(|refused| to_python(py, refused))?;
+        self.telling(py, |books| books.settle(&lease_id, &report))
+    }
+
+    /// Sets the tenants' shares: a default, and others by name.
+    fn set_shares(&mut self, py: Python<'_>, default: PyShare, by_name: HashMap<String, PyShare>) -> PyResult<()> {
+        let by_name: BTreeMap<_, _> =
+            by_name.into_iter().map(|(name, share)| (name.into_bytes(), share_of(share))).collect();
+        let record = Change::SetShares { default: share_of(default), by_name: Cow::Owned(by_name) };
+        self.telling(py, |books| books.make(&record))
+    }
+
+    /// The outcome that an admission of the tenant would have now; takes nothing.
+    #[pyo3(signature = (tenant, admission, *, reserve = 0))]
+    fn check_admission(
+        &mut self,
+        py: Python<'_>,
+        tenant: &str,
+        admission: &PyAdmission,
+        reserve: usize,
+    ) -> PyResult<AdmissionCheckView> {
+        let check = self.changing(py, |books| books.check_admission(tenant.as_bytes(), &admission.0, reserve))?;
+        let refusal = check.refusal.map(|refusal| refusal_of(py, &refusal)).transpose()?.map(Bound::unbind);
+        let (num_needed, num_available) = (check.needed, check.available);
+        Ok(AdmissionCheckView { num_cached_tokens: check.num_cached_tokens, num_needed, num_available, refusal })
+    }
+
+    /// Ends expired pins and advice. Cost: O(1) if none has ended.
+    fn advance(&mut self, py: Python<'_>, now: f64) -> PyResult<()> {
+        if self.stored.has_ended(now) {
+            self.telling(py, |books| books.advance(now))?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the cached blocks of a prefix from eviction.
+    #[pyo3(signature = (tokens, *, salt, tenant, ttl_s, now))]
+    fn pin_prefix(
+        &mut self,
+        py: Python<'_>,
+        tokens: &[u8],
+        salt: &[u8],
+        tenant: &str,
+        ttl_s: f64,
+        now: f64,
+    ) -> PyResult<PinView> {
+        let tokens = ids(tokens)?;
+        self.advance(py, now)?;
+        let pin = self.telling(py, |books| {
+            books.pin_prefix(tenant.as_bytes(), &tokens, salt, now + ttl_s)?.map_err(Failure::Refused)
+        })?;
+        Ok(pin_view(self.stored.books(), &pin))
+    }
+
+    /// Removes a pin of the tenant, or of any tenant. False if there is none.
+    #[pyo3(signature = (pin_id, *, tenant = None))]
+    fn unpin_prefix(&mut self, py: Python<'_>, pin_id: PinId, tenant: Option<&str>) -> PyResult<bool> {
+        self.telling(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+    }
+
+    /// Keeps tokens and salts of the blocks that become findable from now on, or none.
+    fn keep_contents(&mut self, are_kept: bool) {
+        self.stored.books_mut().keep_contents(are_kept);
+    }
+
+    /// Removes the blocks from `first` to before `end` from the index, all of them by default; returns their number.
+    #[pyo3(signature = (first = 0, end = None, *, now = 0.0))]
+    fn reset_prefix_cache(
+        &mut self,
+        py: Python<'_>,
+        first: BlockId,
+        end: Option<BlockId>,
+        now: f64,
+    ) -> PyResult<usize> {
+        let end = end.unwrap_or(self.stored.books().geometry().num_blocks as BlockId);
+        self.telling(py, |books| books.reset_prefix_cache(first, end, now))
+    }
+
+    /// Begins a reset of a tenant's content: of all of it; with a salt, of the content under it; with tokens, too, of
+    /// the content that begins with their full blocks.
+    #[pyo3(signature = (tenant, *, salt = None, tokens = b"".as_slice()))]
+    fn begin_reset(&mut self, py: Python<'_>, tenant: &str, salt: Option<&[u8]>, tokens: &[u8]) -> PyResult<PyReset> {
+        let tokens = ids(tokens)?;
+        self.changing(py, |books| books.begin_reset(tenant.as_bytes(), salt, &tokens)).map(PyReset)
+    }
+
+    /// Drops the next part of a reset's content: returns the numbers of blocks and pins; None if all is done.
+    #[pyo3(signature = (reset, *, now = 0.0))]
+    fn go_on_with_reset(&mut self, py: Python<'_>, reset: &mut PyReset, now: f64) -> PyResult<Option<(usize, usize)>> {
+        self.telling(py, |books| books.go_on_with_reset(&mut reset.0, now))
+    }
+}
