@@ -116,7 +116,7 @@ class Fleet:
     blocks                 usable blocks of a pool, each of one layer group; 0: as many as the preset has room for
     host_blocks            blocks of the host tier; 0: there is none
     layer_groups           the model's layers; none: one full group
-    eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (cachemgr/quire/cachemgr/eviction_interface.py)
+    eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (quire.cachemgr.eviction_interface)
     separate_tenants       tenants do not find one another's prefixes, as with `--tenants` of a gateway
     """
 

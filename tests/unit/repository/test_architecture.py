@@ -59,7 +59,11 @@ def test_the_packages_import_what_the_contracts_allow() -> None:
         ("gateway/quire/gateway/chat/tools.py", "import quire.gateway.chat.models", "in one direction"),
         ("kernels/quire/kernels/rope_table.py", "import quire.worker.config", "kernels know tensors alone"),
         ("worker/quire/worker/memory/state_slots.py", "from quire.worker.model import probe", "the rooms below it"),
-        ("worker/quire/worker/memory/layer_spec.py", "from quire.worker.memory import kv_pool", "modules of a package import one another"),
+        (
+            "worker/quire/worker/memory/layer_spec.py",
+            "from quire.worker.memory import kv_pool",
+            "import one another",
+        ),
     ],
 )
 def test_the_contracts_catch(module: str, line: str, contract: str, tmp_path: Path) -> None:
