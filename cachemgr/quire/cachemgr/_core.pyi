@@ -334,11 +334,11 @@ class Ledger:
     def geometry(self) -> Geometry: ...
     @property
     def inspector(self) -> Inspector:
-        """What only looks at the books."""
+        """The views of the books that change nothing."""
 
     @property
     def probe(self) -> Probe:
-        """What tests and benchmarks look at besides."""
+        """The further views that tests and benchmarks read."""
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def compute_and_release(bench: Bench, *tokens: int) -> None:
 
 
 def num_found(bench: Bench, *tokens: int) -> int:
-    return bench.ledger.num_cached_tokens(pack(*tokens), salt=b"")
+    return bench.ledger.inspector.num_cached_tokens(pack(*tokens), salt=b"")
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(bench: Bench) -> None:
@@ -111,6 +111,6 @@ def test_the_books_are_whole_after_each_of_many_plans(bench: Bench) -> None:
         prompt = pack(*rng.choices([1, 2], k=rng.randint(1, 12)))
         bench.plan(releases=[step - 2], admissions=[Admission(step, prompt)])
         bench.settle()
-        assert bench.ledger.violations() == []
+        assert bench.ledger.probe.violations() == []
         if step % 40 == 0:
             bench.ledger.reset_prefix_cache()

@@ -188,13 +188,13 @@ impl PyLedger {
         self.stored.epoch()
     }
 
-    /// What only looks at the books.
+    /// The views of the books that change nothing.
     #[getter]
     fn inspector(slf: Py<PyLedger>) -> PyInspector {
         PyInspector { ledger: slf }
     }
 
-    /// What tests and benchmarks look at besides.
+    /// The further views that tests and benchmarks read.
     #[getter]
     fn probe(slf: Py<PyLedger>) -> PyProbe {
         PyProbe { ledger: slf }
