@@ -195,8 +195,8 @@ BUGS = [
         "a published block is written",
         (
             "is_writable",
-            "self.ref_count(block) == 1 && self.index.past(block) == Past::None",
-            "self.ref_count(block) == 1",
+            "self.holders.ref_count(block) == 1 && self.index.past(block) == Past::None",
+            "self.holders.ref_count(block) == 1",
         ),
     ),
     rust(

@@ -13,6 +13,7 @@ use crate::books::sequences::{Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
 use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
+use crate::cache::pool::audit::PoolAudit;
 use crate::cache::prefix::{BlockId, Past};
 use crate::cache::tenants::{TenantId, Tenants};
 
@@ -32,7 +33,12 @@ impl Books {
     pub fn state(&self, but_last_step_of: Option<&str>) -> String {
         let blocks = (1..self.geometry.num_blocks as BlockId).map(|block| {
             let pool = &self.pool;
-            (pool.ref_count(block), pool.hold_count(block), pool.index().past(block), pool.index().hash(block))
+            (
+                pool.holders().ref_count(block),
+                pool.holders().hold_count(block),
+                pool.index().past(block),
+                pool.index().hash(block),
+            )
         });
         let mut leases: Vec<String> = Vec::new();
         for (lease_id, lease) in self.leases.iter() {
@@ -44,9 +50,9 @@ impl Books {
             leases.push(format!("{lease_id} {} {sequences:?} {steps:?}", lease.settled_step));
         }
         leases.sort();
-        let (free, parked) = (self.pool.free_blocks(), self.pool.parked_blocks());
+        let (free, parked) = (self.pool.free_blocks(), self.pool.parking().parked());
         let blocks = blocks.collect::<Vec<_>>();
-        let num_changes = self.pool.journal().num_changes();
+        let num_changes = self.pool.records.journal.num_changes();
         let host = self.host.state();
         format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.table.len())
     }
@@ -76,7 +82,7 @@ impl Audit<'_> {
     /// pool can be checked in slices with calls between them: no slice depends on another.
     pub fn blocks(&self, blocks: &Range<BlockId>) -> Vec<String> {
         let mut wrong = Vec::new();
-        self.pool.audit(blocks, &mut wrong);
+        PoolAudit::new(self.pool).blocks(blocks, &mut wrong);
         self.check_references(blocks, &mut wrong);
         self.check_owners(blocks, &mut wrong);
         self.check_tables(blocks, &mut wrong);
@@ -89,7 +95,7 @@ impl Audit<'_> {
     /// The violations in the counts. Cost: O(blocks), a fraction of `blocks`'s for all of them.
     pub fn counts(&self) -> Vec<String> {
         let mut wrong = Vec::new();
-        self.pool.audit_counts(&mut wrong);
+        PoolAudit::new(self.pool).counts(&mut wrong);
         let held = self.leases.rows().count();
         let released: usize = self.leases.steps().map(|step| step.released_rows.len()).sum();
         let num_taken = held + released - self.table.num_offloaded().min(held + released);
@@ -104,7 +110,7 @@ impl Audit<'_> {
     /// The violations in tenants' accounts, pins and reservations. Cost: as `counts`.
     pub fn promises(&self) -> Vec<String> {
         let mut wrong = Vec::new();
-        self.pool.audit_accounts(&mut wrong);
+        PoolAudit::new(self.pool).accounts(&mut wrong);
         self.check_pins(&mut wrong);
         self.check_reservations(&mut wrong);
         wrong
@@ -163,7 +169,7 @@ impl Audit<'_> {
         let tables = self.sequences().flat_map(|sequence| &sequence.tables);
         let holders = occurrences(blocks, tables.map(BlockTable::blocks));
         for (block, holders) in blocks.clone().zip(holders) {
-            let references = self.pool.ref_count(block);
+            let references = self.pool.holders().ref_count(block);
             if references != holders {
                 wrong.push(format!("block {block} is in {holders} tables and has {references} references"));
             }
@@ -192,8 +198,8 @@ impl Audit<'_> {
             for ((group, span), table) in self.geometry.groups().zip(&sequence.tables) {
                 let (seq_id, first) = (sequence.seq_id, self.geometry.first_needed(span, sequence.num_computed));
                 let held = table.blocks().iter().filter(|block| blocks.contains(block));
-                for block in held.filter(|block| self.pool.groups().of(**block) != group) {
-                    let other = self.pool.groups().of(*block);
+                for block in held.filter(|block| self.pool.groups.of(**block) != group) {
+                    let other = self.pool.groups.of(*block);
                     wrong.push(format!("block {block} of sequence {seq_id} in group {group} is of group {other}"));
                 }
                 if table.num_passed() > first {
@@ -226,7 +232,7 @@ impl Audit<'_> {
     fn check_holds(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
         let steps = occurrences(blocks, self.leases.steps().flat_map(|step| &step.holds).map(Vec::as_slice));
         for (block, steps) in blocks.clone().zip(steps) {
-            let holds = self.pool.hold_count(block);
+            let holds = self.pool.holders().hold_count(block);
             if holds != steps {
                 wrong.push(format!("block {block} is held by {steps} steps and has {holds} holds"));
             }
@@ -239,11 +245,11 @@ impl Audit<'_> {
         for block in self.pins.all().flat_map(|pin| &pin.blocks) {
             *counted.entry(*block).or_default() += 1;
         }
-        if counted.len() != self.pool.num_pinned() {
-            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.num_pinned(), counted.len()));
+        if counted.len() != self.pool.pins().len() {
+            wrong.push(format!("{} blocks are counted as pinned, {} are", self.pool.pins().len(), counted.len()));
         }
         for (block, pins) in counted {
-            let known = self.pool.pin_count(block);
+            let known = self.pool.pins().count(block);
             if known != pins {
                 wrong.push(format!("block {block} is in {pins} pinned prefixes and has {known} pins"));
             }
@@ -258,7 +264,7 @@ impl Audit<'_> {
     /// sequence is read from its end, and compared once with each sequence that it shares blocks with. All holders of a
     /// block are compared with the one that fills most of it.
     fn check_sharing(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
-        let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.ref_count(*block) > 1;
+        let is_shared = |block: &BlockId| blocks.contains(block) && self.pool.holders().ref_count(*block) > 1;
         if !blocks.clone().any(|block| is_shared(&block)) {
             return;
         }
@@ -434,7 +440,7 @@ mod tests {
     fn what_is_wrong_with_the_pool_is_told() {
         let mut bench = bench();
         bench.0.pool.drop_cached(0, 9, 0.0);
-        bench.0.pool.policy().park(&[8]);
+        bench.0.pool.parking_mut().policy().park(&[8]);
         assert_eq!(bench.0.violations().len(), 2, "{:?}", bench.0.violations());
     }
 

@@ -83,7 +83,7 @@ impl Explainer<'_> {
         let num_stranded = hashes[index + 1..].iter().filter(is_known).count();
         let miss = if self.is_being_computed(&root, index, &missing) {
             Miss::BeingComputed
-        } else if let Some(loss) = self.pool.losses().find(&identity(&missing, group)) {
+        } else if let Some(loss) = self.pool.records.losses.find(&identity(&missing, group)) {
             Miss::Lost(*loss)
         } else {
             self.find_elsewhere(&tokens[..(index + 1) * size], &root, tenant, with_other_tenants)
@@ -107,7 +107,7 @@ impl Explainer<'_> {
         let own = self.tenants.find(tenant);
         let mut num_left = MAX_HASHED;
         let mut other_tenant = None;
-        for other in self.pool.roots().iter().filter(|other| other.hash != *root) {
+        for other in self.pool.records.roots.iter().filter(|other| other.hash != *root) {
             let is_own = own == Some(other.tenant);
             if !is_own && (!with_other_tenants || other_tenant.is_some()) {
                 continue;

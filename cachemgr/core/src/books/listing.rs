@@ -121,13 +121,13 @@ impl Listing<'_> {
         Block {
             block_id: block as i32,
             state: number_of(pool.state(block)),
-            reference_count: pool.ref_count(block) as i32,
-            pin_count: pool.hold_count(block) as i32,
+            reference_count: pool.holders().ref_count(block) as i32,
+            pin_count: pool.holders().hold_count(block) as i32,
             prefix_hash: pool.prefix_hash(block).map(|hash| hash.to_vec()).unwrap_or_default(),
             tenant: String::from_utf8_lossy(self.tenants.name(owner)).into_owned(),
-            priority: pool.level(block).into(),
-            prefix_pin_count: pool.pin_count(block) as i32,
-            layer_group: pool.groups().of(block).into(),
+            priority: pool.parking().level(block).into(),
+            prefix_pin_count: pool.pins().count(block) as i32,
+            layer_group: pool.groups.of(block).into(),
         }
     }
 
@@ -158,7 +158,7 @@ impl Listing<'_> {
         with_content: bool,
     ) -> Option<(Vec<BlockEvent>, u64)> {
         let tenant = self.tenant_of_filter(tenant);
-        let (changes, next) = self.pool.journal().since(first, most, tenant)?;
+        let (changes, next) = self.pool.records.journal.since(first, most, tenant)?;
         let told = |change: Change| {
             let Change { block, of_content, was_own } = change;
             let is_seen = tenant.is_none_or(|tenant| self.pool.owner(block) == Some(tenant));
@@ -180,7 +180,7 @@ impl Listing<'_> {
         let mut event = BlockEvent { kind: kind as i32, block: Some(self.describe(block)), ..BlockEvent::default() };
         if with_content
             && kind == BlockEventKind::Stored
-            && let Some((tokens, salt)) = self.pool.contents().get(block)
+            && let Some((tokens, salt)) = self.pool.records.contents.get(block)
         {
             let origin = self.pool.index().origin(block);
             event.token_ids = tokens;
@@ -330,7 +330,7 @@ mod tests {
 
     impl Replica {
         fn begin(books: &mut Books, tenant: Option<&'static str>, reads: bool) -> Replica {
-            let number = books.pool.journal().num_changes();
+            let number = books.pool.records.journal.num_changes();
             let mut replica =
                 Replica { tenant, reads, number, blocks: BTreeMap::new(), kinds: BTreeSet::new(), num_contents: 0 };
             let mut next = Some(0);
@@ -345,7 +345,7 @@ mod tests {
         fn go_on(&mut self, books: &Books, most: usize) {
             let (events, next) =
                 books.listing().changes(self.number, most, self.tenant.map(str::as_bytes), self.reads).unwrap();
-            assert!(next > self.number || books.pool.journal().num_changes() == self.number);
+            assert!(next > self.number || books.pool.records.journal.num_changes() == self.number);
             self.number = next;
             events.into_iter().for_each(|event| self.apply(books, event));
         }
@@ -424,7 +424,7 @@ mod tests {
                 read.for_each(|(replica, _)| replica.go_on(&bench.0, 3));
             }
             for replica in &mut replicas {
-                while replica.number < bench.0.pool.journal().num_changes() {
+                while replica.number < bench.0.pool.records.journal.num_changes() {
                     replica.go_on(&bench.0, 4);
                 }
                 assert_eq!(replica.blocks, replica.listed(&bench.0));
@@ -491,7 +491,8 @@ mod tests {
         admit(&mut bench, "b", 1, &[9; 4]);
         bench.plan_for("a", StepRequest { releases: vec![2], ..StepRequest::default() });
         settle(&mut bench, "a");
-        let num_known = |bench: &Bench| (1..9).filter(|block| bench.0.pool.contents().get(*block).is_some()).count();
+        let num_known =
+            |bench: &Bench| (1..9).filter(|block| bench.0.pool.records.contents.get(*block).is_some()).count();
         assert_eq!(num_known(&bench), 3);
         bench.0.pool.allocate(bench.0.pool.num_allocatable(), 0, &crate::cache::pool::tests::ASKER).unwrap();
         assert_eq!(num_known(&bench), 1, "of the block that is held");

@@ -95,7 +95,7 @@ impl Books {
     /// Keeps the contents of the blocks that become findable from now on, or none. New books keep them.
     pub fn keep_contents(&mut self, are_kept: bool) {
         let Geometry { num_blocks, block_size, vocab_size, .. } = self.geometry;
-        let contents = self.pool.contents_mut();
+        let contents = &mut self.pool.records.contents;
         match (contents.are_kept(), are_kept) {
             (false, true) => contents.keep(num_blocks, block_size, vocab_size),
             (true, false) => contents.keep_none(),
@@ -180,7 +180,7 @@ impl Books {
         let Some(lease) = leases.get_mut(lease_id) else {
             return Ok(None);
         };
-        pool.end_advice(millis(now));
+        pool.advisor().end(millis(now));
         pins.end_expired(now, pool)?;
         request.refuse_repeated()?;
         lease.refuse_too_many_steps()?;
@@ -300,7 +300,7 @@ impl Books {
                 *fill = num_tokens.saturating_sub(index * size).max(*fill);
             }
         }
-        if fills.keys().any(|block| self.pool.ref_count(*block) > 1) {
+        if fills.keys().any(|block| self.pool.holders().ref_count(*block) > 1) {
             for (sequence, num_tokens) in sequences() {
                 for block in sequence.blocks_of(num_tokens / size * size, size) {
                     fills.entry(block).and_modify(|fill| *fill = size);

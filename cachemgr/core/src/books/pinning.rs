@@ -58,12 +58,12 @@ impl Books {
 
     /// No pin and no advice ends before this; None if there is none that ends.
     pub fn next_end(&self) -> Option<Millis> {
-        [self.pins.next_end(), self.pool.next_end_of_advice()].into_iter().flatten().min()
+        [self.pins.next_end(), self.pool.parking().next_end()].into_iter().flatten().min()
     }
 
     /// Ends expired pins and advice.
     pub fn advance(&mut self, now: f64) -> Result<()> {
-        self.pool.end_advice(millis(now));
+        self.pool.advisor().end(millis(now));
         self.pins.end_expired(now, &mut self.pool)
     }
 
@@ -74,7 +74,7 @@ impl Books {
 
 fn refuse_pin(tenant: TenantId, blocks: &[BlockId], pool: &BlockPool, num_blocks: usize) -> Option<Refusal> {
     let account = *pool.accounts().get(tenant);
-    let needed = blocks.iter().filter(|block| !pool.is_pinned(**block)).count();
+    let needed = blocks.iter().filter(|block| !pool.pins().is_pinned(**block)).count();
     let limit = account.share.pin_budget;
     if account.num_pinned + needed > limit {
         let pinned = account.num_pinned;
@@ -162,9 +162,9 @@ mod tests {
         let (first, longer) = (pin(&mut bench, &[1, 2], 10.0).unwrap(), pin(&mut bench, &[1, 2, 3, 4], 10.0).unwrap());
         let again = pin(&mut bench, &[1, 2, 3], 20.0).unwrap();
         assert_eq!((first.id, again.until, first.id != longer.id), (again.id, 20.0, true));
-        assert_eq!((bench.0.pool().pin_count(1), bench.0.pool().pin_count(2), counts(&bench).3), (2, 1, 2));
+        assert_eq!((bench.0.pool().pins().count(1), bench.0.pool().pins().count(2), counts(&bench).3), (2, 1, 2));
         bench.0.advance(10.0).unwrap();
-        assert_eq!((bench.0.pool().pin_count(1), bench.0.pool().pin_count(2)), (1, 0));
+        assert_eq!((bench.0.pool().pins().count(1), bench.0.pool().pins().count(2)), (1, 0));
         bench.0.advance(19.9).unwrap();
         assert_eq!(bench.0.pins().all().count(), 1);
         bench.plan(StepRequest::default());

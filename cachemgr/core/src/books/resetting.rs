@@ -75,7 +75,7 @@ impl Reset {
         Reset {
             tenant: books.tenants.find(tenant),
             stem,
-            begun_at: books.pool.journal().num_changes(),
+            begun_at: books.pool.records.journal.num_changes(),
             verdicts: vec![None; books.geometry.num_blocks],
             last_pin: None,
             has_looked_at_pins: false,
@@ -101,7 +101,7 @@ impl Reset {
             let block = self.next_block;
             self.next_block += 1;
             self.num_looked += 1;
-            let is_old = books.pool().journal().content_changed_at(block) <= self.begun_at;
+            let is_old = books.pool().records.journal.content_changed_at(block) <= self.begun_at;
             if is_old && self.is_wanted(books.pool(), block) {
                 part.blocks.push(block);
             }
@@ -144,7 +144,7 @@ impl Reset {
     fn continues(&mut self, pool: &BlockPool, stem: Stem, block: BlockId) -> bool {
         let (index, mut path, mut at) = (pool.index(), Vec::new(), block);
         let verdict = loop {
-            let is_old = pool.journal().content_changed_at(at) <= self.begun_at;
+            let is_old = pool.records.journal.content_changed_at(at) <= self.begun_at;
             if let Some(known) = self.verdicts[at as usize].filter(|_| is_old) {
                 break known;
             }

@@ -97,7 +97,7 @@ impl Room<'_> {
 
     /// True if its holder might have to replace the block before writing it.
     fn is_at_risk(&self, block: BlockId) -> bool {
-        !self.pool.is_writable(block) || self.pool.hold_count(block) > 0
+        !self.pool.is_writable(block) || self.pool.holders().hold_count(block) > 0
     }
 
     /// Blocks that a trim of a sequence with a reservation puts at risk: computed ones, to be computed again.

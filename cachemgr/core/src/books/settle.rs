@@ -184,7 +184,7 @@ impl Settlement<'_> {
                     if standing == block {
                         self.pool.enter_origin(block, Origin { parent, index: index as u32 });
                         let tokens = sequence.tokens_of(index, self.geometry.block_size);
-                        self.pool.contents_mut().enter(block, tokens, &sequence.salt);
+                        self.pool.records.contents.enter(block, tokens, &sequence.salt);
                     } else if !sequence.released {
                         duplicates.push((row, group as Group, index, standing));
                     }
@@ -198,12 +198,12 @@ impl Settlement<'_> {
     /// Two blocks hold the same tokens: keep the published one. Keep both if the published one is the last allocatable
     /// block: it is promised to a sequence, and the other block may not be free before it is needed.
     fn swap(&mut self, row: Row, group: Group, index: usize, standing: BlockId) -> Result<()> {
-        if self.pool.num_parked(&[standing]) > self.pool.num_spare() {
+        if self.pool.num_parked(&[standing]) > self.pool.accounts().num_spare(self.pool.num_allocatable()) {
             return Ok(());
         }
         let duplicate = self.table.get(row).table(group).block(index);
-        if let (Some(advice), None) = (self.pool.advice(duplicate), self.pool.advice(standing)) {
-            self.pool.advise(&[standing], advice);
+        if let (Some(advice), None) = (self.pool.parking().advice(duplicate), self.pool.parking().advice(standing)) {
+            self.pool.advisor().advise(&[standing], advice);
         }
         self.pool.acquire(&[standing], 1)?;
         self.table.get_mut(row).tables[usize::from(group)].replace(index, standing);
@@ -393,8 +393,11 @@ mod tests {
         let mut bench = duplicates();
         let (kept, given_back) = (bench.blocks(1)[0], bench.blocks(3)[0]);
         bench.settle();
-        assert_eq!((bench.blocks(3)[0], bench.0.pool.ref_count(kept)), (kept, 2));
-        assert_eq!((bench.0.pool.ref_count(given_back), bench.0.pool.hold_count(given_back)), (0, 0));
+        assert_eq!((bench.blocks(3)[0], bench.0.pool.holders().ref_count(kept)), (kept, 2));
+        assert_eq!(
+            (bench.0.pool.holders().ref_count(given_back), bench.0.pool.holders().hold_count(given_back)),
+            (0, 0)
+        );
         assert_eq!(
             (&bench.0.leases["a"].table_changes[..], bench.0.violations()),
             (&[(bench.row(3), 0, 0)][..], vec![])
@@ -416,7 +419,10 @@ mod tests {
         for (num_references, num_holds) in [(1, 0), (0, 1), (0, 1), (0, 0)] {
             bench.0.settle("a", &bench.report("a")).unwrap();
             let pool = &bench.0.pool;
-            assert_eq!((pool.ref_count(given_back), pool.hold_count(given_back)), (num_references, num_holds));
+            assert_eq!(
+                (pool.holders().ref_count(given_back), pool.holders().hold_count(given_back)),
+                (num_references, num_holds)
+            );
             assert_eq!(bench.0.violations(), [""; 0]);
         }
     }
@@ -426,7 +432,7 @@ mod tests {
         let mut bench = duplicates();
         bench.release(&[3]);
         bench.settle();
-        assert_eq!((bench.0.pool.ref_count(bench.blocks(1)[0]), bench.0.violations()), (1, vec![]));
+        assert_eq!((bench.0.pool.holders().ref_count(bench.blocks(1)[0]), bench.0.violations()), (1, vec![]));
         assert!(bench.0.leases["a"].table_changes.is_empty());
     }
 

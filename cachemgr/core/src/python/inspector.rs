@@ -219,19 +219,19 @@ impl PyInspector {
     /// Changes of blocks so far.
     fn num_changes(&self, py: Python<'_>) -> u64 {
         let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().journal().num_changes()
+        ledger.stored.books().pool().records.journal.num_changes()
     }
 
     /// The number of changes that the journal keeps.
     fn num_changes_kept(&self, py: Python<'_>) -> usize {
         let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().journal().num_kept()
+        ledger.stored.books().pool().records.journal.num_kept()
     }
 
     /// True if tokens and salts of findable blocks are kept.
     fn contents_are_kept(&self, py: Python<'_>) -> bool {
         let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().contents().are_kept()
+        ledger.stored.books().pool().records.contents.are_kept()
     }
 
     /// Why an admission would not find more in the cache; takes nothing.

@@ -40,7 +40,12 @@ impl PyProbe {
     fn block(&self, py: Python<'_>, block_id: BlockId) -> (&'static str, u32, u32, Option<Hash>) {
         let ledger = self.ledger.borrow(py);
         let pool = ledger.stored.books().pool();
-        (pool.state(block_id).name(), pool.ref_count(block_id), pool.hold_count(block_id), pool.prefix_hash(block_id))
+        (
+            pool.state(block_id).name(),
+            pool.holders().ref_count(block_id),
+            pool.holders().hold_count(block_id),
+            pool.prefix_hash(block_id),
+        )
     }
 
     /// Rows taken in the worker.
@@ -63,13 +68,13 @@ impl PyProbe {
     /// The parked blocks in the policy's order.
     fn parked_blocks(&self, py: Python<'_>) -> Vec<BlockId> {
         let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().parked_blocks()
+        ledger.stored.books().pool().parking().parked()
     }
 
     /// Lets the default policy follow a candidate until it chooses one itself. For tests.
     fn follow(&self, py: Python<'_>, candidate: usize) -> PyResult<()> {
         let mut ledger = self.ledger.borrow_mut(py);
-        match ledger.stored.books_mut().pool_mut().policy().lineage() {
+        match ledger.stored.books_mut().pool_mut().parking_mut().policy().lineage() {
             Some(lineage) if candidate < NUM_CANDIDATES => lineage.trial.followed = candidate,
             _ => return Err(PyValueError::new_err("the policy has no such candidate")),
         }

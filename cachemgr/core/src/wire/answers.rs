@@ -128,7 +128,7 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         table_entry_count: blocks.num_references as i64,
         shared_block_count: blocks.num_shared as i32,
         reserved_block_count: books.pool().accounts().num_reserved() as i32,
-        pinned_block_count: books.pool().num_pinned() as i32,
+        pinned_block_count: books.pool().pins().len() as i32,
         planned_step_count: counters.planned_steps as i64,
         computed_step_count: counters.computed_steps as i64,
         failed_step_count: counters.failed_steps as i64,
@@ -166,11 +166,11 @@ fn group_statistics(pool: &BlockPool) -> Vec<LayerGroupStatistics> {
         evicted_block_count: counters.num_evicted as i64,
         ..LayerGroupStatistics::default()
     };
-    let mut groups: Vec<LayerGroupStatistics> = pool.groups().counters().iter().map(statistics).collect();
+    let mut groups: Vec<LayerGroupStatistics> = pool.groups.counters().iter().map(statistics).collect();
     if !groups.is_empty() {
         for block in 1..pool.index().pasts().len() as BlockId {
-            let group = &mut groups[usize::from(pool.groups().of(block))];
-            group.active_block_count += i32::from(pool.ref_count(block) > 0);
+            let group = &mut groups[usize::from(pool.groups.of(block))];
+            group.active_block_count += i32::from(pool.holders().ref_count(block) > 0);
             group.findable_block_count += i32::from(pool.index().is_findable(block));
         }
     }

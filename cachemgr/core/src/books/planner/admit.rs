@@ -45,10 +45,10 @@ impl StepPlanner<'_> {
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         count_found(&hit, self.pool, geometry);
         self.pool.acquire(&found, 1)?;
-        self.pool.end_waits(&found);
+        self.pool.advisor().end_waits(&found);
         let tables = allocate_tables(hit.tables, &ends, &self.asker_for(tenant), self.pool)?;
         if cache_use.writes() {
-            self.pool.enter_root(&root, tenant, &admission.salt);
+            self.pool.records.roots.enter(&root, tenant, &admission.salt);
             enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
         let new = NewSequence {
@@ -135,23 +135,23 @@ pub(super) fn allocate_tables(
 
 /// Tells the eviction policy the blocks of a sequence's first table, of which so many were found.
 pub(super) fn enter_admission(table: &BlockTable, num_found: usize, hashes: &[Hash], pool: &mut BlockPool) {
-    pool.enter_admission(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
+    pool.parking_mut().admit(table.range(0..num_found), table.range(num_found..usize::MAX), hashes);
 }
 
 /// Of these blocks, which are not found, the leading ones with content that was computed before: in each group it was
 /// evicted, or is cached.
 fn num_recomputed(hashes: &[Hash], pool: &BlockPool, geometry: &Geometry) -> usize {
-    let is_known = |hash: &Hash| pool.index().lookup(hash).is_some() || pool.losses().was_evicted(hash);
+    let is_known = |hash: &Hash| pool.index().lookup(hash).is_some() || pool.records.losses.was_evicted(hash);
     let was_computed = |hash: &&Hash| geometry.groups().all(|(group, _)| is_known(&identity(hash, group)));
     hashes.iter().take_while(was_computed).count()
 }
 
 /// Counts the blocks that were found, by layer group.
 pub(super) fn count_found(hit: &Hit, pool: &mut BlockPool, geometry: &Geometry) {
-    if pool.groups().are_several() {
+    if pool.groups.are_several() {
         for ((group, _), table) in geometry.groups().zip(&hit.tables) {
             let num_found = table.blocks().len() as u64;
-            pool.groups_mut().count(group, |counters| counters.num_found += num_found);
+            pool.groups.count(group, |counters| counters.num_found += num_found);
         }
     }
 }
@@ -231,7 +231,7 @@ mod tests {
         bench.release(&[2]);
         bench.settle();
         assert_eq!((bench.0.pool().index().num_published(), bench.0.pool().counts().free), (0, 20));
-        assert_eq!((bench.0.pool().roots().iter().count(), bench.0.violations()), (0, vec![]));
+        assert_eq!((bench.0.pool().records.roots.iter().count(), bench.0.violations()), (0, vec![]));
     }
 
     #[test]

@@ -28,8 +28,8 @@ impl StepPlanner<'_> {
         chain_hashes(root, &prompt.tokens[..num_sharable * block_size], block_size, &mut hashes);
         let hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes }.find();
         let mut awaited = tail_first(&hit.tables, 0..hit.num_blocks);
-        awaited.retain(|block| matches!(self.pool.level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
-        self.pool.expect(&awaited, end_of_expectation(prompt.expected_in, self.now));
+        awaited.retain(|block| matches!(self.pool.parking().level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
+        self.pool.advisor().expect(&awaited, end_of_expectation(prompt.expected_in, self.now));
     }
 }
 
@@ -37,19 +37,19 @@ impl StepPlanner<'_> {
 pub(super) fn expect_back(tail_first: &[BlockId], seconds: f64, now: f64, pool: &mut BlockPool) {
     let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
     let until = end_of_expectation(seconds, now);
-    let is_raised = |block: &BlockId| is_kept_on(*block, pool) && pool.level(*block) < level;
+    let is_raised = |block: &BlockId| is_kept_on(*block, pool) && pool.parking().level(*block) < level;
     let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
-    pool.advise(&raised, Advice { level, until });
+    pool.advisor().advise(&raised, Advice { level, until });
 }
 
 /// Marks blocks as not needed again: those without a holder and without advice are evicted first.
 pub(super) fn expect_never(tail_first: &[BlockId], pool: &mut BlockPool) {
     let is_unwanted = |block: &BlockId| {
-        let (ref_count, level) = (pool.ref_count(*block), pool.level(*block));
+        let (ref_count, level) = (pool.holders().ref_count(*block), pool.parking().level(*block));
         is_kept_on(*block, pool) && ref_count == 0 && level == UNADVISED
     };
     let unwanted: Vec<BlockId> = tail_first.iter().copied().filter(is_unwanted).collect();
-    pool.advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
+    pool.advisor().advise(&unwanted, Advice { level: LEAST_WORTH, until: FOREVER });
 }
 
 /// Twice the expected time from now: what was expected has come by then, or will not come.
@@ -85,7 +85,7 @@ pub(super) fn retain(
         let until = range.ttl.map_or(FOREVER, |ttl| millis(now + ttl));
         let own = Advice { level: range.level, until };
         least = if own.level >= least.level { own } else { least };
-        pool.advise(&tail_first(tables, first..end), least);
+        pool.advisor().advise(&tail_first(tables, first..end), least);
         if range.num_tokens == 0 {
             tail = Some(least);
         }
@@ -97,7 +97,7 @@ pub(super) fn retain(
 pub(super) fn advise_fresh(fresh: &[BlockId], advice: Option<Advice>, pool: &mut BlockPool) {
     if let Some(advice) = advice {
         let tail_first: Vec<BlockId> = fresh.iter().rev().copied().collect();
-        pool.advise(&tail_first, advice);
+        pool.advisor().advise(&tail_first, advice);
     }
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     fn levels(bench: &Bench, seq_id: i32) -> Vec<Level> {
-        bench.blocks(seq_id).into_iter().map(|block| bench.0.pool().level(block)).collect()
+        bench.blocks(seq_id).into_iter().map(|block| bench.0.pool().parking().level(block)).collect()
     }
 
     #[test]
@@ -167,7 +167,7 @@ mod tests {
         bench.plan(StepRequest { releases: vec![1], return_hints, ..StepRequest::default() });
         bench.settle();
         assert_eq!(bench.0.violations(), [""; 0]);
-        blocks.into_iter().map(|block| bench.0.pool().level(block)).collect()
+        blocks.into_iter().map(|block| bench.0.pool().parking().level(block)).collect()
     }
 
     fn computed(tokens: &[i32], retention: Vec<Retention>) -> Bench {
@@ -184,9 +184,9 @@ mod tests {
             assert_eq!(hinted(&mut bench, Some(seconds)), [level, level, UNADVISED], "the tail has no content");
             let until = (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S);
             bench.0.advance(until - 0.1).unwrap();
-            assert_eq!(bench.0.pool().level(1), level);
+            assert_eq!(bench.0.pool().parking().level(1), level);
             bench.0.advance(until).unwrap();
-            assert_eq!(bench.0.pool().level(1), UNADVISED);
+            assert_eq!(bench.0.pool().parking().level(1), UNADVISED);
         }
         let mut bench = computed(&[1; 5], vec![range(2, 9, None)]);
         assert_eq!(hinted(&mut bench, Some(1.0))[..2], [9, 8], "what was said to be worth more stays so");
@@ -237,7 +237,10 @@ mod tests {
         bench.release(&[4, 5, 6]);
         bench.admit(7, &[2; 5]);
         let found = bench.blocks(7);
-        assert_eq!(found[..2].iter().map(|block| bench.0.pool().level(*block)).collect::<Vec<_>>(), [UNADVISED; 2]);
+        assert_eq!(
+            found[..2].iter().map(|block| bench.0.pool().parking().level(*block)).collect::<Vec<_>>(),
+            [UNADVISED; 2]
+        );
         assert_eq!(bench.0.violations(), [""; 0]);
     }
 
@@ -248,7 +251,7 @@ mod tests {
         let prompts = vec![expected(&[1, 1, 2, 2, 9], 5.0), expected(&[1, 1, 4], 1.0), expected(&[1, 1, 5], 1.0)];
         bench.plan(expecting(prompts));
         bench.settle();
-        let kept = |bench: &Bench| [1, 2].map(|block| bench.0.pool().level(block) == AWAITED);
+        let kept = |bench: &Bench| [1, 2].map(|block| bench.0.pool().parking().level(block) == AWAITED);
         assert_eq!(kept(&bench), [true, true]);
         bench.admit(2, &[1, 1, 4]);
         assert_eq!(kept(&bench), [true, true]);
@@ -267,12 +270,12 @@ mod tests {
             let mut bench = computed(&[1; 5], vec![]);
             bench.release(&[1]);
             bench.plan(expecting(vec![expected(&[1; 5], seconds)]));
-            assert_eq!([1, 2].map(|block| bench.0.pool().level(block)), [AWAITED; 2]);
+            assert_eq!([1, 2].map(|block| bench.0.pool().parking().level(block)), [AWAITED; 2]);
             let until = (2.0 * seconds).clamp(LEAST_EXPECTED_S, MOST_EXPECTED_S);
             bench.0.advance(until - 0.1).unwrap();
-            assert_eq!(bench.0.pool().level(1), AWAITED);
+            assert_eq!(bench.0.pool().parking().level(1), AWAITED);
             bench.0.advance(until).unwrap();
-            assert_eq!(bench.0.pool().level(1), UNADVISED);
+            assert_eq!(bench.0.pool().parking().level(1), UNADVISED);
         }
     }
 
@@ -287,7 +290,7 @@ mod tests {
         assert_eq!(levels(&bench, 1), [UNADVISED; 3]);
         for prompt in [of(b""), expected(&[1; 3], 1.0)] {
             bench.plan(expecting(vec![prompt]));
-            assert_eq!(bench.0.pool().level(1), AWAITED);
+            assert_eq!(bench.0.pool().parking().level(1), AWAITED);
             bench.0.advance(1e6).unwrap();
         }
         bench.plan_for("b", expecting(vec![of(b"x")]));

@@ -20,10 +20,13 @@ impl StepPlanner<'_> {
         for extend in extends {
             let seq_id = extend.seq_id.into();
             let row = self.lease.row_of(seq_id);
-            let is_decode = row.is_some_and(|row| self.table.get(row).is_decode(extend));
-            match row {
-                Some(row) if is_decode && self.table.get(row).has_slot() => ready.push((row, 1)),
-                _ => match self.extend(extend)? {
+            let is_ready = |row: &Row| {
+                let sequence = self.table.get(*row);
+                sequence.is_decode(extend) && sequence.has_slot()
+            };
+            match row.filter(is_ready) {
+                Some(row) => ready.push((row, 1)),
+                None => match self.extend(extend)? {
                     Ok(row) => ready.push((row, extend.num_tokens as usize)),
                     Err(refusal) => self.plan.answer(PlanItem::Extend, seq_id, Err(refusal)),
                 },
@@ -101,7 +104,7 @@ impl StepPlanner<'_> {
         let (foreign, own): (Vec<usize>, Vec<usize>) =
             written.partition(|index| !self.pool.is_writable(table.block(*index)));
         for block in own.into_iter().map(|index| table.block(index)).collect::<Vec<_>>() {
-            if self.pool.hold_count(block) > 0 {
+            if self.pool.holders().hold_count(block) > 0 {
                 forget_claims(block, self.lease, &mut self.step, self.table, self.geometry.block_size);
             }
         }

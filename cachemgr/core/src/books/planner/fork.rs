@@ -94,10 +94,10 @@ mod tests {
         assert_eq!(bench.fork(1, &[2, 3], 4).write_seq_ids, [2, 3]);
         assert_eq!((bench.sequence(1).num_writable, bench.sequence(2).num_writable), (0, 0));
         let shared = bench.blocks(1)[1];
-        assert_eq!(bench.0.pool().ref_count(shared), 3);
+        assert_eq!(bench.0.pool().holders().ref_count(shared), 3);
         let plan = bench.extend(1, 1, &[]);
-        assert_eq!((plan.copy_sources, bench.0.pool().ref_count(shared)), (vec![shared], 2));
-        assert_eq!((bench.0.pool().hold_count(shared), bench.0.counters().forks), (1, 2));
+        assert_eq!((plan.copy_sources, bench.0.pool().holders().ref_count(shared)), (vec![shared], 2));
+        assert_eq!((bench.0.pool().holders().hold_count(shared), bench.0.counters().forks), (1, 2));
         assert_eq!(bench.0.violations(), [""; 0]);
     }
 

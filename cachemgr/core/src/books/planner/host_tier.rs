@@ -331,7 +331,7 @@ mod tests {
         let shared = bench.blocks(2);
         let plan = bench.offload(1);
         assert_eq!((copies(&plan).0.len(), bench.blocks(2)), (2, shared.clone()));
-        assert_eq!(shared.iter().map(|block| bench.0.pool().ref_count(*block)).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(shared.iter().map(|block| bench.0.pool().holders().ref_count(*block)).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(reasons(&bench.extend(2, 1, &[])), []);
         assert_eq!(bench.0.violations(), [""; 0]);
     }

@@ -29,7 +29,7 @@ pub(super) fn pass_windows(
             let blocks = held.pass(geometry.first_needed(span, position));
             if !blocks.is_empty() {
                 plan.pass(seq_id, group, held.num_passed());
-                pool.groups_mut().count(group, |counters| counters.num_passed += blocks.len() as u64);
+                pool.groups.count(group, |counters| counters.num_passed += blocks.len() as u64);
                 passed.extend(blocks);
             }
         }

@@ -442,7 +442,7 @@ mod tests {
     use crate::cache::eviction::policies::{POLICIES, Policy};
     use crate::cache::eviction::trial::{LRU, NUM_CANDIDATES};
     use crate::cache::pool::BlockPool;
-    use crate::cache::pool::tests::{ASKER, Random, violations};
+    use crate::cache::pool::tests::{ASKER, Random, of_one_tenant, violations};
     use crate::cache::prefix::chain_hashes;
 
     fn hashes_of(prompt: &[i32]) -> Vec<Hash> {
@@ -465,12 +465,12 @@ mod tests {
 
     impl Cache {
         fn new(policy: &str, num_usable: usize) -> Cache {
-            let pool = BlockPool::of_one_tenant(num_usable + 1, Policy::named(policy, num_usable + 1).unwrap());
+            let pool = of_one_tenant(num_usable + 1, Policy::named(policy, num_usable + 1).unwrap());
             Cache { pool, prefix_of: HashMap::new(), evicted: Vec::new(), num_hits: 0 }
         }
 
         fn lineage(&mut self) -> &mut Lineage {
-            self.pool.policy().lineage().unwrap()
+            self.pool.parking_mut().policy().lineage().unwrap()
         }
 
         /// A table for the prompt: one block for each token, and one for a partial tail.
@@ -481,7 +481,7 @@ mod tests {
             self.pool.acquire(&found, 1).unwrap();
             let fresh = self.pool.allocate(prompt.len() - found.len() + usize::from(has_tail), 0, &ASKER).unwrap();
             fresh.iter().for_each(|block| self.enter_eviction(*block));
-            self.pool.enter_admission(&found, &fresh, &hashes);
+            self.pool.parking_mut().admit(&found, &fresh, &hashes);
             let table = [found, fresh].concat();
             for (index, block) in table.iter().enumerate().take(prompt.len()) {
                 assert_eq!(self.pool.publish(&hashes[index], *block), *block);
@@ -649,7 +649,7 @@ mod tests {
     fn what_becomes_free_leaves_its_segment_and_an_empty_segment_is_used_again() {
         let mut cache = Cache::new("lineage", 8);
         let table = cache.pool.allocate(3, 0, &ASKER).unwrap();
-        cache.pool.enter_admission(&[], &table, &hashes_of(&[1, 2]));
+        cache.pool.parking_mut().admit(&[], &table, &hashes_of(&[1, 2]));
         cache.pool.publish(&hashes_of(&[1])[0], table[0]);
         cache.release(&table);
         let lineage = cache.lineage();
@@ -831,7 +831,7 @@ mod tests {
             }
             held.iter().for_each(|table| cache.release(table));
             cache.evict_all();
-            assert!(cache.prefix_of.is_empty() && cache.pool.parked_blocks().is_empty());
+            assert!(cache.prefix_of.is_empty() && cache.pool.parking().parked().is_empty());
             assert_eq!(cache.pool.counts().free, 80);
         }
     }

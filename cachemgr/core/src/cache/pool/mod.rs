@@ -9,21 +9,30 @@
 //!     0           0      no       free      on the free stack
 //!
 //! Flat arrays indexed by block id. The blocks of one call are distinct and of one tenant, as those of a table are.
+//!
+//!     holders.rs    references and holds            pins.rs       prefix pins
+//!     advisor.rs    advice on blocks                records.rs    changes, losses, roots, contents
+//!     counters.rs   counters and sums               audit.rs      checks of a pool
 
-use std::collections::HashMap;
-use std::ops::Range;
+pub mod advisor;
+pub mod audit;
+pub mod counters;
+pub mod holders;
+pub mod pins;
+pub mod records;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::{Accounts, Share};
-use crate::cache::advice::{Advice, Level, Millis};
-use crate::cache::contents::Contents;
 use crate::cache::eviction::parking::Parking;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::groups::{Group, LayerGroups, Span, identity};
-use crate::cache::journal::Journal;
-use crate::cache::losses::{Losses, Roots};
-use crate::cache::prefix::{BlockId, Hash, NULL_BLOCK, Origin, Past, PrefixIndex};
+use crate::cache::pool::advisor::Advisor;
+use crate::cache::pool::counters::PoolCounters;
+use crate::cache::pool::holders::Holders;
+use crate::cache::pool::pins::PrefixPins;
+use crate::cache::pool::records::Records;
+use crate::cache::prefix::{BlockId, Hash, Origin, Past, PrefixIndex};
 use crate::cache::tenants::{Asker, TenantId};
 use crate::errors::{Result, broken};
 
@@ -55,35 +64,19 @@ pub struct BlockCounts {
     pub retired: usize,
 }
 
-/// Counters and sums of the pool, kept up to date by each change.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PoolCounters {
-    pub num_active: usize,
-    pub num_references: usize,
-    /// Blocks with more than one reference.
-    pub num_shared: usize,
-    pub num_allocated: u64,
-    pub num_evicted: u64,
-}
-
 /// Blocks 1 to num_blocks - 1. Callers record the holders of a block; this has their number only.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct BlockPool {
     index: PrefixIndex,
     parking: Parking,
     accounts: Accounts,
-    refs: Vec<u32>,
-    holds: Vec<u32>,
-    owners: Vec<TenantId>,       // of the blocks that are not free
-    pins: HashMap<BlockId, u32>, // prefix pins of those that have any
-    num_idle_pinned: usize,
+    holders: Holders,
+    owners: Vec<TenantId>, // of the blocks that are not free
+    pins: PrefixPins,
     free: Vec<BlockId>, // a stack: the lowest id on top at first
     counters: PoolCounters,
-    journal: Journal,
-    losses: Losses,
-    roots: Roots,
-    contents: Contents,
-    groups: LayerGroups,
+    pub(crate) records: Records,
+    pub(crate) groups: LayerGroups,
 }
 
 impl BlockPool {
@@ -93,35 +86,43 @@ impl BlockPool {
             index: PrefixIndex::new(num_blocks),
             parking: Parking::new(num_blocks, policy),
             accounts: Accounts::new(num_blocks - 1),
-            refs: vec![0; num_blocks],
-            holds: vec![0; num_blocks],
+            holders: Holders::new(num_blocks),
             owners: vec![0; num_blocks],
-            pins: HashMap::new(),
-            num_idle_pinned: 0,
+            pins: PrefixPins::default(),
             free: (1..num_blocks as BlockId).rev().collect(),
             counters: PoolCounters::default(),
-            journal: Journal::new(num_blocks),
-            losses: Losses::new(num_blocks),
-            roots: Roots::default(),
-            contents: Contents::default(),
+            records: Records::new(num_blocks),
             groups: LayerGroups::new(spans, num_blocks),
         }
-    }
-
-    /// For tests: tenant 0 may take everything.
-    #[cfg(test)]
-    pub fn of_one_tenant(num_blocks: usize, policy: Policy) -> BlockPool {
-        let mut pool = BlockPool::new(num_blocks, &[Span::Full], policy);
-        pool.set_share(0, Share::everything(num_blocks - 1));
-        pool
     }
 
     pub fn index(&self) -> &PrefixIndex {
         &self.index
     }
 
-    pub fn policy(&mut self) -> &mut Policy {
-        self.parking.policy()
+    /// The parked blocks, with their advice and the eviction policy.
+    pub fn parking(&self) -> &Parking {
+        &self.parking
+    }
+
+    pub fn parking_mut(&mut self) -> &mut Parking {
+        &mut self.parking
+    }
+
+    /// The references and holds of each block.
+    pub fn holders(&self) -> &Holders {
+        &self.holders
+    }
+
+    /// The prefix pins of blocks.
+    pub fn pins(&self) -> &PrefixPins {
+        &self.pins
+    }
+
+    /// Changes the advice on blocks.
+    pub fn advisor(&mut self) -> Advisor<'_> {
+        let BlockPool { parking, owners, records, .. } = self;
+        Advisor { parking, owners, journal: &mut records.journal }
     }
 
     pub fn accounts(&self) -> &Accounts {
@@ -130,39 +131,6 @@ impl BlockPool {
 
     pub fn counters(&self) -> PoolCounters {
         self.counters
-    }
-
-    /// The last changes.
-    pub fn journal(&self) -> &Journal {
-        &self.journal
-    }
-
-    /// Content that was in the index and is lost.
-    pub fn losses(&self) -> &Losses {
-        &self.losses
-    }
-
-    /// The roots of admissions.
-    pub fn roots(&self) -> &Roots {
-        &self.roots
-    }
-
-    /// Tokens and salts of the blocks that can be found, if they are kept.
-    pub fn contents(&self) -> &Contents {
-        &self.contents
-    }
-
-    pub fn contents_mut(&mut self) -> &mut Contents {
-        &mut self.contents
-    }
-
-    /// The layer groups of the blocks.
-    pub fn groups(&self) -> &LayerGroups {
-        &self.groups
-    }
-
-    pub fn groups_mut(&mut self) -> &mut LayerGroups {
-        &mut self.groups
     }
 
     /// The hash of a findable block's content and of all content before it.
@@ -177,17 +145,9 @@ impl BlockPool {
 
     pub fn counts(&self) -> BlockCounts {
         let (free, active) = (self.free.len(), self.counters.num_active);
-        let cached = self.parking.num_parked() + self.num_idle_pinned;
-        let retired = (self.refs.len() - 1).saturating_sub(free + cached + active); // less than none if the books are wrong
+        let cached = self.parking.num_parked() + self.pins.num_idle();
+        let retired = (self.holders.len() - 1).saturating_sub(free + cached + active); // less than none if the books are wrong
         BlockCounts { free, cached, active, retired }
-    }
-
-    pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.refs[block as usize]
-    }
-
-    pub fn hold_count(&self, block: BlockId) -> u32 {
-        self.holds[block as usize]
     }
 
     /// The block's tenant; None if it is free.
@@ -197,13 +157,13 @@ impl BlockPool {
 
     /// True if its one holder may write it: it has no other holder, and was never published.
     pub fn is_writable(&self, block: BlockId) -> bool {
-        self.ref_count(block) == 1 && self.index.past(block) == Past::None
+        self.holders.ref_count(block) == 1 && self.index.past(block) == Past::None
     }
 
     pub fn state(&self, block: BlockId) -> BlockState {
-        if self.ref_count(block) > 0 {
+        if self.holders.ref_count(block) > 0 {
             BlockState::Active
-        } else if self.hold_count(block) > 0 {
+        } else if self.holders.hold_count(block) > 0 {
             BlockState::Retired
         } else if self.index.is_findable(block) {
             BlockState::Cached
@@ -215,11 +175,6 @@ impl BlockPool {
     /// The free stack, the next one to be allocated last.
     pub fn free_blocks(&self) -> &[BlockId] {
         &self.free
-    }
-
-    /// The parked blocks, each once.
-    pub fn parked_blocks(&self) -> Vec<BlockId> {
-        self.parking.parked()
     }
 
     /// Allocates `count` blocks of a layer group with one reference each, for the asker's tenant: blocks without content
@@ -245,12 +200,12 @@ impl BlockPool {
             }
         }
         self.groups.enter(&blocks, group);
+        self.holders.give(&blocks);
         for block in &blocks {
-            self.refs[*block as usize] = 1;
             self.owners[*block as usize] = asker.tenant;
         }
         self.accounts.hold(asker.tenant, count);
-        self.journal.touch_all(&blocks[..num_popped], &self.owners);
+        self.records.journal.touch_all(&blocks[..num_popped], &self.owners);
         self.counters.num_active += count;
         self.counters.num_references += count;
         self.counters.num_allocated += count as u64;
@@ -277,20 +232,12 @@ impl BlockPool {
 
     /// The number of these that are evictable: acquiring them makes so many blocks less allocatable.
     pub fn num_parked(&self, blocks: &[BlockId]) -> usize {
-        blocks.iter().filter(|block| self.is_idle(**block) && !self.is_pinned(**block)).count()
+        blocks.iter().filter(|block| self.holders.is_idle(**block) && !self.pins.is_pinned(**block)).count()
     }
 
     /// Adds `count` references to each of these blocks, which are held or in the index.
     pub fn acquire(&mut self, blocks: &[BlockId], count: u32) -> Result<()> {
-        let (mut idle, mut num_shared) = (Vec::new(), 0);
-        for &block in blocks {
-            let refs = &mut self.refs[block as usize];
-            let before = std::mem::replace(refs, *refs + count);
-            num_shared += usize::from(before < 2 && before + count >= 2);
-            if before == 0 {
-                idle.push(block);
-            }
-        }
+        let (idle, num_shared) = self.holders.acquire(blocks, count);
         if let Some(block) = idle.iter().find(|block| !self.index.is_findable(**block)) {
             return broken(format!("block {block} has no content to share"));
         }
@@ -298,9 +245,9 @@ impl BlockPool {
         self.counters.num_active += idle.len();
         let mut parked = Vec::with_capacity(idle.len());
         for block in idle {
-            match (self.holds[block as usize], self.is_pinned(block)) {
+            match (self.holders.hold_count(block), self.pins.is_pinned(block)) {
                 (0, false) => parked.push(block),
-                (0, true) => self.num_idle_pinned -= 1,
+                (0, true) => self.pins.end_idle(),
                 _ => {}
             }
         }
@@ -311,47 +258,32 @@ impl BlockPool {
             self.accounts.hold(owner, parked.len());
             self.parking.unpark(&parked);
         }
-        self.journal.touch_all(blocks, &self.owners);
+        self.records.journal.touch_all(blocks, &self.owners);
         Ok(())
     }
 
     /// Removes one reference from each. Give a table's tail first: blocks are evicted in this order.
     pub fn release(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.let_go(blocks)?;
-        self.journal.touch_all(blocks, &self.owners);
+        self.holders.let_go(blocks, &mut self.counters)?;
+        self.records.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
         Ok(())
     }
 
     /// Removes one reference from each and adds one hold of a step: not reused until `end_holds`.
     pub fn retire(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.let_go(blocks)?;
-        blocks.iter().for_each(|block| self.holds[*block as usize] += 1);
-        self.journal.touch_all(blocks, &self.owners);
+        self.holders.let_go(blocks, &mut self.counters)?;
+        self.holders.hold(blocks);
+        self.records.journal.touch_all(blocks, &self.owners);
         Ok(())
     }
 
     /// Ends one hold of each. Give a table's tail first, as for `release`.
     pub fn end_holds(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for &block in blocks {
-            let Some(holds) = self.hold_count(block).checked_sub(1) else {
-                return broken(format!("a hold of block {block} ends, it has none"));
-            };
-            self.holds[block as usize] = holds;
-        }
-        self.journal.touch_all(blocks, &self.owners);
+        self.holders.end_holds(blocks)?;
+        self.records.journal.touch_all(blocks, &self.owners);
         self.rest(blocks);
         Ok(())
-    }
-
-    /// Tells the eviction policy which blocks a new sequence uses.
-    pub fn enter_admission(&mut self, found: &[BlockId], fresh: &[BlockId], hashes: &[Hash]) {
-        self.parking.admit(found, fresh, hashes);
-    }
-
-    /// A sequence begins under this root.
-    pub fn enter_root(&mut self, root: &Hash, tenant: TenantId, salt: &[u8]) {
-        self.roots.enter(root, tenant, salt);
     }
 
     /// Makes a computed block findable by its prefix hash, unless another one of its group is; returns the one that is
@@ -360,7 +292,7 @@ impl BlockPool {
     pub fn publish(&mut self, hash: &Hash, block: BlockId) -> BlockId {
         let standing = self.index.publish(&identity(hash, self.groups.of(block)), block);
         if standing == block {
-            self.touch_content(block);
+            self.records.journal.touch_content(block, self.owners[block as usize]);
         }
         standing
     }
@@ -374,26 +306,27 @@ impl BlockPool {
     ///
     /// Held blocks stay with their holders; pinned ones stay findable.
     pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
-        let blocks = first.max(1)..end.min(self.refs.len() as BlockId);
-        blocks.filter(|block| self.drop_one(*block, now)).count()
+        let blocks = first.max(1)..end.min(self.holders.len() as BlockId);
+        blocks.filter(|block| self.drop_content(*block, now)).count()
     }
 
     /// As above, for some blocks.
     pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64) -> usize {
-        blocks.iter().filter(|block| self.drop_one(**block, now)).count()
+        blocks.iter().filter(|block| self.drop_content(**block, now)).count()
     }
 
-    fn drop_one(&mut self, block: BlockId, now: f64) -> bool {
-        if !self.index.is_findable(block) || self.is_pinned(block) {
+    /// As above, for one block; true if it was findable.
+    fn drop_content(&mut self, block: BlockId, now: f64) -> bool {
+        if !self.index.is_findable(block) || self.pins.is_pinned(block) {
             return false;
         }
         if let Some(hash) = self.index.hash(block) {
-            self.losses.reset(hash, now);
+            self.records.losses.reset(hash, now);
         }
-        self.contents.forget(block);
-        self.touch_content(block);
+        self.records.contents.forget(block);
+        self.records.journal.touch_content(block, self.owners[block as usize]);
         self.index.drop_hash(block);
-        if self.is_idle(block) {
+        if self.holders.is_idle(block) {
             self.parking.unpark(&[block]);
             self.accounts.uncache(self.owners[block as usize], 1);
             self.push_free(&[block]);
@@ -401,139 +334,30 @@ impl BlockPool {
         true
     }
 
-    /// Reports violations in a range of blocks: lists and index against their states. Cost: O(range + free blocks).
-    pub fn audit(&self, blocks: &Range<BlockId>, wrong: &mut Vec<String>) {
-        self.index.audit(blocks, wrong);
-        let mut times_free = vec![0; blocks.len()];
-        for block in &self.free {
-            if let Some(times) = times_free.get_mut(block.wrapping_sub(blocks.start) as usize) {
-                *times += 1;
-            }
-        }
-        for (block, times) in blocks.clone().zip(times_free) {
-            let state = self.state(block);
-            if times != u32::from(state == BlockState::Free && block != NULL_BLOCK) {
-                wrong.push(format!("block {block} is {state:?} and {times} times on the free stack"));
-            }
-            if block != NULL_BLOCK {
-                self.parking.audit(block, state == BlockState::Cached && !self.is_pinned(block), wrong);
-            }
-            if self.is_pinned(block) && !self.index.is_findable(block) {
-                wrong.push(format!("block {block} is pinned and can't be found"));
-            }
-            if state == BlockState::Free && self.parking.advice(block).is_some() {
-                wrong.push(format!("block {block} is free and still advised to be kept"));
-            }
-            if state == BlockState::Free && self.index.past(block) != Past::None {
-                wrong.push(format!("block {block} is free and still has a past"));
-            }
-        }
-    }
-
-    /// Reports violations in the counts. Cost: O(blocks), a fraction of `audit`'s.
-    pub fn audit_counts(&self, wrong: &mut Vec<String>) {
-        self.index.audit_counts(wrong);
-        let counters = PoolCounters {
-            num_active: self.refs.iter().filter(|refs| **refs > 0).count(),
-            num_references: self.refs.iter().map(|refs| *refs as usize).sum(),
-            num_shared: self.refs.iter().filter(|refs| **refs > 1).count(),
-            ..self.counters
-        };
-        let held = self.refs.iter().zip(&self.holds).map(|(refs, holds)| refs | holds);
-        let num_cached =
-            held.zip(self.index.pasts()).filter(|(held, past)| *held == 0 && **past == Past::Findable).count();
-        if counters != self.counters {
-            wrong.push(format!("counted {:?}, there are {counters:?}", self.counters));
-        }
-        if self.counts().cached != num_cached {
-            wrong.push(format!("{} blocks counted as cached, {num_cached} are", self.counts().cached));
-        }
-        self.contents.audit(|block| self.index.is_findable(block), wrong);
-        if self.ref_count(NULL_BLOCK) + self.hold_count(NULL_BLOCK) > 0 {
-            wrong.push("somebody holds the null block".into());
-        }
-    }
-
-    /// Reports violations in the tenants' accounts, counted block by block. Cost: as `audit_counts`.
-    pub fn audit_accounts(&self, wrong: &mut Vec<String>) {
-        self.accounts.audit(wrong);
-        let mut counted = vec![(0, 0, 0); self.accounts.len()];
-        let held = self.refs.iter().zip(&self.holds).map(|(refs, holds)| refs | holds);
-        let blocks = self.owners.iter().zip(held).zip(self.index.pasts()).enumerate();
-        for (block, ((owner, held), past)) in blocks {
-            if held == 0 && *past != Past::Findable {
-                continue; // free
-            }
-            let Some((num_held, num_cached, num_pinned)) = counted.get_mut(*owner as usize) else {
-                wrong.push(format!("block {block} is tenant {owner}'s, which has no account"));
-                continue;
-            };
-            let is_pinned = self.is_pinned(block as BlockId);
-            *num_held += usize::from(held > 0 || is_pinned);
-            *num_cached += usize::from(held == 0 && !is_pinned);
-            *num_pinned += usize::from(is_pinned);
-        }
-        for (tenant, counted) in counted.into_iter().enumerate() {
-            let account = self.accounts.get(tenant as TenantId);
-            let entered = (account.num_held, account.num_cached, account.num_pinned);
-            if entered != counted {
-                let what = "blocks held, cached and pinned";
-                wrong.push(format!("tenant {tenant} has {counted:?} {what}, its account says {entered:?}"));
-            }
-        }
-    }
-
-    fn is_idle(&self, block: BlockId) -> bool {
-        self.ref_count(block) == 0 && self.hold_count(block) == 0
-    }
-
-    /// A block begins or ceases to be found by content.
-    fn touch_content(&mut self, block: BlockId) {
-        self.journal.touch_content(block, self.owners[block as usize]);
-    }
-
     /// Evicts the content of a block for the asker.
     #[inline]
     fn lose(&mut self, block: BlockId, asker: &Asker) {
         if let Some(hash) = self.index.hash(block) {
-            self.losses.evicted(hash, asker);
+            self.records.losses.evicted(hash, asker);
         }
         let found_by = self.groups.are_several().then(|| self.index.hash(block).copied());
-        self.contents.forget(block);
-        self.touch_content(block);
+        self.records.contents.forget(block);
+        self.records.journal.touch_content(block, self.owners[block as usize]);
         self.index.forget(block);
         if let Some(Some(hash)) = found_by {
             self.groups.lose(block, &hash, &self.index);
         }
     }
 
-    fn let_go(&mut self, blocks: &[BlockId]) -> Result<()> {
-        let (mut num_unshared, mut num_left) = (0, 0);
-        for block in blocks {
-            let refs = &mut self.refs[*block as usize];
-            match *refs {
-                0 => return broken(format!("block {block} is released, nobody holds it")),
-                1 => num_left += 1,
-                2 => num_unshared += 1,
-                _ => {}
-            }
-            *refs -= 1;
-        }
-        self.counters.num_references -= blocks.len();
-        self.counters.num_shared -= num_unshared;
-        self.counters.num_active -= num_left;
-        Ok(())
-    }
-
     /// Those of these that nothing keeps any more: with content they are parked, without they are free.
     fn rest(&mut self, blocks: &[BlockId]) {
         let (mut parked, mut free) = (Vec::with_capacity(blocks.len()), Vec::new());
         for &block in blocks {
-            if !self.is_idle(block) {
+            if !self.holders.is_idle(block) {
                 continue;
             }
-            if self.is_pinned(block) {
-                self.num_idle_pinned += 1;
+            if self.pins.is_pinned(block) {
+                self.pins.begin_idle();
             } else if self.index.is_findable(block) {
                 parked.push(block);
             } else {
@@ -571,88 +395,20 @@ impl BlockPool {
         self.accounts.num_available(tenant, self.num_allocatable())
     }
 
-    /// Blocks that could be allocated now and are promised to no tenant.
-    pub fn num_spare(&self) -> usize {
-        self.accounts.num_spare(self.num_allocatable())
-    }
-
-    // -- retention ----------------------------------------------------------------------------------------------------
-
-    /// The block's eviction level by its advice.
-    pub fn level(&self, block: BlockId) -> Level {
-        self.parking.level(block)
-    }
-
-    /// The advice for the block, if there is any.
-    pub fn advice(&self, block: BlockId) -> Option<Advice> {
-        self.parking.advice(block)
-    }
-
-    /// Enters advice about blocks, the last one of a table first.
-    pub fn advise(&mut self, blocks: &[BlockId], advice: Advice) {
-        if let Some(first) = blocks.first() {
-            self.parking.advise(blocks, advice, self.owners[*first as usize]);
-            self.journal.touch_all(blocks, &self.owners);
-        }
-    }
-
-    /// A prompt waits for these blocks: see Parking::expect.
-    pub fn expect(&mut self, blocks: &[BlockId], until: Millis) {
-        if let Some(first) = blocks.first() {
-            self.parking.expect(blocks, until, self.owners[*first as usize]);
-            self.journal.touch_all(blocks, &self.owners);
-        }
-    }
-
-    /// A prompt has found these blocks: see Parking::end_waits.
-    pub fn end_waits(&mut self, blocks: &[BlockId]) {
-        if let Some(first) = blocks.first() {
-            let met = self.parking.end_waits(blocks, self.owners[*first as usize]);
-            self.journal.touch_all(&met, &self.owners);
-        }
-    }
-
-    /// See AdviceBook::next_end.
-    pub fn next_end_of_advice(&self) -> Option<Millis> {
-        self.parking.next_end()
-    }
-
-    /// Ends the expired advice.
-    pub fn end_advice(&mut self, now: Millis) {
-        let (owners, mut ended) = (&self.owners, Vec::new());
-        self.parking.end_advice(now, |block| owners[block as usize], &mut ended);
-        self.journal.touch_all(&ended, owners);
-    }
-
-    /// True if a prefix pin keeps the block from being evicted.
-    pub fn is_pinned(&self, block: BlockId) -> bool {
-        !self.pins.is_empty() && self.pins.contains_key(&block)
-    }
-
-    /// The number of the block's prefix pins.
-    pub fn pin_count(&self, block: BlockId) -> u32 {
-        self.pins.get(&block).copied().unwrap_or(0)
-    }
-
-    /// Pinned blocks.
-    pub fn num_pinned(&self) -> usize {
-        self.pins.len()
-    }
+    // -- prefix pins --------------------------------------------------------------------------------------------------
 
     /// One prefix pin more for each of these findable blocks.
     pub fn pin(&mut self, blocks: &[BlockId]) {
-        self.journal.touch_all(blocks, &self.owners);
+        self.records.journal.touch_all(blocks, &self.owners);
         for &block in blocks {
             let owner = self.owners[block as usize];
-            if self.is_idle(block) && !self.is_pinned(block) {
+            if self.holders.is_idle(block) && !self.pins.is_pinned(block) {
                 self.parking.unpark(&[block]);
                 self.accounts.uncache(owner, 1);
                 self.accounts.hold(owner, 1);
-                self.num_idle_pinned += 1;
+                self.pins.begin_idle();
             }
-            let pins = self.pins.entry(block).or_insert(0);
-            *pins += 1;
-            if *pins == 1 {
+            if self.pins.add(block) == 1 {
                 self.accounts.pin(owner);
             }
         }
@@ -660,20 +416,15 @@ impl BlockPool {
 
     /// Takes back one prefix pin of each. Give a prefix's tail first, as for `release`.
     pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.journal.touch_all(blocks, &self.owners);
+        self.records.journal.touch_all(blocks, &self.owners);
         for &block in blocks {
             let owner = self.owners[block as usize];
-            match self.pin_count(block) {
-                0 => return broken(format!("block {block} has no prefix pin to take back")),
-                1 => {
-                    self.pins.remove(&block);
-                    self.accounts.unpin(owner);
-                    if self.is_idle(block) {
-                        self.num_idle_pinned -= 1;
-                        self.rest(&[block]);
-                    }
+            if self.pins.take_back(block)? == 0 {
+                self.accounts.unpin(owner);
+                if self.holders.is_idle(block) {
+                    self.pins.end_idle();
+                    self.rest(&[block]);
                 }
-                count => drop(self.pins.insert(block, count - 1)),
             }
         }
         Ok(())
@@ -684,7 +435,7 @@ impl BlockPool {
     /// Frees these blocks: their content does not matter any more.
     fn push_free(&mut self, blocks: &[BlockId]) {
         blocks.iter().for_each(|block| self.index.forget_past(*block));
-        self.journal.touch_all(blocks, &self.owners);
+        self.records.journal.touch_all(blocks, &self.owners);
         self.parking.forget(blocks);
         self.free.extend_from_slice(blocks);
     }
@@ -695,7 +446,10 @@ pub(crate) mod tests {
     use std::fmt::Debug;
 
     use super::*;
+    use crate::cache::advice::Advice;
     use crate::cache::eviction::policies::POLICIES;
+    use crate::cache::pool::audit::PoolAudit;
+    use crate::cache::pool::counters::PoolCounters;
     use crate::cache::prefix::digest_of;
     use crate::errors::Failure;
 
@@ -731,15 +485,24 @@ pub(crate) mod tests {
 
     /// Audits all blocks, two at a time.
     pub(crate) fn violations(pool: &BlockPool) -> Vec<String> {
-        let (mut wrong, num_blocks) = (Vec::new(), pool.refs.len() as BlockId);
-        (0..num_blocks).step_by(2).for_each(|first| pool.audit(&(first..num_blocks.min(first + 2)), &mut wrong));
-        pool.audit_counts(&mut wrong);
-        pool.audit_accounts(&mut wrong);
+        let (mut wrong, num_blocks) = (Vec::new(), pool.holders.len() as BlockId);
+        (0..num_blocks)
+            .step_by(2)
+            .for_each(|first| PoolAudit::new(pool).blocks(&(first..num_blocks.min(first + 2)), &mut wrong));
+        PoolAudit::new(pool).counts(&mut wrong);
+        PoolAudit::new(pool).accounts(&mut wrong);
         wrong
     }
 
+    /// Tenant 0 may take everything.
+    pub(crate) fn of_one_tenant(num_blocks: usize, policy: Policy) -> BlockPool {
+        let mut pool = BlockPool::new(num_blocks, &[Span::Full], policy);
+        pool.set_share(0, Share::everything(num_blocks - 1));
+        pool
+    }
+
     fn pool() -> BlockPool {
-        BlockPool::of_one_tenant(5, Policy::named("lru", 5).unwrap())
+        of_one_tenant(5, Policy::named("lru", 5).unwrap())
     }
 
     fn hash(name: i32) -> Hash {
@@ -810,7 +573,10 @@ pub(crate) mod tests {
         pool.acquire(&[1], 1).unwrap();
         pool.retire(&[2, 1]).unwrap();
         assert_eq!((pool.state(1), pool.state(2)), (BlockState::Active, BlockState::Retired));
-        assert_eq!((pool.hold_count(1), pool.hold_count(2), pool.counts()), (1, 1, counts(2, 0, 1, 1)));
+        assert_eq!(
+            (pool.holders().hold_count(1), pool.holders().hold_count(2), pool.counts()),
+            (1, 1, counts(2, 0, 1, 1))
+        );
         pool.retire(&[1]).unwrap();
         assert_eq!(pool.counts(), counts(2, 0, 0, 2));
         pool.end_holds(&[2, 1]).unwrap();
@@ -856,7 +622,7 @@ pub(crate) mod tests {
         pool.publish(&hash(1), 1);
         pool.publish(&hash(3), 3);
         pool.release(&[4, 3, 2, 1]).unwrap();
-        assert_eq!((pool.free_blocks(), pool.parked_blocks()), (&[4, 2][..], vec![3, 1]));
+        assert_eq!((pool.free_blocks(), pool.parking().parked()), (&[4, 2][..], vec![3, 1]));
         assert_eq!(violations(&pool), [""; 0]);
         assert_eq!(pool.allocate(4, 0, &ASKER).unwrap(), [2, 4, 3, 1]);
     }
@@ -893,7 +659,10 @@ pub(crate) mod tests {
         let mut pool = pool();
         pool.allocate(2, 0, &ASKER).unwrap();
         pool.acquire(&[1, 2], 3).unwrap();
-        assert_eq!((pool.ref_count(1), pool.ref_count(2), pool.counters().num_references), (4, 4, 8));
+        assert_eq!(
+            (pool.holders().ref_count(1), pool.holders().ref_count(2), pool.counters().num_references),
+            (4, 4, 8)
+        );
         for num_left in (1..4).rev() {
             pool.release(&[2, 1]).unwrap();
             let counters = pool.counters();
@@ -960,7 +729,7 @@ pub(crate) mod tests {
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
         assert_eq!(pool.drop_cached(0, 5, 0.0), 4);
-        assert_eq!((pool.counts(), pool.parked_blocks()), (counts(2, 0, 1, 1), vec![]));
+        assert_eq!((pool.counts(), pool.parking().parked()), (counts(2, 0, 1, 1), vec![]));
         pool.end_holds(&[4]).unwrap();
         assert_eq!(pool.state(4), BlockState::Free);
         assert_eq!((pool.drop_cached(0, 5, 0.0), violations(&pool)), (0, vec![]));
@@ -970,7 +739,7 @@ pub(crate) mod tests {
     fn the_cache_is_dropped_in_slices_of_any_bounds() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2, 3, 4]);
-        assert_eq!((pool.drop_cached(2, 3, 0.0), pool.parked_blocks()), (1, vec![1, 3, 4]));
+        assert_eq!((pool.drop_cached(2, 3, 0.0), pool.parking().parked()), (1, vec![1, 3, 4]));
         assert_eq!(
             (pool.drop_cached(0, 2, 0.0), pool.drop_cached(2, 3, 0.0), pool.drop_cached(3, 100, 0.0)),
             (1, 0, 2)
@@ -1013,16 +782,19 @@ pub(crate) mod tests {
         let mut pool = pool();
         let cached = cache(&mut pool, &[1, 2]);
         let told = |pool: &mut BlockPool, change: &dyn Fn(&mut BlockPool, &[BlockId])| {
-            let first = pool.journal().num_changes();
+            let first = pool.records.journal.num_changes();
             change(pool, &cached);
-            let (changes, _) = pool.journal().since(first, 9, None).unwrap();
+            let (changes, _) = pool.records.journal.since(first, 9, None).unwrap();
             changes.into_iter().map(|change| change.block).collect::<Vec<_>>()
         };
         assert_eq!(told(&mut pool, &|pool, blocks| pool.pin(blocks)), cached);
         assert_eq!(told(&mut pool, &|pool, blocks| pool.unpin(blocks).unwrap()), cached);
-        assert_eq!(told(&mut pool, &|pool, blocks| pool.advise(blocks, Advice { level: 7, until: 9 })), cached);
-        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(8)), [0; 0]);
-        assert_eq!(told(&mut pool, &|pool, _| pool.end_advice(9)), cached);
+        assert_eq!(
+            told(&mut pool, &|pool, blocks| pool.advisor().advise(blocks, Advice { level: 7, until: 9 })),
+            cached
+        );
+        assert_eq!(told(&mut pool, &|pool, _| pool.advisor().end(8)), [0; 0]);
+        assert_eq!(told(&mut pool, &|pool, _| pool.advisor().end(9)), cached);
     }
 
     #[test]
@@ -1033,7 +805,7 @@ pub(crate) mod tests {
             (|pool| pool.accounts.cache(0, 1), "its account says (2, 2, 1)"),
             (|pool| pool.accounts.pin(0), "its account says (2, 1, 2)"),
             (|pool| pool.owners[1] = 7, "block 1 is tenant 7's, which has no account"),
-            (|pool| *pool.pins.entry(4).or_default() += 1, "block 4 is pinned and can't be found"),
+            (|pool| assert_eq!(pool.pins.add(4), 1), "block 4 is pinned and can't be found"),
         ];
         for (damage, told) in damages {
             let mut pool = pool();
@@ -1062,7 +834,7 @@ pub(crate) mod tests {
             (|pool| pool.counters.num_active = 1, "counted PoolCounters { num_active: 1, num_references: 0"),
             (|pool| pool.counters.num_references = 1, "counted PoolCounters { num_active: 0, num_references: 1"),
             (|pool| pool.counters.num_shared = 1, "there are PoolCounters { num_active: 0"),
-            (|pool| pool.holds[0] = 1, "somebody holds the null block"),
+            (|pool| pool.holders.hold(&[0]), "somebody holds the null block"),
             (
                 |pool| {
                     pool.index.publish(&hash(7), 2);
@@ -1108,7 +880,7 @@ pub(crate) mod tests {
     impl Model {
         fn new(policy: &str, seed: u64) -> Model {
             Model {
-                pool: BlockPool::of_one_tenant(NUM_BLOCKS, Policy::named(policy, NUM_BLOCKS).unwrap()),
+                pool: of_one_tenant(NUM_BLOCKS, Policy::named(policy, NUM_BLOCKS).unwrap()),
                 is_lru: policy == "lru",
                 random: Random(seed),
                 refs: [0; NUM_BLOCKS],
@@ -1245,8 +1017,8 @@ pub(crate) mod tests {
             assert_eq!(violations(pool), [""; 0]);
             for block in 1..NUM_BLOCKS {
                 let id = block as BlockId;
-                assert_eq!((pool.state(id), pool.ref_count(id)), (self.state(block), self.refs[block]));
-                assert_eq!(pool.hold_count(id), self.holds[block]);
+                assert_eq!((pool.state(id), pool.holders().ref_count(id)), (self.state(block), self.refs[block]));
+                assert_eq!(pool.holders().hold_count(id), self.holds[block]);
                 let expected = self.name_of[block].map(|name| hash(name as i32));
                 assert_eq!(pool.index().hash(id), expected.as_ref());
                 assert_eq!(pool.is_writable(id), self.refs[block] == 1 && !self.was_named[block]);
@@ -1256,7 +1028,7 @@ pub(crate) mod tests {
             assert_eq!(pool.counts(), counts(states[0], states[1], states[2], states[3]));
             assert_eq!(pool.num_allocatable(), self.free.len() + self.parked.len());
             assert_eq!(pool.free_blocks(), self.free);
-            assert!(!self.is_lru || pool.parked_blocks() == self.parked);
+            assert!(!self.is_lru || pool.parking().parked() == self.parked);
             let counters = pool.counters();
             assert_eq!(counters.num_references, self.refs.iter().sum::<u32>() as usize);
             assert_eq!(counters.num_shared, self.refs.iter().filter(|refs| **refs > 1).count());
