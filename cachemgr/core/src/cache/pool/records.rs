@@ -1,4 +1,4 @@
-//! What is recorded of a pool beside its present state.
+//! The records of a pool beside its present state.
 
 use serde::{Deserialize, Serialize};
 
