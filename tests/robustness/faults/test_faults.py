@@ -141,7 +141,7 @@ def test_the_checker_notices(events: list[dict[str, object]], failure: str) -> N
 
 def test_the_harness_notices_what_is_left_and_what_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease of a client outside of the harness, and a log line that no fault excuses."""
-    monkeypatch.setattr("faults.harness.END_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("robustness.faults.harness.END_TIMEOUT_S", 3.0)
 
     async def run() -> list[str]:
         async with Harness(folder) as harness:
