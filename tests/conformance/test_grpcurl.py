@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from certificates import Authority, sha256
 from conformance import page
 from conformance.foreign import ROOT, find
 from deadlines import DEADLINE_S
+from ports import free_ports
 
 from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices
 from quire.cli.service_process import ServiceProcess
@@ -44,15 +44,6 @@ def secured(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"HOST": host, "TOKEN_HOST": token_host, "TOKEN": TOKEN}
     finally:
         process.terminate()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def test_the_page(grpcurl: Path, demo_services: LocalServices, secured: dict[str, str], tmp_path: Path) -> None:

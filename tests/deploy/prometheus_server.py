@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -18,6 +17,7 @@ import yaml
 from deadlines import DEADLINE_S
 from deploy.tools import DEPLOY, find
 from integration.protocol_client import await_that
+from ports import free_port
 
 RULES = DEPLOY / "prometheus"
 DASHBOARDS = DEPLOY / "grafana"
@@ -116,9 +116,7 @@ def running(folder: Path, targets: Mapping[str, str]) -> Iterator[Server]:
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:  # it does not say which port it took for 0
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()  # it does not say which port it took for 0
     command = [
         *(tool("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
         *(f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"),

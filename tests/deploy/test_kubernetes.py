@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -28,6 +27,7 @@ from deploy.cert_manager import make_secrets
 from deploy.tools import DEPLOY, ROOT, find, parse_service
 from integration.protocol_client import await_that
 from package_environments import SMG, environment
+from ports import free_port
 
 from quire.cli.service_process import ServiceProcess
 from quire.engine.v1 import engine_service_pb2, engine_service_pb2_grpc
@@ -366,9 +366,7 @@ class Cluster:
 
     def _port(self, port: str) -> int:
         if port not in self._ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._ports[port] = int(probe.getsockname()[1])
+            self._ports[port] = free_port()
         return self._ports[port]
 
 

@@ -18,6 +18,7 @@ from certificates import Authority
 from deadlines import DEADLINE_S
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2
+from ports import free_port
 
 from quire.cli.service_process import ServiceExitedError, ServiceProcess
 
@@ -56,10 +57,8 @@ def start(folder: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port."""
+    return free_port()
 
 
 def probe(port: int, service: str, *, timeout_s: float = DEADLINE_S) -> int:

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from gateway.conftest import MODEL, Gateway
 from integration.fleet import POOLS, Fleet, started
 from integration.protocol_client import await_that
 from package_environments import SMG, environment
+from ports import free_port
 
 pytestmark = pytest.mark.verify
 
@@ -42,12 +42,6 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Smg:

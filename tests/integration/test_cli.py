@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ import psutil
 import pytest
 from deadlines import DEADLINE_S
 from integration.terminal import Terminal
+from ports import free_port
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
@@ -410,12 +410,6 @@ def test_a_watch_on_a_terminal_gives_the_screen_back_at_sigterm(up: str) -> None
 
 
 # up, cachemgr, worker
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_two_at_a_time_one_over_tcp_and_its_worker_dies(folder: Path, up: str) -> None:

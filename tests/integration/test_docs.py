@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from conformance.foreign import build_grpcurl, find
 from deadlines import DEADLINE_S
 from integration.test_tracing import Collector
 from pages import ROOT, SHELL, Block
+from ports import free_ports
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.launch import CACHEMGR_START_TIMEOUT_S, LocalServices
@@ -215,13 +215,6 @@ def serving(command: str, folder: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def on_ports(block: Block, ports: Mapping[str, int]) -> Block:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from integration.protocol_client import (
     await_that,
     draw_tokens,
 )
+from ports import free_port
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
 from quire.cli.launch import LocalServices
@@ -151,10 +151,8 @@ def test_a_lease_that_is_renewed_lives(pair: Pair, create_lease: CreateLease) ->
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free TCP port."""
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from conformance.page import commands
 from deadlines import DEADLINE_S
 from integration.following import follow, name_of, shell, starting, stripped
 from integration.protocol_client import await_that
-from integration.test_docs import free_ports
 from pages import ROOT
+from ports import free_ports
 
 THIS = "tests/integration/test_how_to_pages.py"
 UPGRADE = "docs/how-to/upgrade-a-running-pair.md"

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import ssl
 import subprocess
 import sysconfig
@@ -31,6 +30,7 @@ from integration.protocol_client import (
     await_that,
     draw_tokens,
 )
+from ports import free_ports
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 from quire.cli.launch import LocalServices
@@ -78,15 +78,6 @@ class Cluster:
     def worker_log(self) -> str:
         assert self.services.worker.log_path is not None
         return self.services.worker.log_path.read_text()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener, for services that have to name theirs."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

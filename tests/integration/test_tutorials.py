@@ -12,8 +12,8 @@ from conformance.foreign import find
 from grpc import insecure_channel
 from integration.following import follow, starting
 from integration.protocol_client import ask
-from integration.test_docs import free_ports
 from pages import ROOT
+from ports import free_ports
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 
