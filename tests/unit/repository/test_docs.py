@@ -246,16 +246,16 @@ def test_the_status_is_at_the_top_of_the_readme() -> None:
     assert "passed on an NVIDIA H200" in beginning
 
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 NAMED = re.compile(r"`([\w./-]+\.(?:py|rs|pml|js|go))\b(?:::([\w.:]+))?")
 
 
 @pytest.mark.parametrize("page", ["tests/README.md", "docs/architecture.md", "CONTRIBUTING.md"])
 def test_files_and_functions_that_a_page_names_are_there(page: str) -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     misses = []
     for number, line in enumerate(pages.read(page).splitlines(), 1):
         for path, names in NAMED.findall(line):
-            found = [each for each in TRACKED if f"/{each}".endswith(f"/{path}")]
+            found = [each for each in tracked if f"/{each}".endswith(f"/{path}")]
             words = [rf"\b(?:def|class|fn|func) {name}\b" for name in re.split(r"::|\.", names) if name]
             if not any(all(re.search(word, (ROOT / each).read_text()) for word in words) for each in found):
                 misses.append(f"{number}: {path}::{names}")
