@@ -53,7 +53,7 @@ func Start(folder, name, module string, arguments ...string) (*Process, error) {
 		return nil, err
 	}
 	defer log.Close()
-	guarded := filepath.Join(os.Getenv("QUIRE_ROOT"), "client", "cli", "guarded.py")
+	guarded := filepath.Join(os.Getenv("QUIRE_ROOT"), "client", "quire", "cli", "guarded.py")
 	process.command = exec.Command(Python(), append([]string{"-P", guarded, "3", module}, arguments...)...)
 	process.command.ExtraFiles = []*os.File{reader} // file descriptor 3
 	process.command.Stdout, process.command.Stderr = log, log
