@@ -187,7 +187,7 @@ class Run:
         self._books.ledger.settle(report.SerializeToString())
         self._num_steps += bool(report.sequence_ids)
         sampled, tokens = list(report.sampled_sequence_ids), list(report.sampled_token_ids)
-        for event in self._scheduler.on_step_done(step, sampled, tokens):
+        for event in self._scheduler.on_step_done(step, sampled, tokens)[0]:
             self._note(event.sequence.request_id, event.finish_reason, on_end)
         if report.sequence_ids:
             self._blocks.append(self._count_blocks())

@@ -238,7 +238,7 @@ class SimulatedPool:
         if step.seq_ids:
             self.num_steps += 1
             self._fruitless_in_row = 0
-        for sampled in self._scheduler.on_step_done(step, sent.sampler_ids, tokens):
+        for sampled in self._scheduler.on_step_done(step, sent.sampler_ids, tokens)[0]:
             sequence = sampled.sequence
             if sampled.finish_reason is not None:
                 job = jobs.pop(sequence.request_id)

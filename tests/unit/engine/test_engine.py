@@ -37,6 +37,7 @@ from quire.client import (
     Unavailable,
 )
 from quire.client.engine.outputs import SampleText
+from quire.client.engine.scheduling.faults import BrokenInvariantError
 from quire.compute.v1 import worker_service_pb2
 
 SCRIPT = "It was a dark – and stormy 😀 night; the rain fell in torrents. STOP here. " * 4
@@ -239,6 +240,13 @@ class Services:
         response = worker_service_pb2.RunStepResponse(step_number=number)
         response.sequence_ids.extend(seq_id for seq_id, _ in sampled)
         response.sampled_token_ids.extend(token for _, token in sampled)
+        for each in request.inputs:
+            count = len(each.next_token_ids)
+            if count:
+                entry = response.prompt_logprobs.add(sequence_id=each.sequence_id, top_count=each.prompt_logprob_count)
+                entry.logprobs.extend([-1.0] * count)
+                entry.top_token_ids.extend([0] * (count * each.prompt_logprob_count))
+                entry.top_logprobs.extend([-1.0] * (count * each.prompt_logprob_count))
         for seq_id, token in sampled:
             response.logprobs.add(sequence_id=seq_id, sampled_logprob=-1.0, top_token_ids=[token], top_logprobs=[-1.0])
         return Answer(self, response)
@@ -1125,7 +1133,7 @@ def test_a_text_that_can_not_be_made_fails_its_own_request() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), asyncio.CancelledError("a bug")], ids=type)
+@pytest.mark.parametrize("error", [BrokenInvariantError("a bug"), asyncio.CancelledError("a bug")], ids=type)
 def test_a_loop_that_dies_tells_everybody(error: BaseException) -> None:
     async def body(engine: Engine, services: Services) -> None:
         services.plan_errors.append(error)
@@ -1135,6 +1143,7 @@ def test_a_loop_that_dies_tells_everybody(error: BaseException) -> None:
                 await task
         with pytest.raises(EngineStopped):
             engine.generate("c\n")
+        assert "a bug" in str(await engine.failed())
 
     with_engine(body)
 

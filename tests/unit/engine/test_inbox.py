@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from unit.engine.test_engine import Services, greedy, read, turns, until, with_engine
+from unit.engine.test_engine import PROMPT_END, RECITED, Services, greedy, read, turns, until, with_engine
 from unit.engine.test_scheduler import limits
 
 from quire.client import CacheParams, Engine, EngineConfig, FinishReason, InvalidRequest, OutOfRoom, RequestFailed
 from quire.client.engine.inbox import Inbox
 from quire.client.engine.scheduling.new_sequences import new_samples
+from quire.client.engine.scheduling.policy import PoolView, PriorityPolicy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Sequence
 
@@ -215,20 +216,30 @@ class TestInbox:
         assert {sequence.finish_reason for sequence in sequences} == {FinishReason.TIMEOUT}
 
 
-def test_a_policy_that_raises_stops_the_engine_and_no_caller_waits_for_ever() -> None:
+def test_a_policy_that_can_not_rank_a_request_fails_that_request() -> None:
     """The policy is asked for a rank by the engine's task, not by the caller's."""
-    services_policy: Any = type("Broken", (), {"__getattr__": lambda self, name: _raise})()
+
+    class Picky(PriorityPolicy):
+        def rank(self, sequence: Sequence, view: PoolView) -> tuple[int, ...]:
+            if sequence.params.seed == 1:
+                raise ZeroDivisionError("a mistake of the policy")
+            wrong: Any = ("text",)
+            right = super().rank(sequence, view)
+            return wrong if sequence.params.seed == 2 else right
 
     async def main() -> None:
         services = Services()
-        engine = Engine(services, lambda _: services, config=EngineConfig(verify=True), policy=services_policy)
+        engine = Engine(services, lambda _: services, config=EngineConfig(verify=True), policy=Picky())
         async with engine:
-            with pytest.raises(Exception, match="the engine's loop has died") as caught:
-                await engine.complete([[1, 2]], greedy(3))
-            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+            other = asyncio.create_task(engine.complete([[1, PROMPT_END]], greedy(30)))
+            await turns()
+            with pytest.raises(RequestFailed, match="a mistake of the policy"):
+                await engine.complete([[1, PROMPT_END]], greedy(3, seed=1))
+            waiting = asyncio.create_task(engine.complete([[1, PROMPT_END]], greedy(200, n=9)))
+            await turns()
+            with pytest.raises(RequestFailed, match="as an integer"):
+                await engine.complete([[1, PROMPT_END]], greedy(3, seed=2, n=2))
+            for (completion,) in (await other, await waiting):
+                assert all(s.token_ids == tuple(RECITED[: len(s.token_ids)]) for s in completion.samples)
 
     asyncio.run(main())
-
-
-def _raise(*_: Any, **__: Any) -> Any:
-    raise ZeroDivisionError("a mistake of the policy")

@@ -563,7 +563,7 @@ class World:
         step, _, _ = self.flight.popleft()
         sampled, is_behind = self.outcomes.popleft()
         if sampled is not None and not step.is_void:
-            events = self.scheduler.on_step_done(step, list(sampled), list(sampled.values()))
+            events, _ = self.scheduler.on_step_done(step, list(sampled), list(sampled.values()))
             for event in events:
                 if event.sequence.group is None:
                     self.take(event.sequence, event.token_id, event.finish_reason)

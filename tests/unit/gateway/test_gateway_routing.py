@@ -27,6 +27,7 @@ from quire.client import (
     SamplingParams,
     WorkerUnavailable,
 )
+from quire.client.engine.scheduling.faults import BrokenInvariantError
 from quire.gateway.routing.members import RouterConfig, SameModel
 from quire.gateway.routing.router import Router
 
@@ -242,7 +243,7 @@ def test_an_engine_that_died_is_replaced() -> None:
             a.num_cached = 4
             chunks = router.generate(PROMPT, greedy(60))
             tokens = list((await anext(chunks)).token_ids)
-            a.plan_errors.append(ValueError("unexpected"))
+            a.plan_errors.append(BrokenInvariantError("unexpected"))
             async for chunk in chunks:
                 tokens += chunk.token_ids
             assert tokens == RECITED[:60]

@@ -3,17 +3,19 @@
 The engine's task calls all of it. It changes the scheduler: a stop string ends a sequence, and a search has new beams.
 """
 
+import contextlib
 import logging
 from collections import abc
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.request import BeamRequest, Request, undeliverable
 from quire.client.engine.requests import Requests
+from quire.client.engine.scheduling.faults import BrokenInvariantError, UnexpectedError, to_failure
 from quire.client.engine.scheduling.plans import Failed, Sampled, StepInFlight
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.engine.tracing import RequestSpan
-from quire.client.errors import InvalidRequest, ProtocolViolation, RequestFailed
+from quire.client.errors import InvalidRequest, ProtocolViolation, QuireError, RequestFailed
 from quire.compute.v1 import worker_service_pb2
 
 _log = logging.getLogger(__name__)
@@ -32,9 +34,11 @@ class Delivery:
         """Fail the requests of these sequences."""
         for sequence, error in ((entry.sequence, entry.error) for entry in failed):
             request = self._requests.find(sequence.request_id)
+            if isinstance(error, UnexpectedError):
+                _log.error("a request fails for an unexpected error", exc_info=error.__cause__)
             if request is not None:
-                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
                 request.fail(error)
+                self._scheduler.end(request.sequences, FinishReason.CANCELLED)
 
     def spans_of(self, sequences: abc.Iterable[Sequence]) -> list[RequestSpan | None]:
         """The spans of the open requests that these sequences belong to."""
@@ -50,13 +54,24 @@ class Delivery:
             logprobs = None if index is None else step.sequences[index].prompt_logprobs
             if index is None or logprobs is None:
                 raise ProtocolViolation("log-probabilities of a prompt without a request for them")
-            logprobs.put(
-                step.starts[index] + 1,
-                entry.logprobs,
-                entry.top_token_ids,
-                entry.top_logprobs,
-                top_count=entry.top_count,
-            )
+            with self._failing(step.sequences[index]):
+                logprobs.put(
+                    step.starts[index] + 1,
+                    entry.logprobs,
+                    entry.top_token_ids,
+                    entry.top_logprobs,
+                    top_count=entry.top_count,
+                )
+
+    @contextlib.contextmanager
+    def _failing(self, sequence: Sequence) -> abc.Iterator[None]:
+        """Fail the request of a sequence for an unexpected exception within the block: it concerns no other one."""
+        try:
+            yield
+        except (QuireError, BrokenInvariantError):
+            raise
+        except Exception as error:
+            self.fail([Failed(sequence, to_failure(error))])
 
     def choose(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
         """Continue beam searches with the outcome of a step that has just ended, before the next step is planned.
@@ -77,7 +92,8 @@ class Delivery:
             if not isinstance(request, BeamRequest) or request.is_over:
                 continue
             if request.sequences and request.group.is_ready:
-                self._go_on(request, at_s)
+                with self._failing(request.first):
+                    self._go_on(request, at_s)
 
     def _go_on(self, request: BeamRequest, at_s: float) -> None:
         self._requests.wait_no_longer(request)
@@ -95,17 +111,19 @@ class Delivery:
         """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
         logprobs = {entry.sequence_id: entry for entry in response.logprobs}
         broken = {failure.sequence_id: failure.message for failure in response.grammar_failures}
+        failed: list[Failed] = []
         for event in events:
             if event.seq_id in broken:
-                self.fail([Failed(event.sequence, _not_followed(broken[event.seq_id]))])
+                failed.append(Failed(event.sequence, _not_followed(broken[event.seq_id])))
                 continue
             try:
                 self._deliver_one(event, logprobs.get(event.seq_id), at_s)
             except RequestFailed as error:
-                self.fail([Failed(event.sequence, error)])
+                failed.append(Failed(event.sequence, error))
             except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
                 _log.exception("the text of a request can't be made")
-                self.fail([Failed(event.sequence, undeliverable(error))])
+                failed.append(Failed(event.sequence, undeliverable(error)))
+        self.fail(failed)  # when all others have their tokens
 
     def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
         sequence, reason = event.sequence, event.finish_reason

@@ -17,6 +17,10 @@ refused step is sent again with `skip`, since its number is not used up, and pla
 only the worker's room for compiling the sequence's grammar was used up, the request does not fail: it is planned
 again when the worker has compiled the grammar.
 
+An unexpected exception, of this package or of a custom policy, fails the request that it is about (faults.py). The
+others are admitted again. Only if the exception leaves a mess does the loop end: then `failed` returns, and the process
+that has this engine should end, too.
+
 A plan without an answer is no failure yet: it is repeated with its request_id while the lease can be valid, and steps
 in flight finish meanwhile. A cachemgr that restarts with its books answers it as before.
 """
@@ -47,7 +51,8 @@ from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
-from quire.client.engine.scheduling.plans import GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
+from quire.client.engine.scheduling.faults import BrokenInvariantError, RequestFault, to_failure
+from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
@@ -188,11 +193,13 @@ class Engine:
         )
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self._flight: deque[_Sent] = deque()
-        self._undelivered: list[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = []  # came at
+        self._undelivered: deque[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = deque()
         self._page: EnginePage | None = None
         self._is_started = False
         self._loop: asyncio.Task[None] | None = None
         self._counters = _Counters()
+        self._death = EngineStopped("the engine's loop runs")
+        self._has_died = asyncio.Event()
         self._recoveries_in_row = 0
         self._fruitless_in_row = 0
         self._compilations: dict[Sequence, asyncio.Task[None]] = {}  # of postponed sequences
@@ -313,6 +320,11 @@ class Engine:
     def outage(self) -> Outage | None:
         """The service that requests wait for, or did until they failed; None while the services can be used."""
         return self._connection.outage
+
+    async def failed(self) -> EngineStopped:
+        """Wait until the engine can serve no request any more because its loop has died; return its error."""
+        await self._has_died.wait()
+        return self._death
 
     async def next_outage(self, seen: Outage | None) -> Outage | None:
         """Wait until there is another outage than the one seen, or none any more; return it."""
@@ -446,11 +458,12 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                if self._has_work():
-                    await self._turn()
-                    continue
-                self._deliver()
-                await self._inbox.wait()
+                try:
+                    await self._turn_or_wait()
+                except BrokenInvariantError:
+                    raise
+                except Exception as error:
+                    await self._contain(error)
         except BaseException as error:
             if is_being_cancelled():
                 raise  # the engine is closed
@@ -458,6 +471,15 @@ class Engine:
             stopped = EngineStopped(f"the engine's loop has died: {error!r}")
             stopped.__cause__ = error
             self._requests.stop(stopped)
+            self._death = stopped
+            self._has_died.set()
+
+    async def _turn_or_wait(self) -> None:
+        if self._has_work():
+            await self._turn()
+        else:
+            self._deliver()
+            await self._inbox.wait()
 
     def _has_work(self) -> bool:
         self._take_calls()
@@ -465,7 +487,8 @@ class Engine:
 
     def _take_calls(self) -> None:
         """Apply the calls of other tasks to the scheduler."""
-        self._inbox.take_into(self._scheduler)
+        for fault in self._inbox.take_into(self._scheduler):
+            self._delivery.fail([Failed(fault.sequence, to_failure(fault))])
         for sequence in [sequence for sequence, task in self._compilations.items() if task.done()]:
             del self._compilations[sequence]
             self._scheduler.resume(sequence)
@@ -482,6 +505,25 @@ class Engine:
                 await self._settle(session)
         except QuireError as error:
             await self._recover(session, error)
+
+    async def _contain(self, error: Exception) -> None:
+        """Go on after an unexpected exception: the request that it is about fails, or is found. Others continue.
+
+        Raises BrokenInvariantError if the exception has left a mess.
+        """
+        _log.error("an unexpected error in the engine's loop", exc_info=error)
+        failure = to_failure(error)
+        self._deliver()
+        self._void_flight(failure)
+        self._count_recovery()
+        known = [sequence for sequence in self._requests.unfinished() if not self._inbox.has(sequence.request_id)]
+        culprit = error.sequence if isinstance(error, RequestFault) else None
+        self._delivery.fail(self._scheduler.on_fault(failure, known, culprit))
+        self._requests.fail_ended(failure)
+        self._scheduler.check_invariants()
+        self._give_up_after_many(failure)
+        await self._connection.hang_up()
+        await self._connection.end_session()
 
     async def _plan(self, session: Session) -> bool:
         """Plan a step and send it. Returns False if a step in flight has to end first."""
@@ -585,9 +627,10 @@ class Engine:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
         self._take_calls()  # of requests that end now no more tokens are taken
         self._delivery.take_prompt_logprobs(step, response)
-        sampled = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
-        self._delivery.choose(sampled, response, ended)
+        sampled, failed = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
         self._undelivered.append((sampled, response, ended))
+        self._delivery.fail(failed)
+        self._delivery.choose(sampled, response, ended)
         if step.seq_ids:
             self._counters.computed_steps += 1
             self._recoveries_in_row = self._fruitless_in_row = 0
@@ -649,6 +692,8 @@ class Engine:
                 await self._check_grammar(sequence.params.grammar)
         except QuireError as error:
             self._requests.fail_one(sequence.request_id, error)
+        except Exception as error:
+            self._requests.fail_one(sequence.request_id, to_failure(error))
 
     async def _pause(self) -> None:
         self._fruitless_in_row += 1
@@ -657,9 +702,8 @@ class Engine:
 
     def _deliver(self) -> None:
         started = time.perf_counter()
-        undelivered, self._undelivered = self._undelivered, []
-        for sampled, response, at_s in undelivered:
-            self._delivery.deliver(sampled, response, at_s)
+        while self._undelivered:
+            self._delivery.deliver(*self._undelivered.popleft())
         self._counters.deliver_s += time.perf_counter() - started
 
     # Failures.
@@ -670,12 +714,9 @@ class Engine:
         self._deliver()
         await self._drain(session)
         await self._connection.hang_up()
-        self._counters.recoveries += 1
-        self._recoveries_in_row += 1
+        self._count_recovery()
         self._scheduler.reset_all()
-        if self._recoveries_in_row > self._config.max_recoveries:
-            self._recoveries_in_row = 0
-            self._requests.fail_all(_given_up(self._config.max_recoveries, error))
+        self._give_up_after_many(error)
         try:
             if isinstance(error, EpochChanged) and await self._connection.follow_epoch():
                 self._use(session)
@@ -686,16 +727,29 @@ class Engine:
         if self._recoveries_in_row > 1:
             await self._pause()
 
+    def _count_recovery(self) -> None:
+        self._counters.recoveries += 1
+        self._recoveries_in_row += 1
+
+    def _give_up_after_many(self, error: QuireError) -> None:
+        if self._recoveries_in_row > self._config.max_recoveries:
+            self._recoveries_in_row = 0
+            self._requests.fail_all(_given_up(self._config.max_recoveries, error))
+
     async def _drain(self, session: Session) -> None:
         """Take the answers of the steps in flight; from the first that fails on, their tokens are void."""
         while self._flight:
             try:
                 await self._settle(session)
             except QuireError as error:
-                for sent in self._flight:
-                    sent.span.fail(error)
-                self._flight.clear()
+                self._void_flight(error)
         self._deliver()
+
+    def _void_flight(self, error: QuireError) -> None:
+        """Take no answer to the steps in flight: what they sample is computed again."""
+        for sent in self._flight:
+            sent.span.fail(error)
+        self._flight.clear()
 
     async def _reconnect(self) -> None:
         """Open a new session as soon as the services let us; if they do not in time, every request fails."""

@@ -13,6 +13,7 @@ import asyncio
 from collections import abc
 from dataclasses import replace
 
+from quire.client.engine.scheduling.faults import RequestFault
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence, SequenceState
 from quire.client.engine.scheduling.statistics import SchedulerStatistics
@@ -30,6 +31,10 @@ class Inbox:
         """Give the scheduler a request."""
         self._submitted[request_id] = sequences
         self._has_news.set()
+
+    def has(self, request_id: int) -> bool:
+        """Return whether the scheduler does not have a request yet."""
+        return request_id in self._submitted
 
     def end(self, request_id: int, sequences: abc.Sequence[Sequence], reason: FinishReason) -> None:
         """End a request. One that was not taken yet ends here, and the scheduler never gets it.
@@ -51,14 +56,23 @@ class Inbox:
         """Wait until there was a call since the last take_into."""
         await self._has_news.wait()
 
-    def take_into(self, scheduler: Scheduler) -> None:
-        """Apply all calls. For the engine's task."""
+    def take_into(self, scheduler: Scheduler) -> list[RequestFault]:
+        """Apply all calls. Returns those of requests that the scheduler can't take; they have ended. For the engine's
+        task."""
         self._has_news.clear()
+        faults: list[RequestFault] = []
         while self._submitted:
-            scheduler.add(self._submitted.pop(next(iter(self._submitted))))
+            sequences = self._submitted.pop(next(iter(self._submitted)))
+            try:
+                scheduler.add(sequences)
+            except RequestFault as fault:
+                for sequence in sequences:
+                    sequence.finish(FinishReason.FAILED)
+                faults.append(fault)
         ended, self._ended = self._ended, []
         for sequences, reason in ended:
             scheduler.end(sequences, reason)
+        return faults
 
     def counted_with(self, statistics: SchedulerStatistics) -> SchedulerStatistics:
         """Return a scheduler's numbers with the sequences that it has not taken yet."""

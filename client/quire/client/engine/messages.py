@@ -1,6 +1,7 @@
 """Between the scheduler's values and the contract's messages. Per running sequence only packed integers."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.channel import decode_error
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
+from quire.client.engine.scheduling.faults import RequestFault
 from quire.client.engine.scheduling.layer_groups import LayerGroup
 from quire.client.engine.scheduling.plans import (
     DEFAULT_EXPECTED_PROMPTS,
@@ -85,7 +87,7 @@ def _decode_layer_group(group: attach_pb2.LayerGroup) -> LayerGroup:
 
 
 def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> cache_service_pb2.PlanStepRequest:
-    """A plan as a request."""
+    """A plan as a request. Raises RequestFault for a sequence with a value that the contract can't carry."""
     return cache_service_pb2.PlanStepRequest(
         lease_id=lease_id,
         epoch=epoch,
@@ -93,7 +95,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         release_sequence_ids=plan.release_ids,
         return_hints=[_encode_hint(seq_id, seconds) for seq_id, seconds in plan.expected_back_s.items()],
         offload_sequence_ids=plan.offload_ids,
-        expected_prompts=map(_encode_expected_prompt, plan.expected.values()),
+        expected_prompts=_encode_expected(plan),
         trim_sequence_ids=plan.trims.keys(),
         trim_token_counts=plan.trims.values(),
         forks=[
@@ -104,7 +106,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         ],
         extends=_encode_extends(plan),
         restores=[cache_service_pb2.Restore(sequence_id=seq_id) for seq_id in plan.restore_ids],
-        admissions=map(_encode_admission, plan.admissions),
+        admissions=_encode_admissions(plan),
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
     )
@@ -118,6 +120,22 @@ def _encode_extends(plan: Plan) -> cache_service_pb2.Extends:
             message.append_token_counts.append(len(token_ids))
             message.append_token_ids.extend(token_ids)
     return message
+
+
+def _encode_admissions(plan: Plan) -> Iterator[cache_service_pb2.Admission]:
+    for admission in plan.admissions:
+        try:
+            yield _encode_admission(admission)
+        except Exception as error:
+            raise RequestFault(plan.sequences[admission.seq_id]) from error
+
+
+def _encode_expected(plan: Plan) -> Iterator[cache_service_pb2.ExpectedPrompt]:
+    for sequence, prompt in plan.expected.items():
+        try:
+            yield _encode_expected_prompt(prompt)
+        except Exception as error:
+            raise RequestFault(sequence) from error
 
 
 def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
@@ -204,25 +222,35 @@ def encode_step(
 ) -> worker_service_pb2.RunStepRequest:
     """A step as a request: the grant untouched, tokens and parameters only of those that need them.
 
-    A step without runs, or one to skip, is sent to be skipped, so that step numbers have no holes.
+    A step without runs, or one to skip, is sent to be skipped, so that step numbers have no holes. Raises RequestFault
+    for a sequence with a value that the contract can't carry.
     """
     if skip or not step.seq_ids:
         return worker_service_pb2.RunStepRequest(grant=grant, skip=True)
-    inputs: dict[int, worker_service_pb2.SequenceInput] = {}
-    for index in step.given:
-        start = step.starts[index]
-        sequence, count = step.sequences[index], step.counts[index]
-        token_ids = sequence.token_ids[start : start + count]
-        inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index], token_ids=token_ids)
-        logprobs = sequence.prompt_logprobs
-        if logprobs is not None and (next_token_ids := logprobs.missing_after(start, count)):
-            inputs[index].prompt_logprob_count = logprobs.num_top
-            inputs[index].next_token_ids.extend(next_token_ids)
+    inputs = {index: worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index]) for index in step.given}
     for index in step.introduced:
         if index not in inputs:
             inputs[index] = worker_service_pb2.SequenceInput(sequence_id=step.seq_ids[index])
-        inputs[index].sampling.CopyFrom(_encode_sampling(step.sequences[index]))
+    introduced = frozenset(step.introduced)
+    given = frozenset(step.given)
+    for index, message in inputs.items():
+        sequence = step.sequences[index]
+        try:
+            if index in given:
+                _put_tokens(message, sequence, step.starts[index], step.counts[index])
+            if index in introduced:
+                message.sampling.CopyFrom(_encode_sampling(sequence))
+        except Exception as error:
+            raise RequestFault(sequence) from error
     return worker_service_pb2.RunStepRequest(grant=grant, inputs=inputs.values())
+
+
+def _put_tokens(message: worker_service_pb2.SequenceInput, sequence: Sequence, start: int, count: int) -> None:
+    message.token_ids.extend(sequence.token_ids[start : start + count])
+    logprobs = sequence.prompt_logprobs
+    if logprobs is not None and (next_token_ids := logprobs.missing_after(start, count)):
+        message.prompt_logprob_count = logprobs.num_top
+        message.next_token_ids.extend(next_token_ids)
 
 
 def _encode_sampling(sequence: Sequence) -> worker_service_pb2.SamplingParameters:

@@ -53,6 +53,13 @@ class Request:
         num_tokens = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in self.sequences)
         return num_tokens, [self.finished.get(each.index, each.finish_reason) for each in self.sequences]
 
+    @property
+    def lacks_end(self) -> bool:
+        """True if a sequence has ended, and the caller's chunks do not say so. When nothing is left to deliver."""
+        return self.error is None and any(
+            sequence.finish_reason is not None and sequence.index in self.open for sequence in self.sequences
+        )
+
     def finish_one(self, index: int, reason: FinishReason) -> None:
         """Take a sample as ended. The scheduler may learn of it later."""
         self.finished[index] = reason
@@ -97,6 +104,10 @@ class BeamRequest(Request):
     def is_over(self) -> bool:
         """True if its caller has the result or the error. The scheduler may learn of it later."""
         return self.has_ended or self.error is not None
+
+    @property
+    def lacks_end(self) -> bool:
+        return not self.is_over and not self.sequences
 
     def end(self) -> None:
         self.has_ended = True

@@ -35,7 +35,7 @@ from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchPar
 from quire.client.engine.scheduling.new_sequences import new_beam_group, new_samples
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.request_limits import check_beam_search, check_request
-from quire.client.engine.scheduling.sequence import Delivered, FinishReason
+from quire.client.engine.scheduling.sequence import Delivered, FinishReason, Sequence
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
 from quire.client.errors import EngineStopped, InvalidRequest, QuireError, after_delivery
@@ -94,6 +94,11 @@ class Requests:
     def find(self, request_id: int) -> Request | None:
         """Return a request that its caller still reads."""
         return self._open.get(request_id)
+
+    def unfinished(self) -> abc.Iterator[Sequence]:
+        """Yield the sequences of all requests that have not ended."""
+        for request in self._open.values():
+            yield from (sequence for sequence in request.sequences if sequence.finish_reason is None)
 
     def check(
         self, prompt: Prompt, params: SamplingParams, delivered: abc.Sequence[Delivered] | None = None
@@ -235,7 +240,11 @@ class Requests:
         """End a request at its timeout; its caller gets the tokens generated so far."""
         if self._stopped is not None or request.error is not None:
             return
-        request.time_out()
+        try:
+            request.time_out()
+        except Exception as error:  # the tokenizer's, about this text
+            self._fail(request, undeliverable(error))
+            return
         self._end(request, FinishReason.TIMEOUT)
         request.times.close(FinishReason.TIMEOUT)
 
@@ -342,6 +351,12 @@ class Requests:
         """Fail all open requests with one error."""
         for request in self._open.values():
             self._fail(request, error)
+
+    def fail_ended(self, error: QuireError) -> None:
+        """Fail the requests with a sequence that has ended, though its caller did not get its end."""
+        for request in self._open.values():
+            if request.lacks_end:
+                self._fail(request, error)
 
     def fail_one(self, request_id: int, error: QuireError) -> None:
         """Fail an open request, if its caller still reads it."""

@@ -103,6 +103,19 @@ class Failures:
         given_up.__cause__ = error
         return self._endings.fail(sequence, given_up)
 
+    def take_fault(self, error: QuireError, culprit: Sequence | None) -> list[Failed]:
+        """Take an unexpected exception when nothing is in the pool. The culprit fails, if there is one.
+
+        Without one it counts against the sequence that ran alone. If none did, all that wait run alone from now on.
+        """
+        if culprit is not None:
+            return self._endings.fail(culprit, error) or [Failed(culprit, error)]
+        if self._queues.suspects:
+            return self.retry_alone(self._queues.suspects[0], error)
+        for sequence in list(self._queues.waiting):
+            self._queues.suspect(sequence)
+        return []
+
     def clear_suspects(self, step: StepInFlight) -> None:
         """Suspect the sequences of a computed step no longer, if they are past the place of the failure."""
         units = {sequence.unit for sequence in step.sequences}

@@ -18,6 +18,7 @@ decides which sequence moves, and when.
 from bisect import bisect_right, insort
 from collections import abc
 
+from quire.client.engine.scheduling.faults import BrokenInvariantError
 from quire.client.engine.scheduling.layer_groups import BlockTables
 from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 
@@ -38,9 +39,9 @@ def id_of(sequence: Sequence) -> int:
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise AssertionError if an invariant does not hold."""
+    """Raise BrokenInvariantError if an invariant does not hold."""
     if not holds:
-        raise AssertionError(f"broken invariant: {what}")
+        raise BrokenInvariantError(f"broken invariant: {what}")
 
 
 class Queues:
@@ -95,6 +96,14 @@ class Queues:
             self.followers[first] = others
         if first.group is not None:
             self.groups.add(first.group)
+
+    def forget(self, samples: abc.Sequence[Sequence]) -> None:
+        """Take a request back that was added just now, wholly or in part."""
+        first = samples[0]
+        self.waiting[:] = [sequence for sequence in self.waiting if sequence.request_id != first.request_id]
+        self.followers.pop(first, None)
+        if first.group is not None:
+            self.groups.discard(first.group)
 
     def queue(self, sequence: Sequence) -> None:
         """Put a sequence, in state WAITING, in the queue."""
@@ -291,7 +300,7 @@ class Queues:
         return [*self.waiting, *self.apart, *self.running, *self.draining, *self.postponed, *following]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the collections and the sequences disagree. Cost: all sequences."""
+        """Raise BrokenInvariantError if the collections and the sequences disagree. Cost: all sequences."""
         homes = [
             (SequenceState.WAITING, self.waiting),
             (SequenceState.WAITING, self.apart),

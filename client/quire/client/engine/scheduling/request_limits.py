@@ -96,6 +96,9 @@ def _check_size(limits: SchedulerLimits, token_ids: abc.Sequence[int], params: S
     if num_tokens >= limit:
         allowed = f"fewer than {limit} tokens, by the {limiter}"
         raise InvalidRequest.of_field("prompt", num_tokens, allowed, reason="SEQUENCE_TOO_LONG")
+    if params.min_tokens > limit - num_tokens:
+        allowed = f"at most {limit - num_tokens} after {num_tokens} tokens, by the {limiter}"
+        raise InvalidRequest.of_field("min_tokens", params.min_tokens, allowed, reason="SEQUENCE_TOO_LONG")
     if params.max_tokens is None:
         return limit - num_tokens
     if num_tokens + params.max_tokens > limit:

@@ -5,6 +5,7 @@
     on_step_done(step, ...)          its tokens; steps end in the order they were planned
     on_step_failed / on_step_dropped its sequences are admitted again
     on_plan_refused / on_step_refused  the same, without the sequence with the refused input
+    on_fault                        an unexpected exception: its sequence ends, or is found
     resume                          queues a sequence again that on_step_refused postponed
     branch                          chooses the beams of a search that continue, and their tokens
     end / reset_all                  from outside, at any point between those calls
@@ -20,6 +21,7 @@ quarter of max_step_tokens to prompts, in every step.
 docs/reference/scheduling.md describes the default policy.
 """
 
+import operator
 from collections import abc
 from itertools import islice
 
@@ -29,6 +31,7 @@ from quire.client.engine.scheduling.beams import Beams
 from quire.client.engine.scheduling.drafting import Draft
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures
+from quire.client.engine.scheduling.faults import RequestFault, to_failure
 from quire.client.engine.scheduling.flight import Flight
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
@@ -94,15 +97,22 @@ class Scheduler:
         return bool(self._flight) or not self._queues.are_empty
 
     def add(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Take the sequences of a request (new_sequences.py). Each that waits is queued; others follow the first."""
+        """Take the sequences of a request (new_sequences.py). Each that waits is queued; others follow the first.
+
+        Raises RequestFault, nothing taken, for an unexpected exception: if the policy can't rank one, for example.
+        """
         view = self._room.view(self._queues.running)
-        for sequence in sequences:
-            sequence.rank = (*self._policy.rank(sequence, view), *sequence.arrival)
-        if any(sequence.state is SequenceState.FOLLOWING for sequence in sequences):
-            self._queues.add(sequences)
-        else:
+        try:
             for sequence in sequences:
-                self._queues.add([sequence])
+                sequence.rank = (*map(operator.index, self._policy.rank(sequence, view)), *sequence.arrival)
+            if any(sequence.state is SequenceState.FOLLOWING for sequence in sequences):
+                self._queues.add(sequences)
+            else:
+                for sequence in sequences:
+                    self._queues.add([sequence])
+        except Exception as error:
+            self._queues.forget(sequences)
+            raise RequestFault(sequences[0]) from error
         self._checked()
 
     def take_top(self, beam: Sequence, top: abc.Sequence[tuple[int, float]]) -> None:
@@ -141,11 +151,14 @@ class Scheduler:
 
     def reset_all(self) -> None:
         """The pool has forgotten everything: all that ran wait with their known tokens; steps in flight are void."""
+        self._reset()
+        self._checked()
+
+    def _reset(self) -> None:
         self._counters.resets += 1
         self._flight.clear()
         self._queues.reset_pool()
         self._room.reset(self.limits)
-        self._checked()
 
     # Planning of the next step.
 
@@ -186,27 +199,33 @@ class Scheduler:
 
     def on_step_done(
         self, step: StepInFlight, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
-    ) -> abc.Sequence[Sampled]:
+    ) -> tuple[abc.Sequence[Sampled], abc.Sequence[Failed]]:
         """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
 
-        Raises ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
+        A sequence that can't take its token is returned as failed: the caller ends it. The others have theirs. Raises
+        ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
         """
         self._flight.require_oldest(step)
         tokens = dict(zip(seq_ids, token_ids, strict=True))
         if not step.samplers.keys() <= tokens.keys():
             raise ProtocolViolation("a step came back without a token that it was to sample")
         self._flight.end(step)
-        events = [
-            self._accept(sequence, seq_id, tokens[seq_id])
-            for seq_id, sequence in step.samplers.items()
-            if sequence.seq_id == seq_id and (sequence.state is _RUNNING or sequence.state is _DRAINING)
-        ]
+        events: list[Sampled] = []
+        failed: list[Failed] = []
+        for seq_id, sequence in step.samplers.items():
+            if sequence.seq_id != seq_id or (sequence.state is not _RUNNING and sequence.state is not _DRAINING):
+                continue
+            try:
+                events.append(self._accept(sequence, seq_id, tokens[seq_id]))
+            except Exception as error:
+                failed.append(Failed(sequence, to_failure(error)))
         self._counters.sampled_tokens += len(events)
         self._counters.discarded_tokens += len(tokens) - len(events)
         if self._queues.suspects:
             self._failures.clear_suspects(step)
-        self._checked()
-        return events
+        if not failed:
+            self._checked()
+        return events, failed
 
     def _accept(self, sequence: Sequence, seq_id: int, token_id: int) -> Sampled:
         reason = self._queues.accept(sequence, token_id)
@@ -236,6 +255,23 @@ class Scheduler:
         self._checked()
         return failed
 
+    def on_fault(
+        self, error: QuireError, living: abc.Iterable[Sequence], culprit: Sequence | None = None
+    ) -> abc.Sequence[Failed]:
+        """Take an unexpected exception: as reset_all(), but returns failed requests, which the caller ends.
+
+        The exception may have left a sequence of the caller's list, all that live, in no collection: this one has
+        failed. If there is none, the culprit has, the sequence that the exception is about. If that is not known, every
+        sequence runs alone until it is.
+        """
+        self._reset()
+        lost = sorted(set(living).difference(self._queues.living()), key=by_rank)
+        for sequence in lost:
+            sequence.finish(FinishReason.FAILED)
+        if lost:
+            return [Failed(sequence, error) for sequence in lost]
+        return self._failures.take_fault(error, culprit)
+
     def on_step_dropped(self, step: StepInFlight) -> None:
         """The oldest step in flight computed nothing because of one before it: its sequences are admitted again.
 
@@ -255,7 +291,7 @@ class Scheduler:
             self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the queues, the steps and the sequences disagree. Cost: all sequences and steps."""
+        """Raises BrokenInvariantError if queues, steps and sequences disagree. Cost: all sequences and steps."""
         self._queues.check_invariants()
         require(len(self._queues.running) <= self.limits.num_places, "the limit of running sequences holds")
         for sequence in self._queues.living():
