@@ -35,9 +35,19 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save(folder: Path, *, seed: int = 11, window: int | None = None, **changes: object) -> Path:
-    """Write a checkpoint with its tokenizer, and return its folder. window: of the second layer, in tokens."""
-    tokenizer = make_tokenizer()
+def save(
+    folder: Path,
+    *,
+    seed: int = 11,
+    window: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    **changes: object,
+) -> Path:
+    """Write a checkpoint with its tokenizer, and return its folder. window: of the second layer, in tokens.
+
+    A tokenizer that is given has the token END.
+    """
+    tokenizer = tokenizer or make_tokenizer()
     kind: type[hf.PretrainedConfig] = hf.LlamaConfig
     if window is not None:
         kind = hf.Qwen2Config

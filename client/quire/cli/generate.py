@@ -288,7 +288,7 @@ def _logprobs_as_json(
     """Return the field, if there are log-probabilities; null for the first token of a prompt."""
 
     def as_json(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token_id": token_id, "token": tokenizer.decode([token_id]), "logprob": logprob}
+        return {"token_id": token_id, "token": tokenizer.token_text(token_id), "logprob": logprob}
 
     if entries is None:
         return {}
@@ -321,4 +321,4 @@ def _logprob_table(title: str, entries: Sequence[TokenLogprobs | None], tokenize
 
 
 def _quote(tokenizer: Tokenizer, token_id: int) -> str:
-    return json.dumps(tokenizer.decode([token_id]), ensure_ascii=False)
+    return json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)

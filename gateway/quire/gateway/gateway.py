@@ -16,7 +16,7 @@ from quire.gateway.errors import HttpError
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import TokenTexts
+from quire.gateway.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from quire.client.cache_client import CacheClient

@@ -1,4 +1,4 @@
-"""Texts and token ids: of requests, and of single tokens in log-probabilities."""
+"""Texts and token ids of requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,23 +31,3 @@ async def decode_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_
     if len(token_ids) <= LONG_TEXT:
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-
-
-class TokenTexts:
-    """Texts of single tokens, each decoded once: at most one entry for each token of the vocabulary."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer a token's text is its id: "token_id:17"."""
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def of(self, token_id: int) -> str:
-        """Return the text of a token, special tokens' too."""
-        text = self._texts.get(token_id)
-        if text is None:
-            tokenizer = self._tokenizer
-            text = (
-                f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-            )
-            self._texts[token_id] = text
-        return text

@@ -1104,13 +1104,24 @@ def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
 
 
 class BrokenTokenizer(Tokenizer):
-    """Can't make a text of "!" with something behind its line, nor of "?" at all."""
+    """Can't make a text of the tokens after a prompt with "!", and can't begin one after a prompt with "?"."""
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
-        text = super().decode(token_ids, skip_special_tokens=skip_special_tokens)
-        if "?" in text or ("!" in text and len(text) > 2):
+    def detokenizer(self, prompt_token_ids: Any = (), *, skip_special_tokens: bool = True) -> Any:
+        prompt = self.decode(prompt_token_ids)
+        if "?" in prompt:
             raise RuntimeError("no such text")
-        return text
+        whole = super().detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return BrokenDetokenizer() if "!" in prompt else whole
+
+
+class BrokenDetokenizer:
+    """Can't make a text."""
+
+    def push(self, token_ids: Any) -> str:
+        raise RuntimeError("no such text")
+
+    def flush(self) -> str:
+        return ""
 
 
 def test_a_text_that_can_not_be_made_fails_its_own_request() -> None:

@@ -113,8 +113,8 @@ class SampleText:
     ) -> None:
         """Without a detokenizer there is no text.
 
-        With keep_stop, the stop string or token belongs to the text. Stop strings are not searched in the text of the
-        first min_tokens tokens.
+        With keep_stop, the stop string or token belongs to the text. No stop string is met that ends within the first
+        min_tokens tokens.
         """
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop, keep=keep_stop)
@@ -131,11 +131,8 @@ class SampleText:
         if self._detokenizer is None:
             return ""
         token_ids = () if finish_reason is FinishReason.STOP and not self._keep_stop else (token_id,)
-        text = self._detokenizer.push(token_ids)
-        if self._num_left_before_stop:
-            self._num_left_before_stop -= 1
-        else:
-            text = self._stop.push(text)
+        text = self._stop.push(self._detokenizer.push(token_ids), is_exempt=self._num_left_before_stop > 0)
+        self._num_left_before_stop = max(0, self._num_left_before_stop - 1)
         return text if finish_reason is None else text + self.flush()
 
     def whole(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
@@ -148,7 +145,8 @@ class SampleText:
         """Return the text that was held back, since the sample has ended."""
         if self._detokenizer is None:
             return ""
-        return self._stop.push(self._detokenizer.flush()) + self._stop.flush()
+        rest = self._stop.push(self._detokenizer.flush(), is_exempt=self._num_left_before_stop > 0)
+        return rest + self._stop.flush()
 
 
 @dataclass(slots=True)

@@ -6,18 +6,18 @@ possible beginning of a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from quire.client.engine.token_bytes import REPLACEMENT, Pieces, TokenBytes, Utf8Decoder, text_of
 from quire.client.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
 _FILE = "tokenizer.json"
-_REPLACEMENT = "\ufffd"
 # Tokens of the prompt that are decoded along with the first new ones: some decoders drop a leading space.
 _CONTEXT_TOKENS = 6
 # A character is at most 4 bytes, so text that is undecided for longer is not the beginning of one.
@@ -84,9 +84,25 @@ class Tokenizer:
         """The tokens' text."""
         return self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token."""
+        return TokenBytes(self._raw)
+
+    def token_text(self, token_id: int) -> str:
+        r"""The text of one token within a text, special tokens' too; `bytes:\xf0\x9f` for a part of a character."""
+        return text_of(self.token_bytes.of(token_id))
+
+    def pieces(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Pieces:
+        """The bytes of the tokens that follow a prompt."""
+        return Pieces(self.token_bytes, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For the tokens that follow a prompt."""
-        return Detokenizer(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        if self.token_bytes.is_exact:
+            pieces = self.pieces(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+            return _ByteDetokenizer(pieces, self.token_bytes.decoder())
+        return _WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
 
 
 def _download(hub_id: str) -> Path:
@@ -95,33 +111,60 @@ def _download(hub_id: str) -> Path:
     return Path(hf_hub_download(hub_id, _FILE))
 
 
-class Detokenizer:
-    """The text of one growing sequence, in pieces. Cost per token: two decodes of a few tokens.
+class Detokenizer(Protocol):
+    """The text of one growing sequence, in pieces. A piece never ends in half a character."""
 
-    The pieces together are what decode() gives for all tokens after the prompt. A piece never ends in half a character;
-    bytes that are no character at all become U+FFFD, at the latest 16 tokens later, and are dropped at the end.
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take tokens; return the text that is certain now."""
+
+    def flush(self) -> str:
+        """Return the rest of the text, once no more tokens come. A character that is not complete is left out."""
+
+
+class _ByteDetokenizer:
+    """A detokenizer of tokens with bytes of their own. Cost per token: two look-ups, and decoding its bytes.
+
+    The pieces together are what Tokenizer.decode gives for all tokens after the prompt, with two exceptions. At the end
+    it replaces a character that is not complete by U+FFFD. Of tokens that are bytes (SentencePiece's "<0xF0>") it
+    replaces all that follow one another if one of them is wrong; here only the wrong ones are replaced.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    def __init__(self, pieces: Pieces, decoder: Utf8Decoder) -> None:
+        self._take = pieces.take
+        self._decoder = decoder
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.push(b"".join(map(self._take, token_ids)))
+
+    def flush(self) -> str:
+        self._decoder.drop()
+        return ""
+
+
+class _WindowDetokenizer:
+    """A detokenizer of tokens that have no bytes of their own. Cost per token: two decodes of a few tokens.
+
+    The pieces together are what the tokenizer's decode gives for all tokens after the prompt, as far as the decoder
+    looks at few tokens together. Text that ends in U+FFFD is undecided, for up to 16 tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
         self._token_ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        if self._decode(self._token_ids).endswith(_REPLACEMENT):
+        if self._decode(self._token_ids).endswith(REPLACEMENT):
             self._token_ids.clear()
         # Text of [0, _num_read) is out; it is decoded again as the context of what follows.
         self._num_read = len(self._token_ids)
         self._context = self._decode(self._token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take tokens; returns the text that is certain now."""
         return "".join(map(self._push_one, token_ids))
 
     def _push_one(self, token_id: int) -> str:
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         num_undecided = len(self._token_ids) - self._num_read
-        if text.endswith(_REPLACEMENT) and num_undecided < _MAX_UNDECIDED_TOKENS:
+        if text.endswith(REPLACEMENT) and num_undecided < _MAX_UNDECIDED_TOKENS:
             return ""
         piece = text[len(self._context) :]
         if piece or num_undecided >= _MAX_UNDECIDED_TOKENS:
@@ -135,9 +178,7 @@ class Detokenizer:
         self._context = self._decode(self._token_ids)
 
     def flush(self) -> str:
-        """The rest of the text, once no more tokens come."""
-        text = self._decode(self._token_ids)[len(self._context) :]
-        return text.rstrip(_REPLACEMENT)
+        return self._decode(self._token_ids)[len(self._context) :]
 
 
 class StopStrings:
@@ -148,26 +189,33 @@ class StopStrings:
         self._stop = tuple(stop)
         self._keep = keep
         self._held = ""
+        self._num_exempt = 0  # characters at the beginning of _held in which no stop string may end
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, is_exempt: bool = False) -> str:
         """Take text; returns what belongs to the output: up to the first place where a stop string begins.
 
-        Once one is met, `matched` is set and nothing more is returned.
+        Once one is met, `matched` is set and nothing more is returned. One that ends within exempt text is not met;
+        one that begins there and ends later is.
         """
         if not self._stop:
             return text
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = min(((text.index(stop), stop) for stop in self._stop if stop in text), default=None)
+        num_exempt = len(text) if is_exempt else self._num_exempt
+        found = min(
+            ((at, stop) for stop in self._stop if (at := text.find(stop, max(0, num_exempt + 1 - len(stop)))) >= 0),
+            default=None,
+        )
         if found is not None:
             position, self.matched = found
             self._held = ""
             return text[: position + len(self.matched)] if self._keep else text[:position]
-        num_held = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        num_out = len(text) - max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[num_out:]
+        self._num_exempt = max(0, num_exempt - num_out)
+        return text[:num_out]
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the text."""

@@ -1,14 +1,18 @@
 """Parts of the answers of several endpoints: tokens used, log-probabilities, ids of calls."""
 
+from __future__ import annotations
+
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.client.engine.outputs import Chunk
-from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
-from quire.gateway.texts import TokenTexts
+from quire.client.engine.prompt_logprobs import TokenLogprobs
+from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.token_texts import PromptToken, SampleTokens, TokenTexts, id_text
 
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
@@ -45,31 +49,66 @@ def call_id() -> str:
 class CompletionLogprobs:
     """The `logprobs` object of one choice of a completion, in as many parts as its text comes in."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, tokens: SampleTokens) -> None:
         self._texts = texts
-        self._offset = 0
+        self._tokens = tokens
 
-    def part(self, entries: Iterable[TokenLogprobs | None], token_ids: Iterable[int]) -> dict[str, Any]:
-        """Return the next tokens' log-probabilities; None for a token that nothing comes before."""
-        tokens: list[str] = []
-        offsets: list[int] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            text = self._texts.of(token_id)
-            tokens.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            logprobs.append(None if entry is None else finite(entry.logprob))
-            tops.append(None if entry is None else self._top(entry))
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    def part(
+        self,
+        entries: Iterable[TokenLogprobs],
+        *,
+        prompt: Iterable[tuple[PromptToken, TokenLogprobs | None]] = (),
+        num_characters: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt's tokens and of the sample's next ones.
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Return the most probable tokens by text, and the token itself; of equal texts the most probable one."""
-        top: dict[str, float] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(self._texts.of(token_id), finite(logprob))
-        return top
+        num_characters is the length of the returned text, once that is known: positions end there.
+        """
+        rows = [self._of_prompt(token, entry) for token, entry in prompt] + [self._of(entry) for entry in entries]
+        return {
+            "tokens": [row.text for row in rows],
+            "token_logprobs": [row.logprob for row in rows],
+            "top_logprobs": [row.top for row in rows],
+            "text_offset": [
+                row.position if num_characters is None else min(row.position, num_characters) for row in rows
+            ],
+        }
+
+    def _of_prompt(self, token: PromptToken, entry: TokenLogprobs | None) -> _Row:
+        if entry is None:
+            return _Row(token.text, None, None, token.position)
+        is_bare = token.text != self._texts.of(token.token_id)  # without the space that its text would begin with
+        text_of = self._bare_text_of if is_bare else self._texts.of
+        return _Row(token.text, finite(entry.logprob), _top(entry, text_of), token.position)
+
+    def _bare_text_of(self, token_id: int) -> str:
+        return self._texts.of(token_id).removeprefix(" ")
+
+    def _of(self, entry: TokenLogprobs) -> _Row:
+        text, top = self._tokens.text_of(entry.token_id), _top(entry, self._tokens.text_of)
+        return _Row(text, finite(entry.logprob), top, self._tokens.take(entry.token_id))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One token in the four lists of the object."""
+
+    text: str
+    logprob: float | None
+    top: dict[str, float] | None
+    position: int
+
+
+def _top(entry: TokenLogprobs, text_of: Callable[[int], str]) -> dict[str, float]:
+    """Return the most probable tokens by text, and the token itself. A text that another token has becomes its id."""
+    own = text_of(entry.token_id)
+    top: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        text = text_of(token_id)
+        if token_id != entry.token_id and (text == own or text in top):
+            text = id_text(token_id)
+        top.setdefault(text, finite(logprob))
+    return top
 
 
 def finite(logprob: float) -> float:
@@ -77,7 +116,7 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def prompt_logprobs_of(logprobs: PromptLogprobs, texts: TokenTexts) -> list[dict[str, Any] | None]:
+def prompt_logprobs_of(logprobs: Iterable[TokenLogprobs | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` as vLLM has it: for each token those of the most probable ones and its own, by id."""
     return [None if entry is None else _ranked(entry, texts) for entry in logprobs]
 
@@ -93,17 +132,29 @@ def _ranked(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
     return ranked
 
 
-def logprob_entries(entries: Iterable[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return log-probabilities of tokens as chat completions and responses have them."""
-    return [
-        {
-            **_logprob(entry.token_id, entry.logprob, texts),
-            "top_logprobs": [_logprob(token_id, logprob, texts) for token_id, logprob in entry.top],
-        }
-        for entry in entries
-    ]
+def logprob_entries(chunk: Chunk, tokens: SampleTokens, params: SamplingParams) -> list[dict[str, Any]]:
+    """Return a chunk's log-probabilities as chat completions and responses have them."""
+    made = []
+    for entry in chunk.logprobs or ():
+        own = _logprob(entry.token_id, entry.logprob, tokens)
+        made.append(own | {"top_logprobs": [_logprob(token_id, logprob, tokens) for token_id, logprob in entry.top]})
+        tokens.take(entry.token_id)
+    if made and _ends_without_text(chunk, tokens, params):
+        made[-1]["bytes"] = []
+    return made
 
 
-def _logprob(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    text = texts.of(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+def _logprob(token_id: int, logprob: float, tokens: SampleTokens) -> dict[str, Any]:
+    return {
+        "token": tokens.text_of(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(tokens.bytes_of(token_id)),
+    }
+
+
+def _ends_without_text(chunk: Chunk, tokens: SampleTokens, params: SamplingParams) -> bool:
+    """Return whether the chunk ends with a token that the sample stopped at and that its text does not have."""
+    if chunk.finish_reason is not FinishReason.STOP or params.include_stop_str_in_output or not chunk.token_ids:
+        return False
+    last = chunk.token_ids[-1]
+    return not params.stop or last in params.stop_token_ids or tokens.is_special(last)

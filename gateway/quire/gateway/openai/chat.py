@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
@@ -29,7 +30,7 @@ from quire.gateway.openai.parameters import (
     sampling_of,
 )
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import TokenTexts
+from quire.gateway.token_texts import SampleTokens, TokenTexts
 
 # The engine's fields under the names of this endpoint.
 _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response_format"}
@@ -213,6 +214,7 @@ class _ChatAnswer:
         self._texts = texts
         self._usage = TokenUsage(len(prompt_token_ids))
         self._messages: dict[int, _Message] = {}
+        self._tokens: dict[int, SampleTokens] = {}
         self._head = {
             "id": f"chatcmpl-{request.id}",
             "object": "chat.completion.chunk" if asked.stream else "chat.completion",
@@ -226,11 +228,21 @@ class _ChatAnswer:
         self._usage.count(chunk)
         message = self._messages.setdefault(chunk.index, _Message())
         delta = message.take(piece.events)
-        logprobs = logprob_entries(chunk.logprobs or (), self._texts)
+        logprobs = self._logprob_entries(chunk)
         message.logprobs += logprobs
         message.token_ids += chunk.token_ids
         message.finish_reason = chunk.finish_reason or message.finish_reason
         return message, delta, logprobs
+
+    def _logprob_entries(self, chunk: Chunk) -> list[dict[str, Any]]:
+        if not chunk.logprobs:
+            return []
+        params, tokens = self._asked.params, self._tokens.get(chunk.index)
+        if tokens is None:
+            tokens = self._tokens[chunk.index] = self._texts.after(
+                self._prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        return logprob_entries(chunk, tokens, params)
 
     def _logprobs_body(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None if self._asked.params.logprobs is None else {"content": logprobs, "refusal": None}

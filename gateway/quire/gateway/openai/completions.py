@@ -1,6 +1,6 @@
 """POST /v1/completions, as OpenAI and vLLM have it. docs/reference/http.md lists its fields."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute
 
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.outputs import Chunk
+from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
@@ -22,7 +23,8 @@ from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collecte
 from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import TokenTexts, decode_tokens, encode_field
+from quire.gateway.texts import decode_tokens, encode_field
+from quire.gateway.token_texts import PromptToken, TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -77,13 +79,40 @@ def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[As
     streams = []
     for index, prompt in enumerate(asked.prompts):
         try:
-            streams.append(gateway.generate(caller, asked.backend, prompt.token_ids, asked.params, cache=asked.cache))
+            token_ids, params = _sent(prompt, asked)
+            streams.append(gateway.generate(caller, asked.backend, token_ids, params, cache=asked.cache))
         except InvalidRequest as error:
             found = http_error_of(error)
+            if not asked.generates and found.param == "allowed_token_ids":  # the prompt's last token
+                found.message = found.message.replace("allowed_token_ids", "prompt", 1)
+                found.param = "prompt"
             if found.param == "prompt" and len(asked.prompts) > 1:
                 found.param = f"prompt[{index}]"
             raise found from None
     return streams
+
+
+def _sent(prompt: Prompt, asked: CompletionRequest) -> tuple[Sequence[int], SamplingParams]:
+    """Return the tokens and parameters for the engine. Raises InvalidRequest.
+
+    A prompt that is scored, and not continued, may be as long as the model's context. Its last token is sent as the
+    only one that can be generated: its log-probabilities are those that it has in the prompt.
+    """
+    token_ids, params, limit = prompt.token_ids, asked.params, asked.backend.max_model_len
+    if asked.generates or len(token_ids) < 2:
+        return token_ids, params
+    if len(token_ids) > limit:
+        raise InvalidRequest.of_field("prompt", len(token_ids), f"at most {limit} tokens", reason="SEQUENCE_TOO_LONG")
+    scoring = SamplingParams(
+        max_tokens=1,
+        allowed_token_ids=(token_ids[-1],),
+        ignore_eos=True,
+        logprobs=params.prompt_logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        n=params.n,
+        priority=params.priority,
+    )
+    return token_ids[:-1], scoring
 
 
 # Reading.
@@ -169,6 +198,14 @@ async def _decoded(path: str, token_ids: Sequence[int], tokenizer: Tokenizer | N
 # Answering.
 
 
+@dataclass(slots=True)
+class _Choice:
+    """One choice, as far as it has come: its log-probabilities, if asked for, and the length of its text."""
+
+    logprobs: CompletionLogprobs | None
+    num_characters: int = 0
+
+
 class _CompletionAnswer:
     """The answer to one request, as a whole or event by event."""
 
@@ -176,8 +213,8 @@ class _CompletionAnswer:
         self._asked = asked
         self._texts = texts
         self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
-        self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._began: set[int] = set()
+        self._choices: dict[int, _Choice] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._head = {
             "id": f"cmpl-{request.id}",
             "object": "text_completion",
@@ -190,6 +227,7 @@ class _CompletionAnswer:
         made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
         async with aclosing(merged(streams)) as chunks:
             async for index, chunk in chunks:
+                self._take(index, chunk)
                 yield made.event_of(self._choice(index, [chunk]))
         if self._asked.include_usage:
             yield event_of({**self._head, "choices": [], "usage": self._usage.body})
@@ -197,6 +235,9 @@ class _CompletionAnswer:
 
     def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The answer as one object."""
+        for index, of_prompt in enumerate(chunks):
+            for chunk in of_prompt:
+                self._take(index, chunk)
         choices = [
             self._choice(index, [chunk for chunk in of_prompt if chunk.index == sample])
             for index, of_prompt in enumerate(chunks)
@@ -204,44 +245,75 @@ class _CompletionAnswer:
         ]
         return {**self._head, "choices": choices, "usage": self._usage.body}
 
+    def _take(self, prompt_index: int, chunk: Chunk) -> None:
+        """Count a chunk, and keep what it has of the prompt: it has this for all samples."""
+        self._usage.count(chunk, generates=self._asked.generates)
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = chunk.prompt_logprobs
+
     def _choice(self, prompt_index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return a choice with the text of these chunks, which are all of one sample."""
         asked, prompt = self._asked, self._asked.prompts[prompt_index]
         index = prompt_index * asked.params.n + chunks[0].index
-        is_first = index not in self._began
-        self._began.add(index)
-        for chunk in chunks:
-            self._usage.count(chunk, generates=asked.generates)
+        is_first = index not in self._choices
+        if is_first:
+            self._choices[index] = self._begin(prompt)
         shown = chunks if asked.generates else ()
         text = "".join(chunk.text for chunk in shown)
+        if asked.echo and is_first:
+            text = prompt.text + text
         reason = chunks[-1].finish_reason
+        scored = self._scored(prompt_index, chunks) if is_first else None
         choice: dict[str, Any] = {
             "index": index,
-            "text": prompt.text + text if asked.echo and is_first else text,
-            "logprobs": self._logprobs_of(index, prompt, chunks, is_first=is_first),
+            "text": text,
+            "logprobs": self._logprobs_of(index, prompt, shown, scored, text, is_last=reason is not None),
             "finish_reason": None if reason is None else reason.value,
         }
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(prompt.token_ids) if is_first else None
             choice["token_ids"] = [token_id for chunk in shown for token_id in chunk.token_ids]
         if asked.has_prompt_logprobs and is_first:
-            found = next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
-            choice["prompt_logprobs"] = None if found is None else prompt_logprobs_of(found, self._texts)
+            choice["prompt_logprobs"] = None if scored is None else prompt_logprobs_of(scored, self._texts)
         return choice
 
-    def _logprobs_of(
-        self, index: int, prompt: Prompt, chunks: Sequence[Chunk], *, is_first: bool
-    ) -> dict[str, Any] | None:
+    def _begin(self, prompt: Prompt) -> _Choice:
         if self._asked.params.logprobs is None:
+            return _Choice(None)
+        tokens = self._texts.after(
+            prompt.token_ids,
+            skip_special_tokens=self._asked.params.skip_special_tokens,
+            num_characters=len(prompt.text) if self._asked.echo else 0,
+        )
+        return _Choice(CompletionLogprobs(self._texts, tokens))
+
+    def _scored(self, prompt_index: int, chunks: Sequence[Chunk]) -> Sequence[TokenLogprobs | None] | None:
+        """Return the log-probabilities of all tokens of a prompt; None if there are none."""
+        found, num_tokens = self._prompt_logprobs.get(prompt_index), len(self._asked.prompts[prompt_index].token_ids)
+        if found is None or len(found) == num_tokens:
+            return found
+        scored = [*found, *(entry for chunk in chunks for entry in chunk.logprobs or ())]  # its last one is generated
+        return scored if len(scored) == num_tokens else None
+
+    def _logprobs_of(
+        self,
+        index: int,
+        prompt: Prompt,
+        chunks: Sequence[Chunk],
+        scored: Sequence[TokenLogprobs | None] | None,
+        text: str,
+        *,
+        is_last: bool,
+    ) -> dict[str, Any] | None:
+        choice = self._choices[index]
+        if choice.logprobs is None:
             return None
-        entries: list[Any] = []
-        token_ids: list[int] = []
-        for chunk in chunks:
-            if self._asked.echo and is_first and chunk.prompt_logprobs is not None:
-                entries += chunk.prompt_logprobs
-                token_ids += prompt.token_ids
-            if self._asked.generates:
-                entries += chunk.logprobs or ()
-                token_ids += chunk.token_ids
-        made = self._logprobs.setdefault(index, CompletionLogprobs(self._texts))
-        return made.part(entries, token_ids)
+        choice.num_characters += len(text)
+        of_prompt: Iterable[tuple[PromptToken, TokenLogprobs | None]] = ()
+        if self._asked.echo and scored is not None:
+            of_prompt = zip(self._texts.of_prompt(prompt.text, prompt.token_ids), scored, strict=True)
+        return choice.logprobs.part(
+            (entry for chunk in chunks for entry in chunk.logprobs or ()),
+            prompt=of_prompt,
+            num_characters=choice.num_characters if is_last else None,
+        )

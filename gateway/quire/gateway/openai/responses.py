@@ -34,7 +34,7 @@ from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
 from quire.gateway.openai.parameters import cache_of, ignore_bookkeeping, make, replace_max_tokens, sampling_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import TokenTexts
+from quire.gateway.token_texts import TokenTexts
 
 _NAMES = {
     "prompt": "input",
@@ -65,7 +65,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_request(gateway, request.fields)
     prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    answer = _ResponsesAnswer(asked, len(prompt), request, gateway.token_texts(asked.backend))
+    answer = _ResponsesAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
         return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, encode_error=answer.error_event)
@@ -253,12 +253,12 @@ class _ResponsesAnswer:
     """The answer to one request: its events, and at their end the answer whole."""
 
     def __init__(
-        self, asked: ResponsesRequest, num_prompt_tokens: int, request: PostRequest, texts: TokenTexts
+        self, asked: ResponsesRequest, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts
     ) -> None:
         self._asked = asked
-        self._texts = texts
+        self._tokens = texts.after(prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
         self._request_id = request.id
-        self._usage = TokenUsage(num_prompt_tokens)
+        self._usage = TokenUsage(len(prompt_token_ids))
         self._numbers = count()
         self._open: _Text | _Call | None = None
         self._done: list[dict[str, Any]] = []
@@ -325,7 +325,7 @@ class _ResponsesAnswer:
         """Take a piece; iterate over the events of its new content."""
         chunk = piece.chunk
         self._usage.count(chunk)
-        logprobs = logprob_entries(chunk.logprobs or (), self._texts)
+        logprobs = logprob_entries(chunk, self._tokens, self._asked.params)
         for event in piece.events:
             yield from self._take_event(event, logprobs)
             logprobs = []
