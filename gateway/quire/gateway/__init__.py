@@ -15,7 +15,7 @@
     metrics.py         measurements
     chat/              from a conversation to a prompt, and from text to tool calls
     routing/           the backend that generates: an engine, or a router over several pools
-    limits.py, fields.py, texts.py, callers.py, errors.py   values that all levels share
+    limits.py, fields.py, texts.py, token_texts.py, callers.py, errors.py   values that all levels share
 
 Each module imports modules of the lines below it alone. The contract "gateway" in pyproject.toml has the levels.
 """

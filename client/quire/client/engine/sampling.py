@@ -63,7 +63,7 @@ class SamplingParams:
     bad_words            texts, or sequences of token ids, that are not generated, at most 1,024. A text counts with and
                          without a space before it, as two sequences if its tokens differ, of at most 16 tokens each
     min_tokens           a sample does not end before it has so many tokens: at no end or stop token, which are not
-                         chosen, and at no stop string. At most max_tokens
+                         chosen, and at no stop string that ends before. At most max_tokens
     seed                 fixes the random numbers that choose the tokens; None: a random seed. The tokens can still
                          differ, as the logits depend on the batch by rounding: docs/reference/scheduling.md, Seeds
     stop                 strings at which a sample ends; not part of its text. One string is taken as a tuple of one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -261,6 +261,7 @@ class _ResponsesAnswer:
         self._usage = TokenUsage(len(prompt_token_ids))
         self._numbers = count()
         self._open: _Text | _Call | None = None
+        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
         self._done: list[dict[str, Any]] = []
         self._status = "in_progress"
         self._head = {
@@ -325,12 +326,9 @@ class _ResponsesAnswer:
         """Take a piece; iterate over the events of its new content."""
         chunk = piece.chunk
         self._usage.count(chunk)
-        logprobs = logprob_entries(chunk, self._tokens, self._asked.params)
+        self._unshown += logprob_entries(chunk, self._tokens, self._asked.params)
         for event in piece.events:
-            yield from self._take_event(event, logprobs)
-            logprobs = []
-        if logprobs and isinstance(self._open, _Text):
-            self._open.logprobs += logprobs
+            yield from self._take_event(event)
         if chunk.finish_reason is None:
             return
         status = "completed" if chunk.finish_reason is FinishReason.STOP else "incomplete"
@@ -339,14 +337,15 @@ class _ResponsesAnswer:
         yield from self._close(status)
         self._status = status
 
-    def _take_event(self, event: Event, logprobs: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    def _take_event(self, event: Event) -> Iterator[bytes]:
+        logprobs, self._unshown = self._unshown, []
         if isinstance(event, Text):
             if not isinstance(self._open, _Text):
                 yield from self._begin_text()
             assert isinstance(self._open, _Text)
             self._open.text += event.text
             self._open.logprobs += logprobs
-            yield self._item_event("output_text.delta", content_index=0, delta=event.text, logprobs=list(logprobs))
+            yield self._item_event("output_text.delta", content_index=0, delta=event.text, logprobs=logprobs)
         elif isinstance(event, CallBegan):
             yield from self._close("completed")
             yield self._begin(_Call(self._id("fc"), event.name))
@@ -381,6 +380,8 @@ class _ResponsesAnswer:
         if item is None:
             return
         if isinstance(item, _Text):
+            item.logprobs += self._unshown
+            self._unshown = []
             yield self._item_event("output_text.done", content_index=0, text=item.text, logprobs=item.logprobs)
             yield self._item_event("content_part.done", content_index=0, part=item.part)
         else:
