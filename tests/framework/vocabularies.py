@@ -43,7 +43,7 @@ def sentence_piece(*, begins: bool = True, strips: bool = True) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a vocabulary like T5's, whose words begin with SPACE."""
+    """Return a vocabulary like T5's: words begin with SPACE."""
     letters = sorted(set("".join(PIECES)) | set("bcdefghijklmnopqrstuvwxyz"))
     scores = [("<unk>", 0.0), *((piece, -1.0) for piece in PIECES if len(piece) > 1)]
     raw = Tokenizer(models.Unigram([*scores, *((letter, -5.0) for letter in letters)], unk_id=0))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 _EACH_BYTE = "quire.replace_each_byte"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# One letter for each step of a sequence of decoders, and the sequences whose tokens have bytes of their own.
+# One letter for each step of a sequence of decoders, and the sequences that leave each token bytes of its own.
 _LETTERS = {"Replace": "R", "Metaspace": "M", "ByteFallback": "B", "Fuse": "F", "Strip": "S"}
 _SENTENCE_PIECE = re.compile("R*B?(FS?)?|MB?F?")
 

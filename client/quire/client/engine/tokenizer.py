@@ -118,15 +118,16 @@ class Detokenizer(Protocol):
         """Take tokens; return the text that is certain now."""
 
     def flush(self) -> str:
-        """Return the rest of the text, once no more tokens come. A character that is not complete is left out."""
+        """Return the rest of the text, once no more tokens come."""
 
 
 class _ByteDetokenizer:
     """A detokenizer of tokens with bytes of their own. Cost per token: two look-ups, and decoding its bytes.
 
     The pieces together are what Tokenizer.decode gives for all tokens after the prompt, with two exceptions. At the end
-    it replaces a character that is not complete by U+FFFD. Of tokens that are bytes (SentencePiece's "<0xF0>") it
-    replaces all that follow one another if one of them is wrong; here only the wrong ones are replaced.
+    it replaces a character that is not complete by U+FFFD; here that character is left out. Of tokens that are bytes
+    (SentencePiece's "<0xF0>") it replaces all that follow one another if one of them is wrong; here only the wrong ones
+    are replaced.
     """
 
     def __init__(self, pieces: Pieces, decoder: Utf8Decoder) -> None:

@@ -261,7 +261,7 @@ class _ResponsesAnswer:
         self._usage = TokenUsage(len(prompt_token_ids))
         self._numbers = count()
         self._open: _Text | _Call | None = None
-        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
+        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens before their text comes
         self._done: list[dict[str, Any]] = []
         self._status = "in_progress"
         self._head = {
