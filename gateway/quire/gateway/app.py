@@ -2,6 +2,7 @@
 
 from starlette.routing import BaseRoute
 
+from quire.gateway.anthropic import errors, messages
 from quire.gateway.gateway import Gateway
 from quire.gateway.http import page, status
 from quire.gateway.http.endpoint import HttpApp
@@ -11,6 +12,6 @@ from quire.gateway.openai import chat, completions, models, responses
 def make_app(gateway: Gateway) -> HttpApp:
     """Return the ASGI application of a gateway."""
     routes: list[BaseRoute] = []
-    for module in (models, status, completions, chat, responses, page):
+    for module in (models, status, completions, chat, responses, messages, page):
         routes += module.routes(gateway)
-    return HttpApp(gateway, routes)
+    return HttpApp(gateway, routes, error_responses={messages.PATH: errors.error_response})

@@ -155,7 +155,7 @@ def test_special_tokens_may_be_part_of_the_text() -> None:
 def test_what_a_sample_stops_at_may_be_part_of_its_text() -> None:
     text = SampleText(BYTES.detokenizer(), ("xy",), keep_stop=True)
     pieces = [text.push(token_id, None) for token_id in BYTES.encode("axyz")]
-    assert ("".join(pieces), text.met_stop_string) == ("axy", True)
+    assert ("".join(pieces), text.stop_string) == ("axy", "xy")
     (letter,) = BYTES.encode("x")
     assert SampleText(BYTES.detokenizer(), (), keep_stop=True).push(letter, FinishReason.STOP) == "x"
 
@@ -178,7 +178,7 @@ def test_a_stop_string_that_ends_in_the_first_tokens_is_not_met(
 ) -> None:
     text = SampleText(BYTES.detokenizer(), (stop,), min_tokens=min_tokens)
     found = "".join(text.push(token_id, None) for token_id in BYTES.encode("ababab")) + text.flush()
-    assert (found, text.met_stop_string) == (pieces, is_met)
+    assert (found, text.stop_string is not None) == (pieces, is_met)
 
 
 @given(
@@ -194,10 +194,10 @@ def test_a_sample_ends_at_the_first_stop_string_after_min_tokens(text: str, stop
         shown += sample.push(token_id, None)
         begins = [count - len(each) for each in stop if text[:count].endswith(each)]
         if count > min_tokens and begins:
-            assert sample.met_stop_string
+            assert sample.stop_string is not None
             assert shown == text[: min(begins)]
             return
-        assert not sample.met_stop_string
+        assert sample.stop_string is None
     assert shown + sample.flush() == text
 
 

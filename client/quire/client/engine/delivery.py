@@ -135,7 +135,7 @@ class Delivery:
         self._requests.wait_no_longer(request)
         text = request.texts[sequence.index]
         piece = text.push(event.token_id, reason)
-        if text.met_stop_string:
+        if text.stop_string is not None:
             reason = FinishReason.STOP
             self._scheduler.end([sequence], FinishReason.STOP)
         request.times.token(sequence.index, at_s, reason)
@@ -152,6 +152,7 @@ class Delivery:
             token_ids=(event.token_id,),
             logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
             finish_reason=reason,
+            stop_string=text.stop_string,
         )
         if reason is not None:
             request.finish_one(sequence.index, reason)

@@ -23,6 +23,7 @@ class Chunk:
     prompt_logprobs    of the prompt's tokens, by position, None for the first one; with the request's first chunk
                        that has a token. None in the others, and if not asked for
     num_cached_tokens  tokens of the prompt that were found in the prefix cache, with the same chunk; None in the others
+    stop_string    the stop string that ended the sample, with finish_reason; None if something else did, and of best_of
     """
 
     index: int
@@ -32,6 +33,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,9 @@ class SampleText:
         self._num_left_before_stop = min_tokens
 
     @property
-    def met_stop_string(self) -> bool:
-        """True if the sample ends here for a stop string."""
-        return self._stop.matched is not None
+    def stop_string(self) -> str | None:
+        """The stop string that ends the sample here; None if there is none."""
+        return self._stop.matched
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
         """Take a token; returns new text. The token that a sample stops at has none, but with keep_stop."""
@@ -155,6 +157,7 @@ class _Unread:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
 
 
 class Mailbox:
@@ -181,6 +184,7 @@ class Mailbox:
         token_ids: Iterable[int],
         logprobs: Iterable[TokenLogprobs] = (),
         finish_reason: FinishReason | None,
+        stop_string: str | None = None,
     ) -> None:
         """Add new content of a sample."""
         unread = self._unread.setdefault(index, _Unread())
@@ -189,7 +193,7 @@ class Mailbox:
         unread.token_ids += token_ids
         self.num_unread_tokens += len(unread.token_ids)
         unread.logprobs += logprobs
-        unread.finish_reason = finish_reason
+        unread.finish_reason, unread.stop_string = finish_reason, stop_string
 
     def take(self) -> list[Chunk]:
         """All that is unread, by the order in which samples got it."""
@@ -202,6 +206,7 @@ class Mailbox:
                 token_ids=tuple(parts.token_ids),
                 logprobs=tuple(parts.logprobs) if self._has_logprobs else None,
                 finish_reason=parts.finish_reason,
+                stop_string=parts.stop_string,
             )
             for index, parts in unread.items()
         ]

@@ -24,6 +24,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_LIMIT = "1 to 64 letters, digits, underscores, dashes or dots"
 
 Message = dict[str, Any]
+GivenTool = tuple[Tool, Mapping[str, Any]]
+"""A tool, and how the template gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The choice of one tool, which the answer has to call."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ def _text_of_part(part: Fields, kinds: Sequence[str]) -> str:
     part.choice("type", kinds)
     part.require("text")
     text = part.string("text") or ""
-    part.ignore("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint")
+    part.ignore("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint")
     part.end()
     return text
 
@@ -154,24 +163,37 @@ def read_tools(fields: Fields, *, is_flat: bool = False) -> OfferedTools:
 
     is_flat   a tool's name is beside its type, as the responses API has it
     """
-    given = [_tool(each, is_flat=is_flat) for each in fields.objects("tools", max_length=MAX_TOOLS) or []]
-    names = [tool.name for tool, _ in given]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"{fields.path_of('tools')}[{index}]", name, "a name that no other tool has")
+    given = {
+        f"{fields.path_of('tools')}[{index}]": _tool(each, is_flat=is_flat)
+        for index, each in enumerate(fields.objects("tools", max_length=MAX_TOOLS) or [])
+    }
     parallel = fields.boolean("parallel_tool_calls", True)
-    choice = _choice(fields, names, is_flat=is_flat)
+    return offer_of(list(given.values()), _choice(fields, names_of(given), is_flat=is_flat), parallel=parallel)
+
+
+def names_of(given: Mapping[str, GivenTool]) -> list[str]:
+    """Return the names of tools by path. Raises HttpError if two have one name."""
+    names: list[str] = []
+    for path, (tool, _) in given.items():
+        if tool.name in names:
+            raise invalid(path, tool.name, "a name that no other tool has")
+        names.append(tool.name)
+    return names
+
+
+def offer_of(given: Sequence[GivenTool], choice: str | NamedTool, *, parallel: bool) -> OfferedTools:
+    """Return the offer of these tools; choice is "none", "auto", "required" or the tool to call."""
     if choice == "none" or not given:
         return OfferedTools()
     tools = tuple(tool for tool, _ in given)
     shown = tuple(shown for _, shown in given)
-    if isinstance(choice, _Named):
+    if isinstance(choice, NamedTool):
         chosen = tuple(tool for tool in tools if tool.name == choice.name)
         return OfferedTools(chosen, shown, is_forced=True, parallel=False)
     return OfferedTools(tools, shown, is_forced=choice == "required", parallel=parallel)
 
 
-def _tool(fields: Fields, *, is_flat: bool) -> tuple[Tool, Mapping[str, Any]]:
+def _tool(fields: Fields, *, is_flat: bool) -> GivenTool:
     fields.require("type")
     fields.choice("type", ("function",))
     function = fields
@@ -179,21 +201,32 @@ def _tool(fields: Fields, *, is_flat: bool) -> tuple[Tool, Mapping[str, Any]]:
         fields.require("function")
         function = fields.object("function") or fields
     name = _name(function)
-    description = function.string("description")
-    parameters = function.mapping("parameters")
-    if parameters is not None and parameters.get("type", "object") != "object":
-        path = f"{function.path_of('parameters')}.type"
-        raise invalid(path, parameters["type"], "'object', since arguments have names")
+    tool = tool_of(function, name, schema="parameters")
     function.ignore("strict")
     function.end()
     fields.end()
+    return tool
+
+
+def tool_of(fields: Fields, name: str, *, schema: str) -> GivenTool:
+    """Return a tool of this name with the description in fields; `schema` is the field of its arguments' JSON schema.
+
+    Raises HttpError: 400 with the field's path.
+    """
+    description = fields.string("description")
+    parameters = fields.mapping(schema)
+    if parameters is not None and parameters.get("type", "object") != "object":
+        path = f"{fields.path_of(schema)}.type"
+        raise invalid(path, parameters["type"], "'object', since arguments have names")
     shown: dict[str, Any] = {"name": name}
     if description is not None:
         shown["description"] = description
     if parameters is not None:
         shown["parameters"] = parameters
-    schema = {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
-    return Tool(name, schema), {"type": "function", "function": shown}
+    arguments = (
+        {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
+    )
+    return Tool(name, arguments), {"type": "function", "function": shown}
 
 
 def _name(fields: Fields) -> str:
@@ -204,15 +237,10 @@ def _name(fields: Fields) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    name: str
-
-
-def _choice(fields: Fields, names: Sequence[str], *, is_flat: bool) -> str | _Named:
+def _choice(fields: Fields, names: Sequence[str], *, is_flat: bool) -> str | NamedTool:
     path, value = fields.path_of("tool_choice"), fields.take("tool_choice")
     if isinstance(value, dict):
-        return _Named(_chosen_name(object_of(path, value), names, is_flat=is_flat))
+        return NamedTool(_chosen_name(object_of(path, value), names, is_flat=is_flat))
     if value is None:
         return "auto"
     if not isinstance(value, str) or value not in ("none", "auto", "required"):

@@ -6,12 +6,12 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,13 +46,15 @@ class PostRequest:
 
 
 Handler = Callable[[Gateway, PostRequest], Awaitable[Response]]
+ErrorResponse = Callable[[HttpError, str], Response]
+"""Makes the answer of an error, given the request's id."""
 
 
 def post(gateway: Gateway, path: str, handler: Handler) -> Route:
     """Return the route of an endpoint that takes a JSON object. The handler is cancelled if the caller disconnects."""
 
     async def endpoint(raw: Request) -> Response:
-        caller = gateway.caller_of(raw.headers.get("authorization"))
+        caller = gateway.caller_of(authorization_of(raw.headers))
         if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         with gateway.bodies.opened(caller) as count:
@@ -70,21 +72,31 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
+def authorization_of(headers: Headers) -> str | None:
+    """Return the Authorization header; without it a key in Anthropic's header, x-api-key, in that form."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (None if key is None else f"Bearer {key}")
+
+
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a value as a JSON answer."""
     return Response(encode_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: HttpError) -> Response:
-    """Return an error as an answer."""
+def error_response(error: HttpError, request_id: str) -> Response:
+    """Return an error as an answer in OpenAI's shape."""
     return json_response(error.body, error.status, error.headers)
 
 
 class HttpApp:
     """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
 
-    def __init__(self, gateway: Gateway, routes: list[BaseRoute]) -> None:
+    def __init__(
+        self, gateway: Gateway, routes: list[BaseRoute], *, error_responses: Mapping[str, ErrorResponse] | None = None
+    ) -> None:
+        """error_responses make the answers of errors at paths that begin so, for an API that has another shape."""
         self._gateway = gateway
+        self._error_responses = error_responses or {}
         self._paths = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
@@ -115,11 +127,16 @@ class HttpApp:
             except Exception as error:
                 if status:  # the answer has begun; the server closes the connection
                     raise
-                await error_response(_http_error_of(error, scope))(scope, receive, send_with_id)
+                answer = self._error_response(scope["path"])(_http_error_of(error, scope), call.request_id)
+                await answer(scope, receive, send_with_id)
             finally:
                 path = self._paths.get(scope.get("endpoint", _not_found), "other")
                 self._note(scope, path, status, time.perf_counter() - call.begun)
                 span.answered(path, status, call.request_id)
+
+    def _error_response(self, path: str) -> ErrorResponse:
+        found = (make for begin, make in self._error_responses.items() if path == begin or path.startswith(f"{begin}/"))
+        return next(found, error_response)
 
     def _note(self, scope: Scope, path: str, status: int, took_s: float) -> None:
         self._gateway.metrics.answered(path, status)

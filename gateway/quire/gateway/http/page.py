@@ -27,7 +27,7 @@ from quire.client.cache_client import CacheClient
 from quire.client.errors import AccessDenied, QuireError
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.gateway import Gateway
-from quire.gateway.http.endpoint import json_response
+from quire.gateway.http.endpoint import authorization_of, json_response
 from quire.gateway.http.streams import EventStream, event_of, merged
 
 Asked = ParamSpec("Asked")
@@ -107,7 +107,7 @@ class Live:
 
     def _tenant_of(self, request: Request) -> str | None:
         """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
-        return self._gateway.caller_of(request.headers.get("authorization")).tenant or None
+        return self._gateway.caller_of(authorization_of(request.headers)).tenant or None
 
     async def follow(self, request: Request) -> Response:
         """Return the stream of events of one viewer."""

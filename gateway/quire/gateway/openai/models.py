@@ -1,5 +1,6 @@
 """The models and their tokenizers: GET /v1/models, and POST /tokenize and /detokenize, as vLLM has them."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from quire.gateway.errors import HttpError
 from quire.gateway.fields import text_of, token_ids_of
 from quire.gateway.gateway import Gateway
-from quire.gateway.http.endpoint import PostRequest, json_response, post
+from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
 from quire.gateway.texts import decode_tokens, encode_field
 
 
@@ -17,12 +18,13 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoints."""
 
     async def models(request: Request) -> Response:
-        gateway.caller_of(request.headers.get("authorization"))
-        cards = [_card(gateway, name) for name in gateway.backends]
-        return json_response({"object": "list", "data": cards})
+        gateway.caller_of(authorization_of(request.headers))
+        names = list(gateway.backends)
+        pages = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+        return json_response({"object": "list", "data": [_card(gateway, name) for name in names], **pages})
 
     async def model(request: Request) -> Response:
-        gateway.caller_of(request.headers.get("authorization"))
+        gateway.caller_of(authorization_of(request.headers))
         name = request.path_params["model"]
         gateway.backend_of(name)
         return json_response(_card(gateway, name))
@@ -36,6 +38,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 
 def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+    """Return a model as OpenAI and vLLM have it, and with Anthropic's fields."""
     backend = gateway.backends[name]
     return {
         "id": name,
@@ -46,6 +49,9 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": backend.max_model_len,
         "pools": list(backend.pools),
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(gateway.began_s, UTC).isoformat(),
     }
 
 

@@ -7,6 +7,7 @@ types that JSON has and these would misread, and names that differ, are looked a
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
@@ -61,7 +62,7 @@ def sampling_of(fields: Fields, **given: Any) -> SamplingParams:
     if (priority := fields.integer("priority", low=-MAX_INT32)) is not None:
         values["priority"] = -priority  # vLLM serves the lower number first, the engine the higher one
     if fields.has("stop"):
-        values["stop"] = _strings(fields, "stop", max_length=MAX_STOP_STRINGS)
+        values["stop"] = strings_of(fields, "stop", max_length=MAX_STOP_STRINGS)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if fields.has(name):
             values[name] = tuple(_token_ids(fields.path_of(name), fields.array(name, max_length=MAX_TOKEN_IDS)))
@@ -172,6 +173,14 @@ def _text_grammar(fields: Fields, name: str) -> dict[str, Any]:
     return {} if text is None else {"ebnf" if "::=" in text else "lark": text}
 
 
+def with_grammar(params: SamplingParams, path: str, **wanted: Any) -> SamplingParams:
+    """Return parameters with a grammar that a field of this path asks for. Raises HttpError, also if there is one."""
+    if params.grammar is not None:
+        raise HttpError(400, f"{path} is given, and so is another grammar", code="invalid_value", param=path)
+    changed: SamplingParams = make(partial(replace, params), grammar=_grammar(path, wanted))
+    return changed
+
+
 def cache_of(fields: Fields) -> CacheParams | None:
     """Return the cache parameters of a body; None if it has none. The pool separates tenants with any salt.
 
@@ -238,7 +247,8 @@ def include_usage_of(fields: Fields, *, is_stream: bool) -> bool:
     return wanted
 
 
-def _strings(fields: Fields, name: str, *, max_length: int) -> tuple[str, ...]:
+def strings_of(fields: Fields, name: str, *, max_length: int) -> tuple[str, ...]:
+    """Return a field's string or strings. Raises HttpError: 400 with the field's path."""
     path, value = fields.path_of(name), fields.take(name)
     if isinstance(value, str):
         return (text_of(path, value),)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import (
@@ -32,7 +30,13 @@ from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import EventStream, event_of, primed
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
-from quire.gateway.openai.parameters import cache_of, ignore_bookkeeping, make, replace_max_tokens, sampling_of
+from quire.gateway.openai.parameters import (
+    cache_of,
+    ignore_bookkeeping,
+    replace_max_tokens,
+    sampling_of,
+    with_grammar,
+)
 from quire.gateway.routing.backend import Backend
 from quire.gateway.token_texts import TokenTexts
 
@@ -164,12 +168,8 @@ def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
     asked.end()
     if kind == "text":
         return params
-    path = asked.path_of("type")
-    if params.grammar is not None:
-        raise HttpError(400, f"{path} is {kind}, and another grammar is given", code="invalid_value", param=path)
-    grammar = make(Grammar, json_object=True) if schema is None else make(Grammar, json_schema=schema)
-    changed: SamplingParams = make(partial(replace, params), grammar=grammar)
-    return changed
+    wanted: dict[str, Any] = {"json_object": True} if schema is None else {"json_schema": schema}
+    return with_grammar(params, text.path_of("format"), **wanted)
 
 
 def _input(fields: Fields) -> list[Message]:

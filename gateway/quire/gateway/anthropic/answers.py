@@ -1,0 +1,132 @@
+"""An answer as one of Anthropic's messages: its events, and at their end the message whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
+from quire.gateway.http.streams import event_of
+from quire.gateway.openai.answers import TokenUsage, call_id
+from quire.gateway.openai.conversations import Piece
+
+
+@dataclass(slots=True)
+class _TextBlock:
+    text: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+    def take(self, text: str) -> dict[str, Any]:
+        """Add text; return its delta."""
+        self.text += text
+        return {"type": "text_delta", "text": text}
+
+
+@dataclass(slots=True)
+class _ToolUse:
+    name: str
+    id: str = field(default_factory=call_id)
+    arguments: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": _input_of(self.arguments)}
+
+    def take(self, text: str) -> dict[str, Any]:
+        """Add a piece of the arguments' JSON; return its delta."""
+        self.arguments += text
+        return {"type": "input_json_delta", "partial_json": text}
+
+
+def _input_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call. Text that is no JSON object, such as one that was cut, is shown as it is."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+class MessageAnswer:
+    """The answer to one request."""
+
+    def __init__(self, request_id: str, model: str, *, num_prompt_tokens: int, max_tokens: int) -> None:
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._max_tokens = max_tokens
+        self._usage = TokenUsage(num_prompt_tokens)
+        self._blocks: list[_TextBlock | _ToolUse] = []
+        self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the message as it is now."""
+        content = [block.body for block in self._blocks]
+        return {**self._head, "content": content, **self._stop, "usage": self._usage_body}
+
+    @property
+    def _usage_body(self) -> dict[str, int]:
+        usage = self._usage
+        return {
+            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.num_cached_tokens,
+            "output_tokens": usage.num_generated_tokens,
+        }
+
+    async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, from message_start to message_stop."""
+        is_begun = False
+        async with aclosing(pieces):
+            async for piece in pieces:
+                self._usage.count(piece.chunk)
+                if not is_begun:  # an error before the first token is an HTTP status
+                    yield _event("message_start", message=self.body)
+                    yield _event("ping")
+                    is_begun = True
+                for event in piece.events:
+                    for each in self._take(event):
+                        yield each
+                if piece.chunk.finish_reason is not None:
+                    self._stop = self._stopped(piece.chunk)
+        if self._blocks:
+            yield _event("content_block_stop", index=len(self._blocks) - 1)
+        yield _event("message_delta", delta=self._stop, usage=self._usage_body)
+        yield _event("message_stop")
+
+    def _take(self, event: Event) -> Iterator[bytes]:
+        """Take news of the text; iterate over their events."""
+        if isinstance(event, CallBegan):
+            yield from self._begin(_ToolUse(event.name))
+            return
+        if isinstance(event, Text) and not (self._blocks and isinstance(self._blocks[-1], _TextBlock)):
+            yield from self._begin(_TextBlock())
+        assert isinstance(event, Text | Arguments)
+        yield _event("content_block_delta", index=len(self._blocks) - 1, delta=self._blocks[-1].take(event.text))
+
+    def _begin(self, block: _TextBlock | _ToolUse) -> Iterator[bytes]:
+        if self._blocks:
+            yield _event("content_block_stop", index=len(self._blocks) - 1)
+        self._blocks.append(block)
+        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block.body)
+
+    def _stopped(self, chunk: Chunk) -> dict[str, str | None]:
+        """Return why the answer ended, at its last chunk."""
+        if chunk.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_string}
+        if chunk.finish_reason is FinishReason.STOP:
+            has_calls = any(isinstance(block, _ToolUse) for block in self._blocks)
+            return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+        is_cut = self._usage.num_generated_tokens >= self._max_tokens
+        return {"stop_reason": "max_tokens" if is_cut else "model_context_window_exceeded", "stop_sequence": None}
+
+
+def _event(kind: str, **values: Any) -> bytes:
+    return event_of({"type": kind, **values}, name=kind)

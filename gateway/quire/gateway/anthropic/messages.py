@@ -1,0 +1,146 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them. docs/reference/http.md lists their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
+from quire.gateway.anthropic.answers import MessageAnswer
+from quire.gateway.anthropic.conversation import read_conversation
+from quire.gateway.anthropic.errors import REQUEST_ID_HEADER, error_event
+from quire.gateway.chat.models import tokenizer_of
+from quire.gateway.fields import MAX_INT32, Fields
+from quire.gateway.gateway import Gateway
+from quire.gateway.http.endpoint import PostRequest, json_response, post
+from quire.gateway.http.streams import EventStream, primed
+from quire.gateway.openai.conversations import ConversationRequest, begin, chat_model_of
+from quire.gateway.openai.parameters import (
+    cache_of,
+    ignore_bookkeeping,
+    replace_max_tokens,
+    sampling_of,
+    strings_of,
+    with_grammar,
+)
+
+PATH = "/v1/messages"
+
+_NAMES = {"prompt": "messages", "grammar": "output_config.format", "stop": "stop_sequences"}
+# Fields that advise, or that say something of Anthropic's services; the text does not depend on them.
+_ADVICE = ("cache_control", "context_management", "diagnostics", "inference_geo", "speed")
+_BOOKKEEPING = ("anthropic_beta", "anthropic_version", "betas", "user_profile_id", "workspace_id")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRequest(ConversationRequest):
+    """A request as it was read."""
+
+    max_tokens: int
+    stream: bool
+
+
+def routes(gateway: Gateway) -> list[BaseRoute]:
+    """Return the endpoints."""
+    return [post(gateway, PATH, _create), post(gateway, f"{PATH}/count_tokens", _count_tokens)]
+
+
+async def _create(gateway: Gateway, request: PostRequest) -> Response:
+    """Answer a request, as a whole or as a stream."""
+    asked = read_request(gateway, request.fields)
+    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
+    model = asked.backend.model_names[0]
+    answer = MessageAnswer(request.id, model, num_prompt_tokens=len(prompt), max_tokens=asked.max_tokens)
+    headers = {REQUEST_ID_HEADER: request.id}
+    if asked.stream:
+        events = await primed(answer.events(pieces))
+        timeout_s = gateway.limits.send_timeout_s
+        return EventStream(events, send_timeout_s=timeout_s, headers=headers, encode_error=error_event)
+    async with aclosing(answer.events(pieces)) as events:
+        async for _ in events:
+            pass
+    return json_response(answer.body, headers=headers)
+
+
+async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
+    """Answer with the number of tokens of a conversation's prompt."""
+    fields = request.fields
+    backend = gateway.backend_of(fields.string("model"))
+    _ignore_advice(fields)
+    conversation = read_conversation(fields)
+    list(_schemas(fields))
+    fields.end()
+    prompt = await chat_model_of(gateway, backend).prompt_of(
+        tokenizer_of(backend), conversation, param=_NAMES["prompt"]
+    )
+    return json_response({"input_tokens": len(prompt)}, headers={REQUEST_ID_HEADER: request.id})
+
+
+def read_request(gateway: Gateway, fields: Fields) -> MessageRequest:
+    """Return the request that a body makes. Raises HttpError."""
+    backend = gateway.backend_of(fields.string("model"))
+    _refuse(fields)
+    _ignore_advice(fields)
+    fields.require("max_tokens")
+    max_tokens = fields.integer("max_tokens", low=1) or 1
+    conversation = read_conversation(fields)
+    params = replace_max_tokens(_sampling(fields), max_tokens)
+    asked = MessageRequest(
+        backend=backend,
+        conversation=conversation,
+        params=params,
+        cache=cache_of(fields),
+        max_tokens=max_tokens,
+        stream=fields.boolean("stream"),
+    )
+    fields.end()
+    return asked
+
+
+def _sampling(fields: Fields) -> SamplingParams:
+    fields.aliases["stop"] = "stop_sequences"
+    stop = strings_of(fields, "stop_sequences", max_length=MAX_STOP_STRINGS) if fields.has("stop_sequences") else None
+    params = sampling_of(fields, max_tokens=MAX_INT32, stop=stop)
+    for path, schema in _schemas(fields):
+        params = with_grammar(params, path, json_schema=schema)
+    return params
+
+
+def _schemas(fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Iterate over the JSON schemas of the answer, with their paths: Anthropic had another place for it before."""
+    config = fields.object("output_config")
+    if config is not None:
+        config.ignore("effort")  # the template gets it
+        if (asked := config.object("format")) is not None:
+            yield _schema(asked)
+        config.end()
+    if (asked := fields.object("output_format")) is not None:
+        yield _schema(asked)
+
+
+def _schema(asked: Fields) -> tuple[str, Mapping[str, Any]]:
+    asked.require("type")
+    asked.choice("type", ("json_schema",))
+    asked.require("schema")
+    schema = asked.mapping("schema") or {}
+    asked.end()
+    return asked.path_of("schema"), schema
+
+
+def _refuse(fields: Fields) -> None:
+    fields.refuse("n", "there is one answer", unless=(1,))
+    fields.refuse("stop", "give stop_sequences")
+    fields.refuse("response_format", "give output_config.format")
+    fields.refuse("prompt_logprobs", "use /v1/completions")
+    fields.refuse("container", "no code is executed here")
+    fields.refuse("mcp_servers", "no MCP servers are called here", unless=([],))
+
+
+def _ignore_advice(fields: Fields) -> None:
+    ignore_bookkeeping(fields)
+    fields.ignore(*_ADVICE, *_BOOKKEEPING)
