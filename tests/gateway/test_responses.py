@@ -46,7 +46,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 def test_an_answer_has_a_message_and_usage(client: openai.OpenAI) -> None:
     answer = ask(client, instructions="Be brief.", metadata={"a": "b"})
     [item] = answer.output
-    assert (answer.object, answer.store, answer.metadata) == ("response", False, {"a": "b"})
+    assert (answer.object, answer.store, answer.metadata) == ("response", True, {"a": "b"})
     assert answer.output_text
     assert item.content[0].text == answer.output_text
     assert answer.status == item.status
@@ -140,7 +140,9 @@ def test_an_assistants_text_and_calls_are_one_message(client: openai.OpenAI) -> 
 BAD = [
     ({"input": []}, "input"),
     ({"input": 3}, "input"),
-    ({"input": [{"type": "reasoning"}]}, "input[0].type"),
+    ({"input": [{"type": "thought"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1_0"}]}, "input[0].id"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "f"}]}, "input[0].input"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
@@ -150,9 +152,14 @@ BAD = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"include": ["file_search_call.results"]}, "include[0]"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"truncation": "always"}, "truncation"),
+    ({"include": ["everything"]}, "include[0]"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "f", "format": {"type": "xml"}}]}, "tools[0].format.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+    ({"text": {"verbosity": "none"}}, "text.verbosity"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -171,5 +178,6 @@ def test_a_bad_field_is_named(client: openai.OpenAI, fields: dict[str, Any], par
     assert caught.value.param == param
 
 
-def test_what_is_stored_elsewhere_can_be_asked_for_and_is_not(client: openai.OpenAI) -> None:
-    assert ask(client, store=True, background=False, truncation="disabled").store is False
+def test_what_only_advises_is_accepted(client: openai.OpenAI) -> None:
+    answer = ask(client, store=False, background=False, truncation="auto", text={"verbosity": "low"})
+    assert (answer.store, answer.truncation, answer.text.verbosity) == (False, "disabled", "low")

@@ -1,5 +1,6 @@
 """The gateway's own flags."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.gateway.chat.tools import ToolFormat
+from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import RequestLimits
 from quire.serving.addresses import Address
 from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
@@ -35,10 +37,19 @@ class GatewayOptions:
     max_prompts: int
     max_samples: int
     send_timeout: float
+    responses_kept_s: float
+    responses_kept_bytes: int
     max_waiting_requests: int
     max_waiting_tokens: int
     max_unread_tokens: int
     lease_ttl: float
+
+    @property
+    def kept_responses(self) -> KeptResponses:
+        """Return an empty store of responses."""
+        return KeptResponses(
+            keep_s=self.responses_kept_s, max_tenant_bytes=self.responses_kept_bytes, clock=time.monotonic
+        )
 
     @property
     def limits(self) -> RequestLimits:
@@ -132,6 +143,18 @@ OWN_FLAGS: list[Flag] = [
         default=_DEFAULTS.send_timeout_s,
         metavar="SECONDS",
         help="Disconnect a caller that has read nothing of its stream for this time.",
+    ),
+    option(
+        "--responses-kept-s",
+        type=click.FloatRange(min=0, max=30 * 86_400),
+        default=3_600.0,
+        metavar="SECONDS",
+        help="Keep an answer of /v1/responses for this time, for its caller to fetch or continue. 0 keeps none.",
+    ),
+    _limit(
+        "--responses-kept-bytes",
+        64 * 2**20,
+        "Most bytes of the answers of one tenant that are kept, their inputs included; the oldest are dropped first.",
     ),
     _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
     _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),

@@ -13,6 +13,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.gateway.callers import Caller, Keys, NoKeys, NoRateLimits, RateLimiter
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.errors import HttpError
+from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend
@@ -20,6 +21,11 @@ from quire.gateway.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from quire.client.cache_client import CacheClient
+
+
+def kept_nothing() -> KeptResponses:
+    """Return a store that keeps no response."""
+    return KeptResponses(keep_s=0, max_tenant_bytes=0, clock=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -33,6 +39,7 @@ class Gateway:
     chat_models  templates and tool formats of the models; set before the first request
     cache        cachemgr, for the page; None: there is no page
     bodies       of the requests over HTTP
+    responses    that callers can fetch and continue
     names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """
 
@@ -47,6 +54,7 @@ class Gateway:
     chat_models: ChatModels | None = None
     cache: "CacheClient | None" = None
     names_tenants: bool = False
+    responses: KeptResponses = field(default_factory=kept_nothing)
     bodies: OpenBodies = field(init=False)
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
 

@@ -158,17 +158,14 @@ def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 # -- tools --------------------------------------------------------------------------------------------------------
 
 
-def read_tools(fields: Fields, *, is_flat: bool = False) -> OfferedTools:
-    """Return the tools on offer. Raises HttpError: 400 with the field's path.
-
-    is_flat   a tool's name is beside its type, as the responses API has it
-    """
+def read_tools(fields: Fields) -> OfferedTools:
+    """Return the tools on offer of a chat completion. Raises HttpError: 400 with the field's path."""
     given = {
-        f"{fields.path_of('tools')}[{index}]": _tool(each, is_flat=is_flat)
+        f"{fields.path_of('tools')}[{index}]": _tool(each)
         for index, each in enumerate(fields.objects("tools", max_length=MAX_TOOLS) or [])
     }
     parallel = fields.boolean("parallel_tool_calls", True)
-    return offer_of(list(given.values()), _choice(fields, names_of(given), is_flat=is_flat), parallel=parallel)
+    return offer_of(list(given.values()), _choice(fields, names_of(given)), parallel=parallel)
 
 
 def names_of(given: Mapping[str, GivenTool]) -> list[str]:
@@ -193,18 +190,21 @@ def offer_of(given: Sequence[GivenTool], choice: str | NamedTool, *, parallel: b
     return OfferedTools(tools, shown, is_forced=choice == "required", parallel=parallel)
 
 
-def _tool(fields: Fields, *, is_flat: bool) -> GivenTool:
+def _tool(fields: Fields) -> GivenTool:
     fields.require("type")
     fields.choice("type", ("function",))
-    function = fields
-    if not is_flat:
-        fields.require("function")
-        function = fields.object("function") or fields
-    name = _name(function)
-    tool = tool_of(function, name, schema="parameters")
-    function.ignore("strict")
+    fields.require("function")
+    function = fields.object("function") or fields
+    tool = function_of(function)
     function.end()
     fields.end()
+    return tool
+
+
+def function_of(fields: Fields) -> GivenTool:
+    """Return the function that fields describe. Raises HttpError: 400 with the field's path."""
+    tool = tool_of(fields, name_of(fields), schema="parameters")
+    fields.ignore("strict")
     return tool
 
 
@@ -229,7 +229,8 @@ def tool_of(fields: Fields, name: str, *, schema: str) -> GivenTool:
     return Tool(name, arguments), {"type": "function", "function": shown}
 
 
-def _name(fields: Fields) -> str:
+def name_of(fields: Fields) -> str:
+    """Return a tool's name. Raises HttpError: 400 with the field's path."""
     fields.require("name")
     name = fields.string("name") or ""
     if not _NAME.fullmatch(name):
@@ -237,10 +238,23 @@ def _name(fields: Fields) -> str:
     return name
 
 
-def _choice(fields: Fields, names: Sequence[str], *, is_flat: bool) -> str | NamedTool:
+def _choice(fields: Fields, names: Sequence[str]) -> str | NamedTool:
     path, value = fields.path_of("tool_choice"), fields.take("tool_choice")
-    if isinstance(value, dict):
-        return NamedTool(_chosen_name(object_of(path, value), names, is_flat=is_flat))
+    if not isinstance(value, dict):
+        return choice_of(path, value, names)
+    choice = object_of(path, value)
+    choice.require("type")
+    choice.choice("type", ("function",))
+    choice.require("function")
+    function = choice.object("function") or choice
+    named = NamedTool(chosen_name(function, names))
+    function.end()
+    choice.end()
+    return named
+
+
+def choice_of(path: str, value: Any, names: Sequence[str]) -> str:
+    """Return a choice that names no tool: "none", "auto" or "required". Raises HttpError."""
     if value is None:
         return "auto"
     if not isinstance(value, str) or value not in ("none", "auto", "required"):
@@ -250,17 +264,10 @@ def _choice(fields: Fields, names: Sequence[str], *, is_flat: bool) -> str | Nam
     return value
 
 
-def _chosen_name(choice: Fields, names: Sequence[str], *, is_flat: bool) -> str:
-    choice.require("type")
-    choice.choice("type", ("function",))
-    function = choice
-    if not is_flat:
-        choice.require("function")
-        function = choice.object("function") or choice
-    function.require("name")
-    name = function.string("name") or ""
+def chosen_name(fields: Fields, names: Sequence[str]) -> str:
+    """Return the name of a tool on offer. Raises HttpError."""
+    fields.require("name")
+    name = fields.string("name") or ""
     if name not in names:
-        raise invalid(function.path_of("name"), name, "the name of a tool in tools")
-    function.end()
-    choice.end()
+        raise invalid(fields.path_of("name"), name, "the name of a tool in tools")
     return name

@@ -1,33 +1,32 @@
-"""POST /v1/responses, as OpenAI has it, for text and functions, stateless. docs/reference/http.md lists its fields."""
+"""/v1/responses, as OpenAI and Open Responses have it, for text and tools. docs/reference/http.md lists its fields."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+import json
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
-from quire.gateway.chat.conversation import (
-    MAX_MESSAGES,
-    ROLES,
-    Conversation,
-    Message,
-    call_message,
-    read_content,
-    read_tools,
-)
+from quire.gateway.chat.conversation import Conversation, Message
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
-from quire.gateway.fields import MAX_INT32, Fields, text_of
+from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
-from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import EventStream, event_of, primed
+from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
+from quire.gateway.http.streams import EventStream, encode_json, event_of, primed
+from quire.gateway.kept_responses import KeptResponse, KeptResponses
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
 from quire.gateway.openai.parameters import (
@@ -37,6 +36,16 @@ from quire.gateway.openai.parameters import (
     sampling_of,
     with_grammar,
 )
+from quire.gateway.openai.response_items import (
+    Item,
+    find_item,
+    items_before,
+    listed,
+    messages_of,
+    page_of,
+    read_items,
+)
+from quire.gateway.openai.response_tools import INPUT, read_response_tools
 from quire.gateway.routing.backend import Backend
 from quire.gateway.token_texts import TokenTexts
 
@@ -48,28 +57,67 @@ _NAMES = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 # Values of include that are accepted, though answers never have them.
-_ABSENT = ("reasoning.encrypted_content",)
-_TEXT_KINDS = ("input_text", "output_text", "text")
+_ABSENT = (
+    *("reasoning.encrypted_content", "message.input_image.image_url", "code_interpreter_call.outputs"),
+    *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
+    "computer_call_output.output.image_url",
+)
+_NOT_IN_KEY = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest(ConversationRequest):
-    """A request as it was read; shown are fields that the answer repeats."""
+    """A request as it was read.
+
+    items          of its own input
+    custom_names   of the tools whose input is free text
+    shown          fields that the answer repeats
+    """
 
     stream: bool
+    items: Sequence[Item]
+    custom_names: frozenset[str]
     shown: Mapping[str, Any]
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
-    """Return the endpoint."""
-    return [post(gateway, "/v1/responses", _create)]
+    """Return the endpoints."""
+
+    async def response(request: Request) -> Response:
+        tenant, found = _kept(gateway, request)
+        if request.method == "GET":
+            return Response(found.body, media_type="application/json")
+        gateway.responses.forget(tenant, found.id)
+        return json_response({"id": found.id, "object": "response", "deleted": True})
+
+    async def input_items(request: Request) -> Response:
+        tenant, found = _kept(gateway, request)
+        return json_response(page_of(gateway.responses, tenant, found, request.query_params))
+
+    return [
+        post(gateway, "/v1/responses", _create),
+        Route("/v1/responses/{id}", response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
+    ]
+
+
+def _kept(gateway: Gateway, request: Request) -> tuple[str, KeptResponse]:
+    """Return the caller's tenant, and its response of the id in the path. Raises HttpError: 404 if there is none."""
+    tenant, response_id = gateway.caller_of(authorization_of(request.headers)).tenant, request.path_params["id"]
+    found = gateway.responses.find(tenant, response_id)
+    if found is None:
+        raise HttpError(404, f"no response {response_id[:100]!r} is kept here", code="response_not_found")
+    return tenant, found
 
 
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = read_request(gateway, request.fields)
+    tenant = request.caller.tenant
+    asked = read_request(gateway, request.fields, tenant=tenant)
     prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = _ResponsesAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
+    if asked.shown["store"]:
+        answer.keep = lambda response: gateway.responses.keep(tenant, response)
     if asked.stream:
         events = await primed(answer.events(pieces))
         return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, encode_error=answer.error_event)
@@ -82,52 +130,93 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_request(gateway: Gateway, fields: Fields) -> ResponsesRequest:
+def read_request(gateway: Gateway, fields: Fields, *, tenant: str) -> ResponsesRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"))
-    metadata = fields.mapping("metadata")
     _refuse(fields)
     instructions = fields.string("instructions")
     system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    conversation = Conversation(
-        [*system, *_input(fields)], read_tools(fields, is_flat=True), further=_further(fields.object("reasoning"))
-    )
+    before = _items_before(gateway.responses, fields, tenant)
+    items = read_items(fields, find=partial(find_item, gateway.responses, tenant))
+    messages = [*system, *messages_of(before, path="previous_response_id"), *messages_of(items, path="input")]
+    tools = read_response_tools(fields)
+    conversation = Conversation(messages, tools.offer, further=_further(fields.object("reasoning")))
     max_tokens = fields.integer("max_output_tokens", low=1)
     params = sampling_of(fields, max_tokens=MAX_INT32, logprobs=_num_logprobs(fields, backend))
     params = replace_max_tokens(_with_format(params, fields.object("text")), max_tokens)
-    shown = {
-        "instructions": instructions,
-        "max_output_tokens": max_tokens,
-        "metadata": metadata or {},
-        "parallel_tool_calls": conversation.offer.parallel,
-        "temperature": params.temperature,
-        "tool_choice": fields.take("tool_choice") or "auto",
-        "tools": fields.take("tools") or [],
-        "top_p": params.top_p,
-        "text": fields.take("text") or {"format": {"type": "text"}},
-    }
+    shown = _shown(fields, params) | {"tools": tools.listed, "store": _stores(gateway, fields)}
     stream = fields.boolean("stream")
     if (options := fields.object("stream_options")) is not None:
         options.ignore("include_obfuscation")
         options.end()
-    asked = ResponsesRequest(backend, conversation, params, cache_of(fields), stream, shown)
+    asked = ResponsesRequest(
+        backend=backend,
+        conversation=conversation,
+        params=params,
+        cache=cache_of(fields),
+        stream=stream,
+        items=items,
+        custom_names=tools.custom_names,
+        shown=shown,
+    )
     fields.end()
     return asked
 
 
+def _items_before(kept: KeptResponses, fields: Fields, tenant: str) -> list[Item]:
+    """Return the items of the conversation that a request continues. Raises HttpError."""
+    response_id = fields.string("previous_response_id")
+    if response_id is None:
+        return []
+    conversation = kept.conversation(tenant, response_id)
+    if conversation is None:
+        path = fields.path_of("previous_response_id")
+        why = "is not kept here, or not with all before it: send the items again"
+        message = f"{path} is {response_id[:100]!r}, which {why}"
+        raise HttpError(400, message, code="previous_response_not_found", param=path)
+    return items_before(conversation)
+
+
+def _stores(gateway: Gateway, fields: Fields) -> bool:
+    """Return whether the answer is kept, which is OpenAI's default."""
+    wanted: bool = fields.boolean("store", True)
+    return wanted and gateway.responses.keep_s > 0
+
+
+def _shown(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    """Return the fields that the answer repeats, with defaults for those that are not given."""
+    reasoning = fields.take("reasoning")
+    return {
+        "instructions": fields.string("instructions"),
+        "max_output_tokens": fields.integer("max_output_tokens"),
+        "max_tool_calls": fields.integer("max_tool_calls"),  # of tools that OpenAI runs
+        "metadata": fields.mapping("metadata") or {},
+        "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
+        "previous_response_id": fields.string("previous_response_id"),
+        "prompt_cache_key": fields.string("prompt_cache_key"),
+        "safety_identifier": fields.string("safety_identifier"),
+        "reasoning": reasoning and {"effort": None, "summary": None} | reasoning,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "tool_choice": fields.take("tool_choice") or "auto",
+        "text": {"format": {"type": "text"}, "verbosity": "medium"} | (fields.take("text") or {}),
+    }
+
+
 def _refuse(fields: Fields) -> None:
-    fields.refuse("previous_response_id", "nothing is stored: send the items again")
-    fields.refuse("conversation", "nothing is stored: send the items again")
-    fields.refuse("background", "answers are not stored: wait for the answer", unless=(False,))
+    fields.refuse("conversation", "give previous_response_id, or send the items again")
+    fields.refuse("background", "wait for the answer", unless=(False,))
     fields.refuse("prompt", "no prompts are stored")
-    fields.refuse("truncation", "an input that is too long is refused", unless=("disabled",))
     fields.refuse("n", "there is one answer", unless=(1,))
     fields.refuse("response_format", "give text.format")
     fields.refuse("prompt_logprobs", "use /v1/completions")
     fields.refuse("moderation", "there is no moderation")
-    fields.refuse("context_management", "nothing is stored")
+    fields.refuse("context_management", "send a shorter input")
+    fields.choice("truncation", ("auto", "disabled"))  # an input that is too long is refused
     ignore_bookkeeping(fields)
-    fields.ignore("max_tool_calls")  # of tools that OpenAI runs; functions are run by the caller
+    fields.ignore("client_metadata")
 
 
 def _further(reasoning: Fields | None) -> Mapping[str, Any]:
@@ -145,7 +234,7 @@ def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
     path, included = fields.path_of("include"), fields.array("include", max_length=100) or []
     for index, each in enumerate(included):
         if each not in (_LOGPROBS, *_ABSENT):
-            raise invalid(f"{path}[{index}]", each, f"{_LOGPROBS!r}")
+            raise invalid(f"{path}[{index}]", each, " or ".join(map(repr, (_LOGPROBS, *_ABSENT))))
     return (top or 0) if top or _LOGPROBS in included else None
 
 
@@ -153,7 +242,7 @@ def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
     """Return parameters with the grammar of text.format."""
     if text is None:
         return params
-    text.refuse("verbosity", "ask for it in the instructions", unless=("medium",))
+    text.choice("verbosity", ("low", "medium", "high"))
     asked = text.object("format")
     text.end()
     if asked is None:
@@ -170,45 +259,6 @@ def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
         return params
     wanted: dict[str, Any] = {"json_object": True} if schema is None else {"json_schema": schema}
     return with_grammar(params, text.path_of("format"), **wanted)
-
-
-def _input(fields: Fields) -> list[Message]:
-    """Return the messages of the items of `input`."""
-    value = fields.require("input")
-    path = fields.path_of("input")
-    if isinstance(value, str):
-        return [{"role": "user", "content": text_of(path, value)}]
-    if not isinstance(value, list) or not value:
-        raise invalid(path, value, "a string, or a list of at least one item")
-    messages: list[Message] = []
-    for item in fields.objects("input", max_length=MAX_MESSAGES) or []:
-        _add_item(item, messages)
-    return messages
-
-
-def _add_item(item: Fields, messages: list[Message]) -> None:
-    """Add an input item to the messages: calls belong to the assistant's message before them."""
-    kind = item.choice("type", ("message", "function_call", "function_call_output"), "message")
-    item.ignore("id", "status", "phase")
-    if kind == "message":
-        item.require("role")
-        role = item.choice("role", ROLES[:-1])
-        item.require("content")
-        messages.append({"role": role, "content": read_content(item, "content", kinds=_TEXT_KINDS)})
-    elif kind == "function_call":
-        texts = {}
-        for name in ("call_id", "name", "arguments"):
-            item.require(name)
-            texts[name] = item.string(name) or ""
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant"})
-        messages[-1].setdefault("tool_calls", []).append(call_message(*texts.values()))
-    else:
-        item.require("call_id")
-        item.require("output")
-        output = read_content(item, "output", kinds=_TEXT_KINDS)
-        messages.append({"role": "tool", "tool_call_id": item.string("call_id"), "content": output})
-    item.end()
 
 
 # Answering.
@@ -249,6 +299,30 @@ class _Call:
         return call | {"call_id": self.call_id, "name": self.name}
 
 
+@dataclass(slots=True)
+class _CustomCall(_Call):
+    """A call of a tool whose input is free text: the one argument of its function."""
+
+    @property
+    def input(self) -> str:
+        """Return the text. Arguments that were cut are shown as they are."""
+        try:
+            return str(json.loads(self.arguments)[INPUT])
+        except (ValueError, LookupError, TypeError):
+            return self.arguments
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item."""
+        text = "" if status == "in_progress" else self.input
+        call = {"id": self.id, "type": "custom_tool_call", "status": status, "input": text}
+        return call | {"call_id": self.call_id, "name": self.name}
+
+
+def response_key(request_id: str) -> str:
+    """Return the part of an answer's id that its items' ids have too: unique, and of letters that a path may have."""
+    return f"{_NOT_IN_KEY.sub('-', request_id)}_{secrets.token_hex(4)}"
+
+
 class _ResponsesAnswer:
     """The answer to one request: its events, and at their end the answer whole."""
 
@@ -257,15 +331,17 @@ class _ResponsesAnswer:
     ) -> None:
         self._asked = asked
         self._tokens = texts.after(prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
-        self._request_id = request.id
+        self._key = response_key(request.id)
+        self.keep: Callable[[KeptResponse], None] = lambda response: None
         self._usage = TokenUsage(len(prompt_token_ids))
         self._numbers = count()
         self._open: _Text | _Call | None = None
         self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens before their text comes
         self._done: list[dict[str, Any]] = []
         self._status = "in_progress"
+        self._completed_s: int | None = None
         self._head = {
-            "id": f"resp_{request.id}",
+            "id": f"resp_{self._key}",
             "object": "response",
             "created_at": request.began_s,
             "model": asked.backend.model_names[0],
@@ -278,12 +354,12 @@ class _ResponsesAnswer:
         return {
             **self._head,
             "status": self._status,
+            "completed_at": self._completed_s,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._done,
             "background": False,
-            "previous_response_id": None,
-            "store": False,
+            "service_tier": "default",
             "truncation": "disabled",
             **self._asked.shown,
             "top_logprobs": self._asked.params.logprobs or 0,
@@ -312,12 +388,20 @@ class _ResponsesAnswer:
                     is_begun = True
                 for event in self._take(piece):
                     yield event
+        self._keep()
         yield self._event(f"response.{self._status}", response=self.body)
+
+    def _keep(self) -> None:
+        """Keep the answer, before the caller knows that it is whole."""
+        items = encode_json(listed(self._asked.items, self._key))
+        previous = self._asked.shown["previous_response_id"]
+        self.keep(KeptResponse(f"resp_{self._key}", encode_json(self.body), items, previous))
 
     def error_event(self, error: HttpError) -> bytes:
         """Return the event of an error that ends the stream."""
         found = error.body["error"]
-        return self._event("error", code=found["code"], message=found["message"], param=found["param"])
+        # OpenAI has the fields beside the type, Open Responses has them in an object.
+        return self._event("error", code=found["code"], message=found["message"], param=found["param"], error=found)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         return event_of({"type": kind, "sequence_number": next(self._numbers), **values}, name=kind)
@@ -336,6 +420,7 @@ class _ResponsesAnswer:
             yield from self._begin_text()
         yield from self._close(status)
         self._status = status
+        self._completed_s = int(time.time()) if status == "completed" else None
 
     def _take_event(self, event: Event) -> Iterator[bytes]:
         logprobs, self._unshown = self._unshown, []
@@ -348,17 +433,19 @@ class _ResponsesAnswer:
             yield self._item_event("output_text.delta", content_index=0, delta=event.text, logprobs=logprobs)
         elif isinstance(event, CallBegan):
             yield from self._close("completed")
-            yield self._begin(_Call(self._id("fc"), event.name))
+            is_custom = event.name in self._asked.custom_names
+            yield self._begin((_CustomCall if is_custom else _Call)(self._id("ctc" if is_custom else "fc"), event.name))
         else:
             yield from self._take_arguments(event)
 
     def _take_arguments(self, event: Arguments) -> Iterator[bytes]:
         assert isinstance(self._open, _Call)
         self._open.arguments += event.text
-        yield self._item_event("function_call_arguments.delta", delta=event.text)
+        if not isinstance(self._open, _CustomCall):  # whose input is known at its end
+            yield self._item_event("function_call_arguments.delta", delta=event.text)
 
     def _id(self, kind: str) -> str:
-        return f"{kind}_{self._request_id}_{len(self._done)}"
+        return f"{kind}_{self._key}_{len(self._done)}"
 
     def _begin_text(self) -> Iterator[bytes]:
         yield from self._close("completed")
@@ -384,6 +471,9 @@ class _ResponsesAnswer:
             self._unshown = []
             yield self._item_event("output_text.done", content_index=0, text=item.text, logprobs=item.logprobs)
             yield self._item_event("content_part.done", content_index=0, part=item.part)
+        elif isinstance(item, _CustomCall):
+            yield self._item_event("custom_tool_call_input.delta", delta=item.input)
+            yield self._item_event("custom_tool_call_input.done", input=item.input)
         else:
             yield self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         body = item.body(status)
