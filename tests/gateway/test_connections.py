@@ -64,14 +64,16 @@ def test_a_caller_who_goes_frees_everything(gateway: Gateway, stream: bool) -> N
 def test_a_caller_who_goes_during_the_body(gateway: Gateway) -> None:
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     assert httpx.get(f"{gateway.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
 def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
         received = b""
         while received.count(b"HTTP/1.1 200") < 2 or b"version" not in received:
             received += connection.recv(65536)
@@ -245,7 +247,7 @@ def test_bodies_that_do_not_end_and_prompts_that_wait_cost_what_their_limits_say
         idle = resident_bytes(gateway)
         for _ in range(num_bodies):
             opened.append(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {2 * body_bytes}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {2 * body_bytes}\r\n\r\n"
             opened[-1].sendall(head.encode() + b" " * body_bytes)
         deadline = time.monotonic() + DEADLINE_S
         while (bodies := resident_bytes(gateway) - idle) < 0.9 * num_bodies * body_bytes:

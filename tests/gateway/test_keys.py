@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import socket
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import pytest
 from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 from integration.protocol_client import await_that
+from ports import free_port
 
 from quire.cli.launch import LocalServices
 from quire.client import CacheClient
+from quire.gateway.http.page import MAX_VIEWERS
 
 PROMPT = "A model is a module that takes a tensor as input and returns a tensor as output."
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob", "dora": "key-of-dora"}
@@ -25,13 +28,20 @@ tokens_per_minute = 100
 """
 
 
+def write_keys(folder: Path) -> Path:
+    """Write the file of the callers' keys, with one that has not the role client."""
+    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
+    path = folder / "keys"
+    path.write_text("\n".join([*lines, f"watcher worker {hashlib.sha256(b'w').hexdigest()}"]) + "\n")
+    return path
+
+
 @pytest.fixture(scope="module")
 def keyed(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("keys")
-    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
-    (folder / "keys").write_text("\n".join([*lines, f"watcher worker {hashlib.sha256(b'w').hexdigest()}"]) + "\n")
+    keys = write_keys(folder)
     (folder / "limits").write_text(LIMITS)
-    flags = ("--api-keys", str(folder / "keys"), "--tenant-limits", str(folder / "limits"))
+    flags = ("--api-keys", str(keys), "--tenant-limits", str(folder / "limits"))
     gateway = Gateway(services.cachemgr_address, *flags, log=folder / "log")
     yield gateway
     gateway.close()
@@ -51,6 +61,41 @@ def test_a_key_decides_who_may_call(keyed: Gateway, key: str | None, status: int
         assert client.get("/v1/models").status_code == status
         assert client.get("/live/sequence", params={"id": "x"}).status_code == (400 if status == 200 else status)
         assert client.get("/health").status_code == 200
+
+
+def test_a_tenant_that_follows_the_cache_as_often_as_it_may_keeps_out_no_other(keyed: Gateway) -> None:
+    def follow(name: str) -> httpx.Response:
+        asked = client.build_request("GET", "/live", headers={"Authorization": f"Bearer {KEYS[name]}"})
+        return opened.enter_context(contextlib.closing(client.send(asked, stream=True)))
+
+    limits = httpx.Limits(max_connections=None)
+    with contextlib.ExitStack() as opened, keyed.client(limits=limits) as client:
+        for _ in range(MAX_VIEWERS):
+            assert follow("alice").status_code == 200
+        assert follow("alice").status_code == 429
+        assert follow("bob").status_code == 200
+
+
+def test_metrics_name_no_tenant_without_a_key_and_with_one_this_tenant_alone(
+    services: LocalServices, tmp_path: Path
+) -> None:
+    own_port = free_port()
+    flags = ("--api-keys", str(write_keys(tmp_path)), "--metrics-listen", f"127.0.0.1:{own_port}")
+    gateway = Gateway(services.cachemgr_address, *flags, log=tmp_path / "log")
+    try:
+        for name in ("alice", "bob"):
+            assert ask(gateway, KEYS[name], prompt="Metrics are").status_code == 200
+        with gateway.client() as client:
+            public = client.get("/metrics").text
+            of_alice = client.get("/metrics", headers={"Authorization": f"Bearer {KEYS['alice']}"}).text
+            assert client.get("/metrics", headers={"Authorization": "Bearer no-key"}).status_code == 401
+        of_all = httpx.get(f"http://127.0.0.1:{own_port}/metrics", timeout=DEADLINE_S).text
+    finally:
+        gateway.close()
+    assert "vllm:num_requests_running" in public
+    assert [name in public for name in ("alice", "bob")] == [False, False]
+    assert [name in of_alice for name in ("alice", "bob")] == [True, False]
+    assert [name in of_all for name in ("alice", "bob")] == [True, True]
 
 
 def test_tenants_share_no_cache_and_cachemgr_knows_whose_each_block_is(keyed: Gateway, services: LocalServices) -> None:
@@ -116,11 +161,7 @@ def test_a_tenant_with_a_long_queue_does_not_delay_another_ones_request(keyed: G
 
 def test_a_callers_open_bodies_have_a_limit_and_keep_nobody_else_out(services: LocalServices, tmp_path: Path) -> None:
     """Bodies that do not end count as their bytes come; those of a caller that has gone do not count."""
-    keys = tmp_path / "keys"
-    keys.write_text(
-        "".join(f"{name} client {hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items())
-    )
-    flags = ("--api-keys", str(keys), "--max-body-bytes", "100000", "--max-open-body-bytes", "150000")
+    flags = ("--api-keys", str(write_keys(tmp_path)), "--max-body-bytes", "100000", "--max-open-body-bytes", "150000")
     gateway = Gateway(services.cachemgr_address, *flags, log=tmp_path / "log")
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEYS['alice']}\r\n"

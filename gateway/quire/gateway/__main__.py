@@ -27,6 +27,7 @@ from quire.gateway.chat.tools import ToolFormat
 from quire.gateway.config import OWN_FLAGS, GatewayOptions
 from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
+from quire.gateway.http.browsers import browser_rules
 from quire.gateway.http.server import HttpServer
 from quire.gateway.keys import KeyFile, check_exposure
 from quire.gateway.metrics import GatewayMetrics
@@ -75,7 +76,10 @@ async def serve(
         if options.metrics_listen is not None:
             read = partial(_read_metrics, gateway)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
-        server = HttpServer(make_app(gateway), gateway, tls=security.tls)
+        rules = browser_rules(
+            options.listen, has_keys=names_tenants, origins=flags.allowed_origins, hosts=flags.allowed_hosts
+        )
+        server = HttpServer(make_app(gateway, rules), gateway, tls=security.tls)
         stack.push_async_callback(server.close)
         await server.start(options.listen)
         log.info("listening addresses=%s", ",".join(gateway.addresses))

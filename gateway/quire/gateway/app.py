@@ -5,13 +5,14 @@ from starlette.routing import BaseRoute
 from quire.gateway.anthropic import errors, messages
 from quire.gateway.gateway import Gateway
 from quire.gateway.http import page, status
+from quire.gateway.http.browsers import BrowserRules
 from quire.gateway.http.endpoint import HttpApp
 from quire.gateway.openai import chat, completions, models, responses
 
 
-def make_app(gateway: Gateway) -> HttpApp:
-    """Return the ASGI application of a gateway."""
+def make_app(gateway: Gateway, rules: BrowserRules) -> HttpApp:
+    """Return the ASGI application of a gateway, with its rules for browsers."""
     routes: list[BaseRoute] = []
     for module in (models, status, completions, chat, responses, messages, page):
         routes += module.routes(gateway)
-    return HttpApp(gateway, routes, error_responses={messages.PATH: errors.error_response})
+    return HttpApp(gateway, routes, rules, error_responses={messages.PATH: errors.error_response})

@@ -1,8 +1,10 @@
 """The gateway's own flags."""
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +16,7 @@ from quire.serving.addresses import Address
 from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
 
 _DEFAULTS = RequestLimits()
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class GatewayOptions:
     api_keys: Path | None
     tenant_limits: Path | None
     allow_anonymous: bool
+    allowed_origins: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
     grpc_listen: tuple[Address, ...]
     shepherd: Address | None
     max_body_bytes: int
@@ -61,6 +66,19 @@ class GatewayOptions:
             max_samples=self.max_samples,
             send_timeout_s=self.send_timeout,
         )
+
+
+class OriginType(click.ParamType[str]):
+    """A flag with the origin of pages: scheme, host and port, as browsers write it in `Origin`."""
+
+    name = "origin"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the origin in lower case; `*` and `null` as they are. Fails for a URL with more than an origin."""
+        text = str(value).lower()
+        if text not in ("*", "null") and not _ORIGIN.fullmatch(text):
+            self.fail(f"{value!r} is no origin, must be as https://chat.example or http://localhost:3000", param, ctx)
+        return text
 
 
 def _limit(flag: str, default: int, text: str) -> Flag:
@@ -113,6 +131,21 @@ OWN_FLAGS: list[Flag] = [
         "--allow-anonymous",
         is_flag=True,
         help="Serve addresses that are not loopback without API keys, although others can reach them.",
+    ),
+    option(
+        "--allowed-origins",
+        type=OriginType(),
+        multiple=True,
+        metavar="ORIGIN",
+        help="Site whose pages may call from a browser, as https://chat.example; * for all. May be given several "
+        "times.",
+    ),
+    option(
+        "--allowed-hosts",
+        multiple=True,
+        metavar="NAME",
+        help="Name by which callers reach the gateway, without a port, as behind a proxy; * for any. May be given "
+        "several times. On loopback addresses without keys others than loopback's and --listen's are refused.",
     ),
     option(
         "--grpc-listen",

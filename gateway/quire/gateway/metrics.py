@@ -130,8 +130,8 @@ class GatewayMetrics:
         finally:
             measured.num_open -= 1
 
-    def families(self, backends: Iterable[Backend]) -> Iterator[Metric]:
-        """All metrics, as they are now."""
+    def families(self, backends: Iterable[Backend], *, tenant: str | None = None) -> Iterator[Metric]:
+        """All metrics, as they are now. With a tenant: of tenants those of this one alone."""
         each = list(backends)
         for backend in each:
             self._models.setdefault(backend.model_names[0], ModelMeasured())
@@ -141,7 +141,8 @@ class GatewayMetrics:
         )
         yield from _of_backends(each)
         yield from _of_models(self._models)
-        yield from _of_tenants(self._tenants)
+        shown = {key: each for key, each in self._tenants.items() if tenant is None or key[1] == tenant}
+        yield from _of_tenants(shown)
         answers = CounterMetricFamily(
             "quire_gateway_http_answers", "HTTP answers by route and status.", labels=("path", "status")
         )

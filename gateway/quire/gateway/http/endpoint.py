@@ -24,6 +24,7 @@ from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.fields import Fields, parse_body
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.bodies import read_body
+from quire.gateway.http.browsers import BrowserRules, cors_of
 from quire.gateway.http.streams import CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
 from quire.serving.tracing import HttpSpan, http_request
@@ -92,10 +93,17 @@ class HttpApp:
     """The ASGI application: routes, and for each request an id, one answer also for errors, and a line in the log."""
 
     def __init__(
-        self, gateway: Gateway, routes: list[BaseRoute], *, error_responses: Mapping[str, ErrorResponse] | None = None
+        self,
+        gateway: Gateway,
+        routes: list[BaseRoute],
+        rules: BrowserRules,
+        *,
+        error_responses: Mapping[str, ErrorResponse] | None = None,
     ) -> None:
         """error_responses make the answers of errors at paths that begin so, for an API that has another shape."""
         self._gateway = gateway
+        self._rules = rules
+        self._with_cors = cors_of(self._answer, rules)
         self._error_responses = error_responses or {}
         self._paths = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
@@ -104,6 +112,11 @@ class HttpApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
+        origin = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"), None)
+        answer = self._with_cors if origin is not None and self._rules.allows(origin) else self._answer
+        await answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY))])
         scope["app"] = self  # so that Starlette raises for a wrong method
@@ -121,6 +134,8 @@ class HttpApp:
         tracing = http_request("POST", headers) if scope["method"] == "POST" else nullcontext(HttpSpan())
         with tracing as span:
             try:
+                if _is_tcp(scope):  # no browser connects to a unix socket
+                    self._rules.check(headers)
                 await self._router(scope, receive, send_with_id)
             except CallerGone:
                 status = status or 499
@@ -142,6 +157,10 @@ class HttpApp:
         self._gateway.metrics.answered(path, status)
         level = logging.WARNING if status >= 500 else logging.DEBUG
         log.log(level, "answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)
+
+
+def _is_tcp(scope: Scope) -> bool:
+    return scope.get("server") is not None and scope["server"][1] is not None
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,6 +11,7 @@ cachemgr tells the gateway of the one tenant's blocks, and of no counters.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +26,18 @@ from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.block_kinds import BlockKind, kind_of
 from quire.client.cache_client import CacheClient
 from quire.client.errors import AccessDenied, QuireError
+from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import authorization_of, json_response
-from quire.gateway.http.streams import EventStream, event_of, merged
+from quire.gateway.http.streams import PING, EventStream, event_of, merged, primed
 
 Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 FOLDER = Path(__file__).parent / "page"
 MAX_VIEWERS = 32
-"""Streams of one gateway; each is a watch at cachemgr."""
+"""Streams of one caller; each is a watch at cachemgr."""
 MAX_SEQUENCES = 100
 """Sequences that a viewer is shown of a pool, the first ones."""
 MAX_BLOCKS = 1_000_000
@@ -101,7 +103,7 @@ class Live:
     def __init__(self, gateway: Gateway, cache: CacheClient) -> None:
         self._gateway = gateway
         self._cache = cache
-        self._num_viewers = 0
+        self._num_viewers: Counter[str] = Counter()
         self._look = _Shared(self._look_at_pools)
         self._sequences = _Shared(self._look_at_sequences)
 
@@ -111,10 +113,8 @@ class Live:
 
     async def follow(self, request: Request) -> Response:
         """Return the stream of events of one viewer."""
-        tenant = self._tenant_of(request)
-        if self._num_viewers >= MAX_VIEWERS:
-            raise HttpError(429, f"{MAX_VIEWERS} pages follow the cache, which is the limit", code="too_many_viewers")
-        events = self._events(request.query_params.get("pool", ""), tenant)
+        caller = self._gateway.caller_of(authorization_of(request.headers))
+        events = await primed(self._events(request.query_params.get("pool", ""), caller))
         return EventStream(events, send_timeout_s=self._gateway.limits.send_timeout_s, headers=_NOT_KEPT)
 
     async def sequence(self, request: Request) -> Response:
@@ -131,17 +131,24 @@ class Live:
             raise HttpError(404, "there is no such sequence", code="sequence_not_found")
         return json_response({"block_ids": list(found.block_ids)}, headers=_NOT_KEPT)
 
-    async def _events(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
-        """The events of one viewer, until it disconnects or the gateway drains."""
-        self._num_viewers += 1
+    async def _events(self, pool: str, caller: Caller) -> AsyncGenerator[bytes, None]:
+        """The events of one viewer, until it disconnects or the gateway drains. Raises HttpError, 429, at once."""
+        tenant = caller.tenant or None
+        if self._num_viewers[caller.name] >= MAX_VIEWERS:
+            message = f"{MAX_VIEWERS} pages of this caller follow the cache, which is the limit"
+            raise HttpError(429, message, code="too_many_viewers")
+        self._num_viewers[caller.name] += 1
         try:
+            yield PING
             async with contextlib.aclosing(merged([self._pools(pool, tenant), self._blocks(pool, tenant)])) as events:
                 async for _, event in events:
                     yield event
                     if self._gateway.is_draining:
                         return
         finally:
-            self._num_viewers -= 1
+            self._num_viewers[caller.name] -= 1
+            if not self._num_viewers[caller.name]:
+                del self._num_viewers[caller.name]
 
     async def _pools(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
         while True:

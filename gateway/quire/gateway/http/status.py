@@ -1,4 +1,8 @@
-"""The state of the process, for operators: GET /health, /ready, /metrics and /version."""
+"""The state of the process, for operators: GET /health, /ready, /metrics and /version.
+
+/metrics needs no key, and names no tenant then. With a key it has the metrics of the key's tenant too. The page of
+--metrics-listen has those of all tenants.
+"""
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -16,7 +20,6 @@ from quire.serving.metrics import build_family, version
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoints."""
-    registry = _registry_of(gateway)
 
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -30,7 +33,9 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         return json_response({"status": "ready", "addresses": gateway.addresses})
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        shown = request.headers.get("authorization")
+        tenant = "" if shown is None else gateway.caller_of(shown).tenant
+        return Response(generate_latest(_registry_of(gateway, tenant)), media_type=CONTENT_TYPE_LATEST)
 
     async def show_version(request: Request) -> Response:
         return json_response({"version": version()})
@@ -44,19 +49,20 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 
 class _GatewayCollector(Collector):
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, tenant: str) -> None:
         self._gateway = gateway
+        self._tenant = tenant
 
     def collect(self) -> list[Metric]:
-        return [*self._gateway.metrics.families(self._gateway.models), build_family()]
+        return [*self._gateway.metrics.families(self._gateway.models, tenant=self._tenant), build_family()]
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _registry_of(gateway: Gateway) -> CollectorRegistry:
+def _registry_of(gateway: Gateway, tenant: str) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
-    registry.register(_GatewayCollector(gateway))
+    registry.register(_GatewayCollector(gateway, tenant))
     return registry

@@ -22,6 +22,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients skip: it says that the connection is alive."""
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
