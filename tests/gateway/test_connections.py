@@ -140,6 +140,25 @@ def test_sigterm_drains(services: LocalServices, tmp_path: Path) -> None:
     gateway.close()
 
 
+def test_requests_that_outlast_the_drain_are_answered(services: LocalServices, tmp_path: Path) -> None:
+    """The connection of a request is not cut without an answer: 503, or the event of an error in a stream."""
+    gateway = Gateway(services.cachemgr_address, "--drain-timeout", "0.1", log=tmp_path / "log")
+    connections = [begin(gateway, LONG | {"stream": stream, "n": 8}) for stream in (False, True)]
+    await_metric(gateway, "vllm:num_requests_running", 16)
+    gateway.process.send_signal(signal.SIGTERM)
+    received = []
+    for connection in connections:
+        with connection, connection.makefile("rb") as answer:
+            received.append(answer.read())
+    assert gateway.process.wait(DEADLINE_S) == 0
+    gateway.close()
+    assert received[0].startswith(b"HTTP/1.1 503")
+    assert b'"type":"service_unavailable_error"' in received[0]
+    assert received[1].startswith(b"HTTP/1.1 200")
+    assert b'"type":"service_unavailable_error"' in received[1]
+    assert b"[DONE]" not in received[1]
+
+
 def test_a_second_signal_ends_at_once(services: LocalServices, tmp_path: Path) -> None:
     gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
     connection = begin(gateway, LONG | {"stream": True})

@@ -24,7 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quire.cli.service_process import WORKER_START_TIMEOUT_S, GatewayProcess, LaunchError, ServiceProcess
+from quire.cli.service_process import (
+    STOP_TIMEOUT_S,
+    WORKER_START_TIMEOUT_S,
+    GatewayProcess,
+    LaunchError,
+    ServiceProcess,
+)
 from quire.cli.signals import exit_on_signal, in_main_thread, interrupted_once, signals_held
 from quire.serving import addresses
 from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES, short_temporary_folder
@@ -33,6 +39,8 @@ CACHEMGR_START_TIMEOUT_S = 30.0
 GATEWAY_START_TIMEOUT_S = 60.0
 
 _DEATH_POLL_S = 0.2
+# A gateway that is killed leaves its requests without an answer: it gives up before that, and answers them.
+_GATEWAY_ENDS_IN_TIME = ("--drain-timeout", f"{STOP_TIMEOUT_S - 3:g}")
 
 
 class LocalServices:
@@ -244,7 +252,7 @@ class LocalServices:
             flags = [part for each in listen for part in ("--listen", each)]
             targets["gateway"] = (
                 "quire.gateway",
-                (*flags, "--cachemgr", cachemgr, *self._extra_gateway_args),
+                (*flags, "--cachemgr", cachemgr, *_GATEWAY_ENDS_IN_TIME, *self._extra_gateway_args),
             )
         return targets
 

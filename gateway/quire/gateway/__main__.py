@@ -80,7 +80,7 @@ async def serve(
             options.listen, has_keys=names_tenants, origins=flags.allowed_origins, hosts=flags.allowed_hosts
         )
         server = HttpServer(make_app(gateway, rules), gateway, tls=security.tls)
-        stack.push_async_callback(server.close)
+        stack.push_async_callback(server.close)  # after the engines: requests that are still open get their errors
         await server.start(options.listen)
         log.info("listening addresses=%s", ",".join(gateway.addresses))
         stops: list[Callable[[], Awaitable[None]]] = [partial(_stop, server, signals, manager, options.drain_timeout_s)]
@@ -100,7 +100,6 @@ async def serve(
         gateway.chat_models = await _load_chat_models(flags, backend)
         stack.push_async_callback(gateway.chat_models.close)
         gateway.backends = dict.fromkeys(backend.model_names, backend)
-        stack.push_async_callback(server.close)  # before the engines are
         tune_garbage_collector()
         keep_little_free_memory()
         print(f"serving {backend.model_names[0]} at {' '.join(gateway.addresses)}", flush=True)
