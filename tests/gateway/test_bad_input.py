@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from typing import Any
 
 import httpx
 import pytest
-from deadlines import DEADLINE_S
 from gateway.conftest import MODEL, Gateway
 
 COMPLETIONS = "/v1/completions"
@@ -145,6 +143,42 @@ def test_each_field_is_checked(http_client: httpx.Client) -> None:
     assert not missed, "\n".join(map(str, missed))
 
 
+NO_OPS: dict[str, Any] = {
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "return_tokens_as_token_ids": False,
+    "truncate_prompt_tokens": None,
+    "request_id": "mine",
+    "include_reasoning": True,
+    "spaces_between_special_tokens": True,
+    "kv_transfer_params": {},
+    "no_such_field": None,
+}
+
+
+@pytest.mark.parametrize("name", NO_OPS)
+def test_a_field_that_changes_nothing_is_accepted(http_client: httpx.Client, name: str) -> None:
+    answer = post(http_client, COMPLETIONS, base_of(COMPLETIONS) | {name: NO_OPS[name]})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("length_penalty", 2.0),
+        ("early_stopping", True),
+        ("return_tokens_as_token_ids", True),
+        ("truncate_prompt_tokens", 5),
+        ("request_id", 7),
+        ("include_reasoning", "no"),
+        ("kv_transfer_params", {"do_remote_decode": True}),
+    ],
+)
+def test_a_value_that_would_change_something_is_refused(http_client: httpx.Client, name: str, value: Any) -> None:
+    error = check_error(post(http_client, COMPLETIONS, base_of(COMPLETIONS) | {name: value}), 400)
+    assert error["param"] == name
+
+
 def test_null_is_as_if_not_given(http_client: httpx.Client) -> None:
     fields = {field for path, field, *_ in WRONG if path == COMPLETIONS and field not in ("prompt", "no_such_field")}
     assert post(http_client, COMPLETIONS, base_of(COMPLETIONS) | dict.fromkeys(fields)).status_code == 200
@@ -174,18 +208,6 @@ def test_a_body_and_headers_have_limits(http_client: httpx.Client) -> None:
     check_error(http_client.post(COMPLETIONS, content=chunked), 413)
     assert http_client.get("/health", headers={"X-Long": "x" * 70_000}).status_code == 400
     assert http_client.get("/health").status_code == 200
-
-
-def test_what_is_no_http(gateway: Gateway) -> None:
-    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
-    for sent in (
-        b"\x16\x03\x01\x02\x00\x01\x00",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-    ):
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-            connection.sendall(sent)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 # Values that are wrong for most fields, and right for some.

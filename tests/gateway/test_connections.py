@@ -19,6 +19,7 @@ import psutil
 import pytest
 from certificates import Authority
 from deadlines import DEADLINE_S
+from deploy.tools import find
 from gateway.conftest import Gateway
 
 from quire.cli.launch import LocalServices
@@ -78,6 +79,70 @@ def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
         while received.count(b"HTTP/1.1 200") < 2 or b"version" not in received:
             received += connection.recv(65536)
     assert received.index(b'{"status":"ok"}') < received.index(b'{"version"')
+
+
+def exchange(gateway: Gateway, *parts: bytes) -> bytes:
+    """Send these parts one after the other on one connection, and return all that comes until it is closed."""
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        for part in parts:
+            connection.sendall(part)
+        with connection.makefile("rb") as answer:
+            return answer.read()
+
+
+H2C = b"Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+LAST = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+def test_a_body_behind_the_offer_of_an_upgrade_is_read(gateway: Gateway, is_chunked: bool, is_cut: bool) -> None:
+    """curl --http2 and Java's client offer h2c with each POST; the answer is HTTP/1.1, and the connection goes on."""
+    content = b'{"prompt": "Hi", "max_tokens": 2}'
+    length = b"Transfer-Encoding: chunked\r\n" if is_chunked else b"Content-Length: %d\r\n" % len(content)
+    framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content) if is_chunked else content
+    sent = b"POST /v1/completions HTTP/1.1\r\n" + H2C + length + b"\r\n" + framed + LAST
+    parts = [sent[i : i + 7] for i in range(0, len(sent), 7)] if is_cut else [sent]
+    received = exchange(gateway, *parts)
+    assert received.count(b"HTTP/1.1 200 OK") == 2, received
+    assert b'"completion_tokens":2' in received
+    assert b'"version"' in received
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
+def test_the_offer_of_an_upgrade_without_a_body_changes_nothing(gateway: Gateway, protocol: bytes) -> None:
+    offer = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n"
+    received = exchange(gateway, offer + LAST)
+    assert received.count(b"HTTP/1.1 200 OK") == 2, received
+
+
+def test_curl_with_http2(gateway: Gateway) -> None:
+    curl = find("curl", required_by="QUIRE_REQUIRE_FOREIGN", for_what="HTTP/2")
+    command = [curl, "-sS", "--http2", f"{gateway.url}/v1/completions", "-d", '{"prompt": "Hi", "max_tokens": 2}']
+    said = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=True)
+    assert json.loads(said.stdout)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost:1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 70_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 70_000,
+    ],
+    ids=["tls", "version", "length", "connect", "header", "path"],
+)
+def test_what_is_no_request_gets_an_error_as_all_others_have(gateway: Gateway, sent: bytes) -> None:
+    head, _, content = exchange(gateway, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head.lower()
+    assert b"x-request-id: " in head.lower()
+    error = json.loads(content)["error"]
+    assert (error["code"], error["type"], error["param"]) == ("invalid_http", "invalid_request_error", None)
 
 
 def test_a_reader_who_is_too_slow_gets_an_error_and_frees_blocks(services: LocalServices, tmp_path: Path) -> None:

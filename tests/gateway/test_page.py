@@ -47,6 +47,13 @@ def test_the_files_are_served_and_may_load_nothing_from_elsewhere(http_client: h
     assert http_client.get("/page/../page.py").status_code == 404
 
 
+@pytest.mark.parametrize("path", ["nothing.js", "", "%00", "..%2fpage.py", "x" * 5000, "a/b/c", "page.js/x"])
+def test_a_file_that_is_not_there_is_not_found(http_client: httpx.Client, path: str) -> None:
+    answer = http_client.get(f"/page/{path}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "path_not_found")
+    assert http_client.post("/page/page.js").status_code == 405
+
+
 def test_the_stream_tells_of_pools_and_of_blocks_as_they_change(gateway: Gateway, http_client: httpx.Client) -> None:
     with live(gateway) as stream:
         seen: dict[str, Any] = {}

@@ -42,6 +42,7 @@ class GatewayOptions:
     max_prompts: int
     max_samples: int
     send_timeout: float
+    unknown_fields: str
     responses_kept_s: float
     responses_kept_bytes: int
     max_waiting_requests: int
@@ -65,6 +66,7 @@ class GatewayOptions:
             max_prompts=self.max_prompts,
             max_samples=self.max_samples,
             send_timeout_s=self.send_timeout,
+            ignores_unknown_fields=self.unknown_fields == "ignore",
         )
 
 
@@ -188,6 +190,12 @@ OWN_FLAGS: list[Flag] = [
         "--responses-kept-bytes",
         64 * 2**20,
         "Most bytes of the answers of one tenant that are kept, their inputs included; the oldest are dropped first.",
+    ),
+    option(
+        "--unknown-fields",
+        type=click.Choice(["refuse", "ignore"]),
+        default="refuse",
+        help="Fields of a body that no endpoint has: a 400, or a header of the answer with their names.",
     ),
     _limit("--max-waiting-requests", 4096, "Prompts that may wait for their first token; one more is answered 429."),
     _limit("--max-waiting-tokens", 4_000_000, "Likewise, tokens of the prompts that wait."),

@@ -1,7 +1,8 @@
 """Reading of a JSON body, field by field. Pure.
 
-Each read names the field and its allowed values; `end` refuses fields that were not read. So an unknown field, a
-wrong type and a value out of range are each a 400 with the field's path in `param`. A null field counts as not given.
+Each read names the field and its allowed values; `end` refuses fields that were not read, or notes them if the gateway
+ignores unknown ones. So an unknown field, a wrong type and a value out of range are each a 400 with the field's path in
+`param`. A null field counts as not given, an unknown one too.
 """
 
 import json
@@ -17,7 +18,7 @@ _MAX_SHOWN_NAMES = 20
 Default = TypeVar("Default")
 
 
-def parse_body(body: bytes) -> "Fields":
+def parse_body(body: bytes, *, ignores_unknown: bool = False) -> "Fields":
     """Return the fields of a body. Raises HttpError if it is no JSON object."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
@@ -27,7 +28,7 @@ def parse_body(body: bytes) -> "Fields":
         raise HttpError(400, f"the body is no JSON: {why}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body is {_kind(value)}, must be a JSON object", code="invalid_json")
-    return Fields(value)
+    return Fields(value, ignored=[] if ignores_unknown else None)
 
 
 def _refuse_constant(name: str) -> Any:
@@ -37,8 +38,10 @@ def _refuse_constant(name: str) -> Any:
 class Fields:
     """The fields of one JSON object, and its path in the body."""
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
-        """path is "" for the body itself, else as "messages[0]"."""
+    def __init__(self, values: Mapping[str, Any], path: str = "", *, ignored: list[str] | None = None) -> None:
+        """path is "" for the body itself, else as "messages[0]". None as ignored: `end` refuses unknown fields."""
+        self.ignored = ignored
+        """Paths of unknown fields of the whole body, as far as it was read; None: they are refused."""
         self._values = values
         self._path = path
         self._read: set[str] = set()
@@ -114,14 +117,14 @@ class Fields:
     def object(self, name: str) -> "Fields | None":
         """Return the fields of an object; None if it is not given. Call its `end` too."""
         value = self.take(name)
-        return None if value is None else object_of(self.path_of(name), value)
+        return None if value is None else object_of(self.path_of(name), value, ignored=self.ignored)
 
     def objects(self, name: str, *, max_length: int) -> "list[Fields] | None":
         """Return the fields of each object in a list; None if it is not given. Call `end` of each."""
-        values = self.array(name, max_length=max_length)
-        return (
-            None if values is None else [object_of(f"{self.path_of(name)}[{i}]", each) for i, each in enumerate(values)]
-        )
+        values, path = self.array(name, max_length=max_length), self.path_of(name)
+        if values is None:
+            return None
+        return [object_of(f"{path}[{i}]", each, ignored=self.ignored) for i, each in enumerate(values)]
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
         """Return an object as it is; None if it is not given."""
@@ -144,15 +147,15 @@ class Fields:
         )
 
     def end(self) -> None:
-        """Raise HttpError for a field that was not read."""
-        for name in self._values:
-            if name not in self._read:
-                raise self._unknown(name)
-
-    def _unknown(self, name: str) -> HttpError:
-        shown = name if len(name) <= 64 else f"{name[:63]}…"
-        path, place = self.path_of(shown), self._path or "this endpoint"
-        return HttpError(400, f"{path!r} is no field of {place}", code="unknown_field", param=path)
+        """Raise HttpError for a field that is not null and was not read, or note it as ignored."""
+        for name, value in self._values.items():
+            if name in self._read or value is None:
+                continue
+            path = self.path_of(name if len(name) <= 64 else f"{name[:63]}…")
+            if self.ignored is None:
+                place = self._path or "this endpoint"
+                raise HttpError(400, f"{path!r} is no field of {place}", code="unknown_field", param=path)
+            self.ignored.append(path)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names given."""
@@ -200,11 +203,11 @@ def array_of(path: str, value: Any, *, max_length: int) -> list[Any]:
     return value
 
 
-def object_of(path: str, value: Any) -> Fields:
-    """Return the fields of an object. Raises HttpError."""
+def object_of(path: str, value: Any, *, ignored: list[str] | None = None) -> Fields:
+    """Return the fields of an object; `ignored` is that of the body. Raises HttpError."""
     if not isinstance(value, dict):
         raise invalid(path, value, "an object")
-    return Fields(value, path)
+    return Fields(value, path, ignored=ignored)
 
 
 def token_ids_of(path: str, values: list[Any]) -> list[int]:

@@ -24,6 +24,7 @@ class RequestLimits:
     max_prompts        prompts of a request
     max_samples        prompts times n
     send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
+    ignores_unknown_fields   a field that no endpoint has is ignored, and named in the answer; else it is refused
     """
 
     max_body_bytes: int = 16 * 2**20
@@ -31,6 +32,7 @@ class RequestLimits:
     max_prompts: int = 256
     max_samples: int = 1024
     send_timeout_s: float = 60.0
+    ignores_unknown_fields: bool = False
 
 
 class OpenBodies:

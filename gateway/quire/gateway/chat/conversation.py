@@ -242,7 +242,7 @@ def _choice(fields: Fields, names: Sequence[str]) -> str | NamedTool:
     path, value = fields.path_of("tool_choice"), fields.take("tool_choice")
     if not isinstance(value, dict):
         return choice_of(path, value, names)
-    choice = object_of(path, value)
+    choice = object_of(path, value, ignored=fields.ignored)
     choice.require("type")
     choice.choice("type", ("function",))
     choice.require("function")

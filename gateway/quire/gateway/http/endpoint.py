@@ -5,11 +5,13 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
 """
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -19,7 +21,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.errors import QuireError
-from quire.gateway.callers import Caller
+from quire.gateway.callers import NOBODY, Caller
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.fields import Fields, parse_body
 from quire.gateway.gateway import Gateway
@@ -30,6 +32,13 @@ from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
 from quire.serving.tracing import HttpSpan, http_request
 
 log = logging.getLogger(__name__)
+
+IGNORED_FIELDS_KEY = "X-Quire-Ignored-Fields"
+"""The header of an answer that names unknown fields, which --unknown-fields let the gateway ignore."""
+_MAX_SHOWN_FIELDS = 20
+_PROBED = ("/health", "/ready")
+_CALLER = "caller"
+_NOT_PLAIN = re.compile(r"[^!-~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +64,18 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
     """Return the route of an endpoint that takes a JSON object. The handler is cancelled if the caller disconnects."""
 
     async def endpoint(raw: Request) -> Response:
-        caller = gateway.caller_of(authorization_of(raw.headers))
+        caller = raw.scope["state"][_CALLER] = gateway.caller_of(authorization_of(raw.headers))
         if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         with gateway.bodies.opened(caller) as count:
-            fields = parse_body(await read_body(raw, count, max_bytes=gateway.limits.max_body_bytes))
+            body = await read_body(raw, count, max_bytes=gateway.limits.max_body_bytes)
+            fields = parse_body(body, ignores_unknown=gateway.limits.ignores_unknown_fields)
             request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
             try:
-                return await while_connected(raw, handler(gateway, request))
+                response = await while_connected(raw, handler(gateway, request))
+                if fields.ignored:
+                    response.headers[IGNORED_FIELDS_KEY] = ", ".join(map(quote, fields.ignored[:_MAX_SHOWN_FIELDS]))
+                return response
             except QuireError as error:
                 found = http_error_of(error)
             except HttpError as error:
@@ -121,7 +134,7 @@ class HttpApp:
         call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY))])
         scope["app"] = self  # so that Starlette raises for a wrong method
         scope.setdefault("state", {})[REQUEST_ID_KEY] = call.request_id
-        status = 0
+        status, failed = 0, None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -142,21 +155,34 @@ class HttpApp:
             except Exception as error:
                 if status:  # the answer has begun; the server closes the connection
                     raise
-                answer = self._error_response(scope["path"])(_http_error_of(error, scope), call.request_id)
+                failed = _http_error_of(error, scope)
+                answer = self._error_response(scope["path"])(failed, call.request_id)
                 await answer(scope, receive, send_with_id)
             finally:
                 path = self._paths.get(scope.get("endpoint", _not_found), "other")
-                self._note(scope, path, status, time.perf_counter() - call.begun)
+                self._gateway.metrics.answered(path, status)
+                _log_answer(scope, path, status, failed, time.perf_counter() - call.begun)
                 span.answered(path, status, call.request_id)
 
     def _error_response(self, path: str) -> ErrorResponse:
         found = (make for begin, make in self._error_responses.items() if path == begin or path.startswith(f"{begin}/"))
         return next(found, error_response)
 
-    def _note(self, scope: Scope, path: str, status: int, took_s: float) -> None:
-        self._gateway.metrics.answered(path, status)
-        level = logging.WARNING if status >= 500 else logging.DEBUG
-        log.log(level, "answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)
+
+def _log_answer(scope: Scope, path: str, status: int, error: HttpError | None, took_s: float) -> None:
+    """Log a line: of errors always, but not of probes, which may ask each second; of others for --log-level debug."""
+    if error is None or path in _PROBED:
+        log.debug("answered method=%s path=%s status=%d took_s=%.4f", scope["method"], path, status, took_s)
+        return
+    level = logging.WARNING if status >= 500 else logging.INFO
+    caller: Caller = scope["state"].get(_CALLER, NOBODY)
+    words = (scope["method"], path, status, error.code, _one_word(error.param or ""), caller.name, took_s)
+    log.log(level, "refused method=%s path=%s status=%d code=%s param=%s caller=%s took_s=%.4f", *words)
+
+
+def _one_word(text: str) -> str:
+    """Return a text of the caller as one word of printable ASCII."""
+    return _NOT_PLAIN.sub("?", text[:100])
 
 
 def _is_tcp(scope: Scope) -> bool:
@@ -176,6 +202,8 @@ def _http_error_of(error: Exception, scope: Scope) -> HttpError:
         case HTTPException(status_code=405):
             allowed = (error.headers or {}).get("Allow", "another method")
             return HttpError(405, f"this path takes {allowed}, not {scope['method'][:20]}", code="method_not_allowed")
+        case HTTPException():  # of files
+            return HttpError(error.status_code, "there is nothing at this path", code="path_not_found")
         case _:
             log.error("an endpoint failed: %s", describe_exception(error))
             return HttpError(500, "the server failed on this request; its log has the place", code="internal_error")

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import HttpApp
+from quire.gateway.http.streams import encode_json
 from quire.serving.addresses import (
     Address,
     AddressError,
@@ -24,6 +27,7 @@ from quire.serving.addresses import (
     UnixAddress,
     claimed_socket,
 )
+from quire.serving.logs import begin_call
 from quire.serving.tls import ServerTls
 
 log = logging.getLogger(__name__)
@@ -41,8 +45,16 @@ _DRAIN_POLL_S = 0.05
 _LAST_WORDS_S = 1
 
 
+# Headers that offer another protocol. They are dropped, with their names in `Connection`: HTTP/1.1 goes on.
+_UPGRADES = (b"upgrade", b"http2-settings")
+
+
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 connection, with bounds on its headers and on the number of connections."""
+    """uvicorn's HTTP/1.1 connection, with bounds on its headers and on the number of connections.
+
+    The parser ends at a request that offers an upgrade (h2c, as curl --http2 and Java's client do), and its body is lost.
+    Such a request is parsed again without the offer.
+    """
 
     def connection_made(self, transport: Any) -> None:
         """Take a connection, or close it if there are too many."""
@@ -66,20 +78,64 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
         if self._is_in_head:
             self._num_head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("this is no HTTP request")
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers have more than {MAX_HEAD_BYTES} bytes.")
+            self.send_400_response(f"the headers have more than {MAX_HEAD_BYTES} bytes")
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self.send_400_response("CONNECT is not served")
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(each for each in value.split(b",") if each.strip().lower() not in _UPGRADES)
+            if name not in _UPGRADES and value:
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request with an error as all others have, and close the connection."""
+        error = HttpError(400, msg, code="invalid_http")
+        call = begin_call([])
+        log.info("refused code=%s", error.code)
+        content = encode_json(error.body)
+        head = (
+            "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(content)}\r\nX-Request-Id: {call.request_id}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + content)
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
-        """Begin the request."""
+        """Begin the request, unless it is parsed again without the offer of an upgrade."""
+        if self.parser.should_upgrade():
+            return
         self._stop_head_timer()
         self._is_in_head, self._num_head_bytes = False, 0
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD_BYTES:
-            raise ValueError("the headers are too long")  # uvicorn answers 400
+            raise ValueError("the headers are too long")  # the parser makes an HttpParserError of it
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """End the request's body; the next request's headers may follow."""
+        if self.parser.should_upgrade():
+            return
         self._is_in_head = True
         super().on_message_complete()
 

@@ -51,11 +51,34 @@ IGNORED = (
 )
 
 
+# Fields of vLLM and others that are not supported, and their values that change nothing, which clients send all the same.
+_NO_OPS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "length_penalty": ((1, 1.0), "it is for beam search"),
+    "early_stopping": ((False,), "it is for beam search"),
+    "return_tokens_as_token_ids": ((False,), "give return_token_ids"),
+    "truncate_prompt_tokens": ((-1,), "a prompt that is too long is refused"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer decides"),
+    "detokenize": ((True,), "answers are text"),
+    "logits_processors": (([],), "the gateway runs no code of callers"),
+    "mm_processor_kwargs": (({},), "prompts are text"),
+    "kv_transfer_params": (({},), "the cache manager moves the cache"),
+    "vllm_xargs": (({},), "there are no further parameters"),
+}
+
+
+def _accept_no_ops(fields: Fields) -> None:
+    for name, (values, why) in _NO_OPS.items():
+        fields.refuse(name, why, unless=values)
+    fields.string("request_id")  # the header X-Request-Id has the one of the log
+    fields.boolean("include_reasoning")  # what the model writes is in the answer, reasoning included
+
+
 def sampling_of(fields: Fields, **given: Any) -> SamplingParams:
     """Return the sampling parameters of a body; `given` are parameters that the endpoint reads under other names.
 
     Raises HttpError: 400 with the field's path.
     """
+    _accept_no_ops(fields)
     values = {name: value for name in _AS_THEY_ARE if (value := fields.take(name)) is not None}
     if (top_k := fields.integer("top_k", low=-1)) is not None:
         values["top_k"] = max(0, top_k)  # vLLM's -1 is all tokens, as 0 is
