@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway.conftest import MODEL, Gateway
+from gateway.conftest import MODEL
 
 COMPLETIONS = "/v1/completions"
 TEXT = ("prompt", "Hi")

@@ -1,10 +1,9 @@
-"""--unknown-fields ignore: fields that no endpoint has change nothing, and the answer names them; the log of refusals."""
+"""--unknown-fields ignore: fields that no endpoint has change nothing, and the answer names them. Lines of refusals."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx

@@ -42,6 +42,7 @@ class GatewayOptions:
     max_prompts: int
     max_samples: int
     send_timeout: float
+    stream_ping: float
     unknown_fields: str
     responses_kept_s: float
     responses_kept_bytes: int
@@ -66,6 +67,7 @@ class GatewayOptions:
             max_prompts=self.max_prompts,
             max_samples=self.max_samples,
             send_timeout_s=self.send_timeout,
+            stream_ping_s=self.stream_ping,
             ignores_unknown_fields=self.unknown_fields == "ignore",
         )
 
@@ -190,6 +192,13 @@ OWN_FLAGS: list[Flag] = [
         "--responses-kept-bytes",
         64 * 2**20,
         "Most bytes of the answers of one tenant that are kept, their inputs included; the oldest are dropped first.",
+    ),
+    option(
+        "--stream-ping",
+        type=click.FloatRange(min=0.1),
+        default=_DEFAULTS.stream_ping_s,
+        metavar="SECONDS",
+        help="Send a comment on a stream that has been silent for this time, so that proxies do not cut it.",
     ),
     option(
         "--unknown-fields",

@@ -10,6 +10,8 @@ from quire.gateway.errors import HttpError
 
 MAX_TOKEN_IDS = 65_536
 """Token ids in a list that is not a prompt."""
+STREAM_PING_S = 10.0
+"""A stream that has been silent for this time gets a comment; some proxies cut silent ones after 60 s."""
 
 Count = Callable[[int], None]
 """Counts more bytes of a body. Raises HttpError, 429, if its caller's open bodies would have too many."""
@@ -24,6 +26,7 @@ class RequestLimits:
     max_prompts        prompts of a request
     max_samples        prompts times n
     send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
+    stream_ping_s      a stream that has been silent for this time gets a comment
     ignores_unknown_fields   a field that no endpoint has is ignored, and named in the answer; else it is refused
     """
 
@@ -32,6 +35,7 @@ class RequestLimits:
     max_prompts: int = 256
     max_samples: int = 1024
     send_timeout_s: float = 60.0
+    stream_ping_s: float = STREAM_PING_S
     ignores_unknown_fields: bool = False
 
 

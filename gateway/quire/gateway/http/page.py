@@ -115,7 +115,12 @@ class Live:
         """Return the stream of events of one viewer."""
         caller = self._gateway.caller_of(authorization_of(request.headers))
         events = await primed(self._events(request.query_params.get("pool", ""), caller))
-        return EventStream(events, send_timeout_s=self._gateway.limits.send_timeout_s, headers=_NOT_KEPT)
+        return EventStream(
+            events,
+            send_timeout_s=self._gateway.limits.send_timeout_s,
+            ping_s=self._gateway.limits.stream_ping_s,
+            headers=_NOT_KEPT,
+        )
 
     async def sequence(self, request: Request) -> Response:
         """Return the block table of a sequence that the viewer is shown."""

@@ -52,7 +52,7 @@ _UPGRADES = (b"upgrade", b"http2-settings")
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with bounds on its headers and on the number of connections.
 
-    The parser ends at a request that offers an upgrade (h2c, as curl --http2 and Java's client do), and its body is lost.
+    The parser ends at a request that offers an upgrade (h2c, as curl --http2 and Java's client do), and loses its body.
     Such a request is parsed again without the offer.
     """
 

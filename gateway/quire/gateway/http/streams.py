@@ -3,13 +3,18 @@
 A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent chunks stay
 in the engine's mailbox; and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
 A caller that reads nothing for the gateway's send timeout is disconnected.
+
+A stream begins with its first event, or after BEGIN_S. A request that is refused sooner gets a status. Then a comment
+is sent whenever the stream was silent for a while: proxies cut silent connections. An error of a stream that has begun
+is its last event.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +22,16 @@ from starlette.types import Receive, Scope, Send
 
 from quire.client.errors import QuireError
 from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.limits import STREAM_PING_S
+from quire.serving.logs import describe_exception
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+BEGIN_S = 0.5
+"""A stream without an event begins after this time."""
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment, which clients skip: it says that the connection is alive."""
@@ -94,17 +105,18 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 class EventStream(Response):
     """An answer of server-sent events.
 
-    The events' generator is closed when the answer ends: at its last event, when the caller goes, or when the caller
-    takes nothing for send_timeout_s. An error of the generator is the last event; then there is no [DONE].
+    The events are closed when the answer ends: at the last one, when the caller goes, or when the caller takes nothing
+    for send_timeout_s. An error of theirs is the last event; then there is no [DONE].
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        events: "Primed[bytes]",
         *,
         send_timeout_s: float,
+        ping_s: float = STREAM_PING_S,
         headers: Mapping[str, str] | None = None,
         encode_error: Callable[[HttpError], bytes] = error_event,
     ) -> None:
@@ -113,37 +125,49 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._send_timeout_s = send_timeout_s
+        self._ping_s = ping_s
         self._encode_error = encode_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        with contextlib.suppress(CallerGone):
-            await while_connected(Request(scope, receive), self._send(send))
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(CallerGone):
+                await while_connected(Request(scope, receive), self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events), _each_send_within(self._send_timeout_s) as watch:
+        async with _watched(send, timeout_s=self._send_timeout_s, ping_s=self._ping_s) as watch:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for event in self._events:
-                    await watch.send(send, event)
-            except QuireError as error:
-                await watch.send(send, self._encode_error(http_error_of(error)))
-            except HttpError as error:
-                await watch.send(send, self._encode_error(error))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await watch.send(event)
+            except CallerGone:
+                raise
+            except Exception as error:
+                await watch.send(self._encode_error(_http_error_of(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _http_error_of(error: Exception) -> HttpError:
+    """Return the error that ends a stream, and log it."""
+    found = http_error_of(error) if isinstance(error, QuireError) else error
+    if not isinstance(found, HttpError):
+        log.error("an endpoint failed: %s", describe_exception(error))
+        return HttpError(500, "the server failed on this request; its log has the place", code="internal_error")
+    log.log(logging.WARNING if found.status >= 500 else logging.INFO, "a stream failed code=%s", found.code)
+    return found
 
 
 @contextlib.asynccontextmanager
-async def _each_send_within(timeout_s: float) -> AsyncGenerator["_SendWatch", None]:
-    """End the block with CallerGone when one of its sends takes longer."""
+async def _watched(send: Send, *, timeout_s: float, ping_s: float) -> AsyncGenerator["_SendWatch", None]:
+    """End the block with CallerGone when one of its sends takes longer. Send comments while the block sends nothing."""
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            watch = _SendWatch(limit, timeout_s)
+            watch = _SendWatch(send, limit, timeout_s=timeout_s, ping_s=ping_s)
             try:
                 yield watch
             finally:
-                watch.close()
+                await watch.close()
     except TimeoutError:
         if limit.expired():
             raise CallerGone from None
@@ -151,18 +175,23 @@ async def _each_send_within(timeout_s: float) -> AsyncGenerator["_SendWatch", No
 
 
 class _SendWatch:
-    """Watches all sends of a stream with one timer: one for each send costs as much as the JSON of a token."""
+    """Watches all sends of a stream with two timers: one for each send costs as much as the JSON of a token."""
 
-    def __init__(self, limit: asyncio.Timeout, timeout_s: float) -> None:
+    def __init__(self, send: Send, limit: asyncio.Timeout, *, timeout_s: float, ping_s: float) -> None:
+        self._send = send
         self._limit = limit
         self._timeout_s = timeout_s
+        self._ping_s = ping_s
         self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()  # when the last send began
         self._began_s: float | None = None  # the present send's
         self._timer = self._loop.call_later(timeout_s, self._look)
+        self._ping_timer = self._loop.call_later(ping_s, self._look_for_silence)
+        self._ping: asyncio.Task[None] | None = None
 
-    async def send(self, send: Send, event: bytes) -> None:
-        self._began_s = self._loop.time()
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    async def send(self, event: bytes) -> None:
+        self._began_s = self._last_s = self._loop.time()
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
         self._began_s = None
 
     def _look(self) -> None:
@@ -173,32 +202,65 @@ class _SendWatch:
         else:
             self._timer = self._loop.call_at(ends_s, self._look)
 
-    def close(self) -> None:
+    def _look_for_silence(self) -> None:
+        now = self._loop.time()
+        if self._began_s is None and now >= self._last_s + self._ping_s:
+            self._last_s = now
+            self._ping = asyncio.ensure_future(self.send(PING))
+        self._ping_timer = self._loop.call_at(
+            max(self._last_s + self._ping_s, now + self._ping_s / 4), self._look_for_silence
+        )
+
+    async def close(self) -> None:
         self._timer.cancel()
+        self._ping_timer.cancel()
+        if self._ping is not None:
+            await _cancel(self._ping)
 
 
-async def primed(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Wait for the first item; return all items. So an error before the first item is an HTTP status, not an event."""
+async def primed(items: AsyncGenerator[Item, None], *, within_s: float = BEGIN_S) -> "Primed[Item]":
+    """Wait for the first item, but no longer than this; return all items.
+
+    So an error before the first item is an HTTP status, unless it comes late, and not an event.
+    """
+    first = asyncio.ensure_future(anext(items))
     try:
-        first = await anext(items)
-    except StopAsyncIteration:
-        return _of_nothing()
+        await asyncio.wait([first], timeout=within_s)
+        if first.done() and isinstance(error := first.exception(), Exception) and not _is_end(error):
+            raise error
     except BaseException:
+        await _cancel(first)
         await items.aclose()
         raise
-    return _beginning_with(first, items)
+    return Primed(first, items)
 
 
-async def _of_nothing() -> AsyncGenerator[Any, None]:
-    return
-    yield
+def _is_end(error: Exception) -> bool:
+    return isinstance(error, StopAsyncIteration)
 
 
-async def _beginning_with(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+class Primed(Generic[Item]):
+    """Items whose first one has come, or is awaited. Unlike a generator it can be closed before it is iterated."""
+
+    def __init__(self, first: "asyncio.Future[Item]", rest: AsyncGenerator[Item, None]) -> None:
+        self._first: asyncio.Future[Item] | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        if self._first is None:
+            return await anext(self._rest)
+        item = await self._first
+        self._first = None
+        return item
+
+    async def aclose(self) -> None:
+        """End the work on further items."""
+        if self._first is not None:
+            await _cancel(self._first)
+        await self._rest.aclose()
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:

@@ -57,7 +57,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     answer = _ChatAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(pieces))
-        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
+        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, ping_s=gateway.limits.stream_ping_s)
     async with aclosing(pieces):
         return json_response(answer.whole([piece async for piece in pieces]))
 

@@ -70,7 +70,7 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend))
     if asked.stream:
         events = await primed(answer.events(streams))
-        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s)
+        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, ping_s=gateway.limits.stream_ping_s)
     return json_response(answer.whole(await collected(streams)))
 
 

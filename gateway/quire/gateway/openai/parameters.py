@@ -51,7 +51,7 @@ IGNORED = (
 )
 
 
-# Fields of vLLM and others that are not supported, and their values that change nothing, which clients send all the same.
+# Fields of vLLM and others that are not supported, with their values that change nothing, which clients send.
 _NO_OPS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "it is for beam search"),
     "early_stopping": ((False,), "it is for beam search"),

@@ -120,9 +120,14 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
         answer.keep = lambda response: gateway.responses.keep(tenant, response)
     if asked.stream:
         events = await primed(answer.events(pieces))
-        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, encode_error=answer.error_event)
-    async with aclosing(answer.events(pieces)) as events:
-        async for _ in events:
+        return EventStream(
+            events,
+            send_timeout_s=gateway.limits.send_timeout_s,
+            ping_s=gateway.limits.stream_ping_s,
+            encode_error=answer.error_event,
+        )
+    async with aclosing(answer.events(pieces)) as all_events:
+        async for _ in all_events:
             pass
     return json_response(answer.body)
 
