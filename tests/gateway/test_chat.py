@@ -75,6 +75,16 @@ def test_an_answer_has_a_message_a_reason_and_usage(client: openai.OpenAI) -> No
     assert again.usage.prompt_tokens_details.cached_tokens > 0
 
 
+def test_usage_in_each_event_and_max_tokens_as_a_ceiling(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    whole = ask(client, n=2, max_tokens=12)
+    chunks = list(ask(client, n=2, max_tokens=12, stream=True, stream_options=options))
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
+    assert [chunk.usage.completion_tokens for chunk in chunks][-2:] == [whole.usage.completion_tokens] * 2
+    answer = ask(client, max_tokens=10**9)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
 def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
     whole = ask(client, n=2, max_tokens=12)
     chunks = list(ask(client, n=2, max_tokens=12, stream=True, stream_options={"include_usage": True}))

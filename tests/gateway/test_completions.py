@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -199,3 +200,72 @@ def test_request_id_comes_back(http_client: httpx.Client) -> None:
         "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers={"X-Request-Id": "mine-2"}
     )
     assert answer.json()["id"] == "cmpl-mine-2"
+
+
+@pytest.fixture(scope="module")
+def strict(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    gateway = Gateway(services.cachemgr_address, "--strict-max-tokens", log=tmp_path_factory.mktemp("strict") / "log")
+    yield gateway
+    gateway.close()
+
+
+def room_after(http_client: httpx.Client, num_tokens: int) -> int:
+    limit: int = http_client.get("/v1/models").json()["data"][0]["max_model_len"]
+    return limit - num_tokens
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 10**9])
+def test_max_tokens_beyond_the_room_is_a_ceiling(http_client: httpx.Client, beyond: int) -> None:
+    """Agents send the same max_tokens with each prompt; the answer ends where the model's room does."""
+    room = 5
+    prompt = [7] * room_after(http_client, room)
+    body = complete(http_client, prompt=prompt, max_tokens=room + beyond, ignore_eos=True)
+    assert body["usage"]["completion_tokens"] == room
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_each_prompt_of_a_request_has_its_own_room(http_client: httpx.Client) -> None:
+    prompts = [[7] * room_after(http_client, room) for room in (3, 6)]
+    body = complete(http_client, prompt=prompts, max_tokens=2**31 - 1, ignore_eos=True, return_token_ids=True)
+    assert [len(choice["token_ids"]) for choice in body["choices"]] == [3, 6]
+
+
+def test_a_prompt_or_min_tokens_that_can_not_fit_is_refused(http_client: httpx.Client) -> None:
+    prompt = [7] * room_after(http_client, 3)
+    for fields, param in (
+        ({"prompt": [*prompt, 7, 7, 7]}, "prompt"),
+        ({"prompt": prompt, "min_tokens": 4, "max_tokens": 10}, "min_tokens"),
+    ):
+        answer = http_client.post("/v1/completions", json=fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_with_strict_max_tokens_more_than_the_room_is_refused(strict: Gateway) -> None:
+    with strict.client() as client:
+        prompt = [7] * room_after(client, 5)
+        answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "sequence_too_long"
+        assert client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5}).status_code == 200
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_usage_in_each_event_counts_the_prompt_once(http_client: httpx.Client, at_end: bool) -> None:
+    """guidellm asks for it always."""
+    options = {"continuous_usage_stats": True, "include_usage": at_end}
+    events = events_of(http_client, n=2, max_tokens=6, ignore_eos=True, stream_options=options)
+    num_prompt = complete(http_client)["usage"]["prompt_tokens"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {num_prompt}
+    assert counts == sorted(counts)
+    assert (counts[0] < 12, counts[-1]) == (True, 12)
+    assert (events[-1]["choices"] == []) == at_end
+
+
+def test_the_envelope_of_routers_hints_is_accepted_and_changes_nothing(http_client: httpx.Client) -> None:
+    action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1", "payload": {"x": [1]}}
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [action], "later": 1}
+    plain = complete(http_client, max_tokens=4)["choices"]
+    for hints in (envelope, {"actions": []}, {"message_id": None, "actions": None, "protocol_version": "1"}):
+        assert complete(http_client, max_tokens=4, kv_hints=hints)["choices"] == plain
+    assert complete(http_client, max_tokens=4, kv_hints={**envelope, "expected_in_s": 3})["choices"] == plain

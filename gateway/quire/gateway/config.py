@@ -43,6 +43,7 @@ class GatewayOptions:
     max_samples: int
     send_timeout: float
     stream_ping: float
+    strict_max_tokens: bool
     unknown_fields: str
     responses_kept_s: float
     responses_kept_bytes: int
@@ -68,6 +69,7 @@ class GatewayOptions:
             max_samples=self.max_samples,
             send_timeout_s=self.send_timeout,
             stream_ping_s=self.stream_ping,
+            strict_max_tokens=self.strict_max_tokens,
             ignores_unknown_fields=self.unknown_fields == "ignore",
         )
 
@@ -199,6 +201,11 @@ OWN_FLAGS: list[Flag] = [
         default=_DEFAULTS.stream_ping_s,
         metavar="SECONDS",
         help="Send a comment on a stream that has been silent for this time, so that proxies do not cut it.",
+    ),
+    option(
+        "--strict-max-tokens",
+        is_flag=True,
+        help="Refuse max_tokens beyond the room that the prompt leaves. By default it is a ceiling, as at OpenAI.",
     ),
     option(
         "--unknown-fields",

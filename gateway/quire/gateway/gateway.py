@@ -12,7 +12,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.gateway.callers import Caller, Keys, NoKeys, NoRateLimits, RateLimiter
 from quire.gateway.chat.models import ChatModels
-from quire.gateway.errors import HttpError
+from quire.gateway.errors import HttpError, invalid
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics
@@ -94,6 +94,19 @@ class Gateway:
                 404, f"model {shown!r} is not served here; {names} is", code="model_not_found", param="model"
             )
         return backend
+
+    def within_room(self, backend: Backend, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return parameters with max_tokens as a ceiling: no more than the room that the prompt leaves.
+
+        Returns them as they are with --strict-max-tokens, and for a prompt that does not fit. Raises HttpError, 400,
+        for min_tokens beyond the room.
+        """
+        room = backend.max_model_len - num_prompt_tokens
+        if self.limits.strict_max_tokens or params.max_tokens is None or not 0 < room < params.max_tokens:
+            return params
+        if params.min_tokens > room:
+            raise invalid("min_tokens", params.min_tokens, f"at most {room}, the room after {num_prompt_tokens} tokens")
+        return replace(params, max_tokens=room)
 
     def generate(
         self,

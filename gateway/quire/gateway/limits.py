@@ -27,6 +27,7 @@ class RequestLimits:
     max_samples        prompts times n
     send_timeout_s     a caller that reads nothing of its stream for this time is disconnected
     stream_ping_s      a stream that has been silent for this time gets a comment
+    strict_max_tokens  max_tokens beyond the room of the model and the pool is refused, else it is a ceiling
     ignores_unknown_fields   a field that no endpoint has is ignored, and named in the answer; else it is refused
     """
 
@@ -36,6 +37,7 @@ class RequestLimits:
     max_samples: int = 1024
     send_timeout_s: float = 60.0
     stream_ping_s: float = STREAM_PING_S
+    strict_max_tokens: bool = False
     ignores_unknown_fields: bool = False
 
 

@@ -61,8 +61,8 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
         events = await primed(answer.events(pieces))
         timeout_s = gateway.limits.send_timeout_s
         return EventStream(events, send_timeout_s=timeout_s, headers=headers, encode_error=error_event)
-    async with aclosing(answer.events(pieces)) as events:
-        async for _ in events:
+    async with aclosing(answer.events(pieces)) as whole:
+        async for _ in whole:
             pass
     return json_response(answer.body, headers=headers)
 

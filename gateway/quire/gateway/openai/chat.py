@@ -23,11 +23,12 @@ from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
 from quire.gateway.openai.parameters import (
+    StreamUsage,
     cache_of,
     ignore_bookkeeping,
-    include_usage_of,
     replace_max_tokens,
     sampling_of,
+    stream_usage_of,
 )
 from quire.gateway.routing.backend import Backend
 from quire.gateway.token_texts import SampleTokens, TokenTexts
@@ -41,7 +42,7 @@ class ChatCompletionRequest(ConversationRequest):
     """A request as it was read."""
 
     stream: bool
-    include_usage: bool
+    usage: StreamUsage
     return_token_ids: bool
 
 
@@ -89,7 +90,7 @@ def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
         params=params,
         cache=cache_of(fields),
         stream=stream,
-        include_usage=include_usage_of(fields, is_stream=stream),
+        usage=stream_usage_of(fields, is_stream=stream),
         return_token_ids=fields.boolean("return_token_ids"),
     )
     fields.end()
@@ -252,12 +253,17 @@ class _ChatAnswer:
 
     async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: at most one for each chunk of a sample, then the usage if asked for."""
-        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
+        usage = self._asked.usage
+        made = ChoiceEvents(self._head, {"usage": None} if usage.at_end else {})
         async with aclosing(pieces):
             async for piece in pieces:
-                if (choice := self._delta_choice(piece)) is not None:
+                if (choice := self._delta_choice(piece)) is None:
+                    continue
+                if usage.in_each:
+                    yield event_of({**self._head, "choices": [choice], "usage": self._usage.body})
+                else:
                     yield made.event_of(choice)
-        if self._asked.include_usage:
+        if usage.at_end:
             yield event_of({**self._head, "choices": [], "usage": self._usage.body})
         yield DONE
 

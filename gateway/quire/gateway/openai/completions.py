@@ -21,7 +21,7 @@ from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
 from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
-from quire.gateway.openai.parameters import IGNORED, cache_of, include_usage_of, sampling_of
+from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
 from quire.gateway.routing.backend import Backend
 from quire.gateway.texts import decode_tokens, encode_field
 from quire.gateway.token_texts import PromptToken, TokenTexts
@@ -53,7 +53,7 @@ class CompletionRequest:
     echo: bool
     generates: bool
     stream: bool
-    include_usage: bool
+    usage: StreamUsage
     return_token_ids: bool
     has_prompt_logprobs: bool
 
@@ -80,6 +80,7 @@ def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[As
     for index, prompt in enumerate(asked.prompts):
         try:
             token_ids, params = _sent(prompt, asked)
+            params = gateway.within_room(asked.backend, params, len(token_ids))
             streams.append(gateway.generate(caller, asked.backend, token_ids, params, cache=asked.cache))
         except InvalidRequest as error:
             found = http_error_of(error)
@@ -134,7 +135,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
     has_prompt_logprobs = params.prompt_logprobs is not None
     if echo and logprobs is not None and not has_prompt_logprobs:
         params = replace(params, prompt_logprobs=logprobs)
-    include_usage = include_usage_of(fields, is_stream=stream)
+    usage = stream_usage_of(fields, is_stream=stream)
     cache, return_token_ids = cache_of(fields), fields.boolean("return_token_ids")
     add_special_tokens = fields.boolean("add_special_tokens", True)
     given = fields.require("prompt")
@@ -151,7 +152,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
         echo=echo,
         generates=max_tokens > 0,
         stream=stream,
-        include_usage=include_usage,
+        usage=usage,
         return_token_ids=return_token_ids,
         has_prompt_logprobs=has_prompt_logprobs,
     )
@@ -224,12 +225,17 @@ class _CompletionAnswer:
 
     async def events(self, streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: one for each chunk of a sample, then the usage if it was asked for."""
-        made = ChoiceEvents(self._head, {"usage": None} if self._asked.include_usage else {})
+        usage = self._asked.usage
+        made = ChoiceEvents(self._head, {"usage": None} if usage.at_end else {})
         async with aclosing(merged(streams)) as chunks:
             async for index, chunk in chunks:
                 self._take(index, chunk)
-                yield made.event_of(self._choice(index, [chunk]))
-        if self._asked.include_usage:
+                choice = self._choice(index, [chunk])
+                if usage.in_each:
+                    yield event_of({**self._head, "choices": [choice], "usage": self._usage.body})
+                else:
+                    yield made.event_of(choice)
+        if usage.at_end:
             yield event_of({**self._head, "choices": [], "usage": self._usage.body})
         yield DONE
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.outputs import Chunk
@@ -51,17 +51,11 @@ async def begin(
     model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
     params = model.params_of(asked.params, offer)
     prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
-    params = _within(params, asked.backend.max_model_len - len(prompt))
+    params = gateway.within_room(asked.backend, params, len(prompt))
     parsers = [model.parser_of(offer) for _ in range(params.n)]
     if offer.is_forced:
         names = {**names, "grammar": "tools"}
     return prompt, _pieces(gateway, caller, asked, prompt, params, parsers=parsers, names=names)
-
-
-def _within(params: SamplingParams, num_tokens: int) -> SamplingParams:
-    """Return parameters for an answer of at most so many tokens: clients send one limit to models of all sizes."""
-    is_over = params.max_tokens is not None and params.max_tokens > num_tokens
-    return replace(params, max_tokens=None) if is_over else params
 
 
 async def _pieces(

@@ -6,7 +6,7 @@ types that JSON has and these would misread, and names that differ, are looked a
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from quire.compute.v1.sampling_ranges import (
     Range,
 )
 from quire.gateway.errors import HttpError, http_error_of, invalid
-from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, text_of
+from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, object_of, text_of
 from quire.gateway.limits import MAX_TOKEN_IDS
 
 Made = TypeVar("Made")
@@ -51,6 +51,10 @@ IGNORED = (
 )
 
 
+MAX_ACTIONS = 1024
+"""Actions of an envelope of hints."""
+_ENVELOPE = ("protocol_version", "message_id", "actions")
+_OWN_HINTS = ("expected_in_s", "not_expected", "retention")
 # Fields of vLLM and others that are not supported, with their values that change nothing, which clients send.
 _NO_OPS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "it is for beam search"),
@@ -222,8 +226,8 @@ def cache_of(fields: Fields) -> CacheParams | None:
 
 
 def _hints(hints: Fields) -> dict[str, Any]:
-    """Return the hints of `kv_hints` as fields of CacheParams."""
-    hints.refuse("actions", "give expected_in_s, not_expected or retention")  # vLLM's envelope
+    """Return the hints of `kv_hints` as fields of CacheParams. The envelope of routers may be around them."""
+    hints = _opened(hints)
     expected_s = hints.number("expected_in_s", allowed=_EXPECTED_S)
     if hints.boolean("not_expected"):
         if expected_s is not None:
@@ -232,6 +236,21 @@ def _hints(hints: Fields) -> dict[str, Any]:
     ranges = [_retention(each) for each in hints.objects("retention", max_length=MAX_RANGES) or ()]
     hints.end()
     return {"expected_back_s": expected_s, "retention": tuple(ranges)}
+
+
+def _opened(hints: Fields) -> Fields:
+    """Return hints that ignore unknown fields if they are in an envelope, as vLLM, SGLang and Dynamo share it.
+
+    Its rule is to ignore what one does not know: protocol_version, message_id, all actions, and fields to come.
+    """
+    if not any(name in hints for name in _ENVELOPE):
+        return hints
+    hints.string("protocol_version")
+    hints.string("message_id")
+    for index, action in enumerate(hints.array("actions", max_length=MAX_ACTIONS) or ()):
+        object_of(f"{hints.path_of('actions')}[{index}]", action)
+    hints.ignore(*(name for name in hints if name not in _OWN_HINTS))
+    return hints
 
 
 def _retention(given: Fields) -> Retention:
@@ -254,20 +273,28 @@ def _made_at(paths: Mapping[str, str], kind: Callable[..., Made], **values: Any)
         raise
 
 
-def include_usage_of(fields: Fields, *, is_stream: bool) -> bool:
-    """Return stream_options.include_usage. Raises HttpError: 400, also if the answer is not streamed."""
+@dataclass(frozen=True, slots=True)
+class StreamUsage:
+    """The places of `usage` in a stream: a last event of its own, each event."""
+
+    at_end: bool = False
+    in_each: bool = False
+
+
+def stream_usage_of(fields: Fields, *, is_stream: bool) -> StreamUsage:
+    """Return stream_options' wishes for usage. Raises HttpError: 400, also if the answer is not streamed."""
     options = fields.object("stream_options")
     if options is None:
-        return False
+        return StreamUsage()
     path = fields.path_of("stream_options")
     if not is_stream:
         raise HttpError(
             400, f"{path} is given, must be left out unless stream is true", code="invalid_value", param=path
         )
-    wanted: bool = options.boolean("include_usage")
+    usage = StreamUsage(options.boolean("include_usage"), options.boolean("continuous_usage_stats"))
     options.ignore("include_obfuscation")
     options.end()
-    return wanted
+    return usage
 
 
 def strings_of(fields: Fields, name: str, *, max_length: int) -> tuple[str, ...]:
