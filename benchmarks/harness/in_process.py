@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr.catalog import AttachedPool, Catalog
@@ -168,8 +168,9 @@ class InProcessWorker:
             pool=POOL, max_step_tokens=limits.max_step_tokens, max_logprob_count=limits.max_logprobs
         )
 
-    async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
-        await self._services.steps.check_grammar(grammar)
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar, output_token_ids: Sequence[int] = ()) -> float:
+        request = worker_service_pb2.CheckGrammarRequest(grammar=grammar, output_token_ids=output_token_ids)
+        return await self._services.steps.check_grammar(request)
 
     async def run(self, request: worker_service_pb2.RunStepRequest) -> InProcessAnswer:
         try:

@@ -25,8 +25,8 @@ from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.model.checkpoint import load_model
 from quire.worker.run.executor import Executor, Outcome
+from quire.worker.sampling.following import Compiled, Following
 from quire.worker.sampling.grammar_trial import make_matcher, translate
-from quire.worker.sampling.grammars import Compiled, Following
 from quire.worker.sampling.parameters import SamplingParams
 
 END_ID, VOCAB_SIZE = 0, 32_000

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +273,11 @@ class FirstUnchecked(WorkerClient):
 
     is_first = True
 
-    async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar, output_token_ids: Sequence[int] = ()) -> float:
         """Ask the worker, from the second time on."""
-        if not self.is_first:
-            await super().check_grammar(grammar)
+        mask_s = 0.0 if self.is_first else await super().check_grammar(grammar, output_token_ids)
         self.is_first = False
+        return mask_s
 
 
 def stopped_compilers(worker_pid: int) -> list[int]:
@@ -293,7 +293,7 @@ def stopped_compilers(worker_pid: int) -> list[int]:
     return found
 
 
-async def fill_compilers(asker: WorkerClient, worker_pid: int, checks: list[asyncio.Future[None]]) -> list[int]:
+async def fill_compilers(asker: WorkerClient, worker_pid: int, checks: list[asyncio.Future[float]]) -> list[int]:
     """Let so many grammars wait that the worker refuses another one; returns the pids of compilers, stopped."""
     for number in itertools.count():
         stopped = stopped_compilers(worker_pid)  # each for 5 s, after which the worker starts another one
@@ -314,7 +314,7 @@ def test_a_step_whose_grammar_finds_no_free_compiler_costs_no_request(services: 
             beside = ("beside", SamplingParams(max_tokens=200, seed=3))
             alone = await tokens_of(engine, *beside)
             assert services.worker.pid is not None
-            checks: list[asyncio.Future[None]] = []
+            checks: list[asyncio.Future[float]] = []
             stopped = await fill_compilers(asker, services.worker.pid, checks)
             try:
                 postponed = asyncio.create_task(tokens_of(engine, *request))
@@ -333,14 +333,85 @@ def test_a_step_whose_grammar_finds_no_free_compiler_costs_no_request(services: 
     asyncio.run(main())
 
 
+# -- masks that take long ----------------------------------------------------------------------------------------------
+
+# Any letters, in very many ways: the time of a mask grows with the text, 10 ms at 35 tokens, 200 ms at 100.
+AMBIGUOUS = Grammar(lark='start: s\ns: s s s s s s | s s s | s s | /[a-z]/ | ""')
+SAME_TEXTS = Grammar(regex="[a-z]*")
+
+
+def letters(grammar: Grammar, num_tokens: int, *, end_token_id: int) -> SamplingParams:
+    """So many tokens of a grammar: the end token is as good as impossible."""
+    return SamplingParams(
+        grammar=grammar, max_tokens=num_tokens, temperature=1.0, seed=5, logit_bias={end_token_id: -100.0}
+    )
+
+
+def end_of(engine: Engine) -> int:
+    return engine.model.end_token_ids[0]
+
+
+def test_a_sequence_with_late_masks_gets_the_tokens_that_it_gets_without(services: LocalServices) -> None:
+    async def main() -> None:
+        async with Engine.connect(services.cachemgr_address) as engine:
+            params = [letters(grammar, 60, end_token_id=end_of(engine)) for grammar in (AMBIGUOUS, SAME_TEXTS)]
+            slow, fast = await asyncio.gather(*(tokens_of(engine, "Once", each) for each in params))
+            assert len(fast) == 60
+            assert slow == fast
+            assert engine.statistics().scheduler.discarded_tokens > 0, "no mask was late"
+
+    asyncio.run(main())
+
+
+def test_others_go_on_while_the_masks_of_one_take_long(services: LocalServices) -> None:
+    """Each step would wait for the mask otherwise, and the neighbour would get one token for each of the slow one's."""
+
+    async def main() -> None:
+        async with Engine.connect(services.cachemgr_address) as engine:
+            num_slow, num_others, begun_at = 0, 0, []
+
+            async def run_slow() -> None:
+                nonlocal num_slow
+                async for chunk in engine.generate("a", letters(AMBIGUOUS, 75, end_token_id=end_of(engine))):
+                    num_slow += len(chunk.token_ids)
+                    if num_slow == 50:
+                        begun_at.append(num_others)
+
+            async def run_neighbour() -> None:
+                nonlocal num_others
+                params = SamplingParams(max_tokens=1900, temperature=1.0, seed=3, ignore_eos=True)
+                async for chunk in engine.generate("b", params):
+                    num_others += len(chunk.token_ids)
+
+            neighbour = asyncio.create_task(run_neighbour())
+            await run_slow()
+            assert num_slow == 75
+            assert neighbour.done() or num_others - begun_at[0] > 2 * 25
+            neighbour.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_masks_take_too_long_together_ends_with_the_reason(services: LocalServices) -> None:
+    async def main() -> None:
+        async with Engine.connect(services.cachemgr_address, config=EngineConfig(max_mask_s=0.2)) as engine:
+            with pytest.raises(InvalidRequest, match=r"its masks took 0\.\d s, at most 0\.2 s") as caught:
+                await engine.complete("a", letters(AMBIGUOUS, 200, end_token_id=end_of(engine)))
+            assert caught.value.metadata["field"] == "grammar"
+            assert len(await tokens_of(engine, "a", letters(SAME_TEXTS, 50, end_token_id=end_of(engine)))) == 50
+
+    asyncio.run(main())
+
+
 # -- what can't be used ------------------------------------------------------------------------------------------------
 
 
 class Unchecking(WorkerClient):
     """Sends grammars with steps without a check before."""
 
-    async def check_grammar(self, grammar: worker_service_pb2.Grammar) -> None:
-        """Nothing."""
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar, output_token_ids: Sequence[int] = ()) -> float:
+        """Answer without the worker."""
+        return 0.0
 
 
 WRONG = [

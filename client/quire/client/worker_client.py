@@ -1,6 +1,7 @@
 """A worker over gRPC: a thin typed client. Deadlines, retries of reads; no policy."""
 
 import asyncio
+from collections import abc
 from typing import Protocol
 
 from quire.client.channel import RETRIES, OrderedStream, RetryPolicy, decode_error, open_channel, unary
@@ -9,7 +10,7 @@ from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2 as pb
 from quire.compute.v1 import worker_service_pb2_grpc
 
-# A grammar compiles in 5 s or is refused; others may be before it.
+# A grammar compiles in 5 s or is refused, and so is a mask that takes 1 s; others may be before it.
 _GRAMMAR_TIMEOUT_S = 60.0
 
 
@@ -26,8 +27,11 @@ class WorkerApi(Protocol):
     async def get_model(self) -> pb.GetModelResponse:
         """Return the worker's model and pool."""
 
-    async def check_grammar(self, grammar: pb.Grammar) -> None:
-        """Compile a grammar, so that a step that brings it finds it compiled."""
+    async def check_grammar(self, grammar: pb.Grammar, output_token_ids: abc.Sequence[int] = ()) -> float:
+        """Compile a grammar and make the mask behind these generated tokens, so that no step waits for either.
+
+        Returns the seconds of a processor that the mask took.
+        """
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """Send a step; does not wait for its answer. Steps are run and answered in the order in which they are sent."""
@@ -87,10 +91,11 @@ class WorkerClient:
         """See WorkerService.GetModel. Raises Unavailable."""
         return await unary(self._stub.GetModel, pb.GetModelRequest(), timeout_s=self._timeout_s, policy=self._retry)
 
-    async def check_grammar(self, grammar: pb.Grammar) -> None:
+    async def check_grammar(self, grammar: pb.Grammar, output_token_ids: abc.Sequence[int] = ()) -> float:
         """See WorkerService.CheckGrammar. Raises InvalidRequest, OutOfRoom, Unavailable."""
-        request = pb.CheckGrammarRequest(grammar=grammar)
-        await unary(self._stub.CheckGrammar, request, timeout_s=_GRAMMAR_TIMEOUT_S, policy=self._retry)
+        request = pb.CheckGrammarRequest(grammar=grammar, output_token_ids=output_token_ids)
+        response = await unary(self._stub.CheckGrammar, request, timeout_s=_GRAMMAR_TIMEOUT_S, policy=self._retry)
+        return response.mask_time.seconds + response.mask_time.nanos / 1e9
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """See WorkerService.RunStep; goes over the stream, never repeated.

@@ -6,7 +6,9 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,22 @@ from llguidance import LLTokenizer
 from text_model import END, make_tokenizer
 
 from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.sampling import grammar_masks, grammars
+from quire.worker.sampling import grammars
+from quire.worker.sampling.following import Bits, Compiled, Following
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.grammar_trial import load_tokenizer, make_matcher, translate
 from quire.worker.sampling.grammars import (
-    Compiled,
     CompilerUnavailable,
-    Following,
     Grammar,
     GrammarRefused,
     Grammars,
     NoGrammars,
     load_grammars,
 )
+from quire.worker.sampling.masks_aside import MasksAside
 from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.sampler import Sampler
+from quire.worker.sampling.threads import MAX_STUCK, STUCK_S, Threads, num_stuck
 
 TOKENIZER = make_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 5
@@ -72,9 +75,9 @@ def patient(tokenizer_path: Path) -> Iterator[Grammars]:
     loaded.close()
 
 
-def follow(tokenizer: LLTokenizer, regex: str) -> Following:
-    compiled = Compiled(make_matcher(tokenizer, translate("regex", regex)), frozenset({END_ID}))
-    return Following(compiled, compiled.matcher.deep_copy(), BEGINS_AT)
+def follow(tokenizer: LLTokenizer, regex: str, *, aside: MasksAside | None = None) -> Following:
+    compiled = Compiled(make_matcher(tokenizer, translate("regex", regex)), frozenset({END_ID}), aside)
+    return Following.begin(compiled, begins_at=BEGINS_AT)
 
 
 def ids_of(text: str) -> list[int]:
@@ -308,7 +311,7 @@ def rows() -> GrammarRows:
     table = SequenceTable(max_num_seqs=4, max_blocks_per_seq=4, device="cpu")
     for _ in range(4):
         table.add()
-    return GrammarRows(table, vocab_size=VOCAB_SIZE, end_token_ids=[END_ID], timeout_s=DEADLINE_S)
+    return GrammarRows(table, vocab_size=VOCAB_SIZE, end_token_ids=[END_ID], patience_s=DEADLINE_S)
 
 
 def test_a_mask_allows_what_continues_the_text_and_the_end_token_behind_it(
@@ -336,58 +339,130 @@ def test_a_row_that_can_not_follow_gets_an_end_token_and_says_why(rows: GrammarR
     assert masks.failures[1]
 
 
-def test_a_mask_that_takes_too_long_is_given_up_and_the_others_are_made(
+PROMPT = [7] * BEGINS_AT
+
+
+class Held:
+    """Masks of some sequences that are not made before release()."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: Following) -> None:
+        self._held, self._released = held, threading.Event()
+        in_time = Following.write_mask
+
+        def write_mask(following: Following, position: int, bits: Bits) -> None:
+            if any(following is each for each in self._held):
+                assert self._released.wait(DEADLINE_S)
+            in_time(following, position, bits)
+
+        monkeypatch.setattr(Following, "write_mask", write_mask)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def masks_of(rows: GrammarRows, *runs: MaskedRun) -> dict[int, tuple[str, set[int]]]:
+    """Whether each row is late or has failed, and its allowed tokens."""
+    masks = rows.finish(rows.begin(runs))
+    kinds = {row: "late" if row in masks.late else "failed" if row in masks.failures else "" for row in masks.rows}
+    return {row: (kinds[row], allowed(bits)) for row, bits in zip(masks.rows, masks.bits, strict=True)}
+
+
+def test_a_row_with_a_late_mask_misses_its_step_and_the_others_do_not(
     rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, goes_on = follow(tokenizer, "x{1,5}"), threading.Event()
-    rows._timeout_s = 1.0
-    in_time = grammar_masks._follow
-
-    def late(following: Following, *others: Any) -> None:
-        if following is stuck:
-            assert goes_on.wait(DEADLINE_S)
-        in_time(following, *others)
-
-    monkeypatch.setattr(grammar_masks, "_follow", late)
-    rows.set(1, stuck)
+    aside = MasksAside(vocab_size=VOCAB_SIZE)
+    slow = follow(tokenizer, "x{1,5}", aside=aside)
+    held = Held(monkeypatch, slow)
+    rows._patience_s = 0.01
+    rows.set(1, slow)
     rows.set(2, follow(tokenizer, "y"))
-    prompt = [7] * BEGINS_AT
-    masks = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
-    assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y"))]
-    assert "more than 1 s" in masks.failures[1]
-    assert stuck.compiled.is_slow
-    rows._timeout_s = DEADLINE_S
-    again = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, prompt, True) for row in (1, 2)]))
-    assert [allowed(bits) for bits in again.bits] == [{END_ID}, set(ids_of("y"))]
-    goes_on.set()
+    runs = [MaskedRun(row, 0, BEGINS_AT, PROMPT, True) for row in (1, 2)]
+    assert masks_of(rows, *runs) == {1: ("late", {END_ID}), 2: ("", set(ids_of("y")))}
+    rows._patience_s = DEADLINE_S
+    rows._table.store_sampled([1, 2], torch.tensor([END_ID, *ids_of("y")]), [BEGINS_AT] * 2)
+    behind = [MaskedRun(row, BEGINS_AT, 1, None, True) for row in (1, 2)]
+    assert masks_of(rows, *behind) == {1: ("late", {END_ID}), 2: ("", {END_ID})}, "the token before it means nothing"
+    making = aside.find(slow.compiled, [])
+    assert making is not None
+    assert not making.is_made
+    held.release()
+    making.work.result(DEADLINE_S)
+    rows.set(1, making.follow(begins_at=BEGINS_AT))
+    assert masks_of(rows, runs[0]) == {1: ("", set(ids_of("x")))}
 
 
-def test_rows_that_wait_behind_masks_that_are_given_up_are_not_given_up(
+def test_a_row_whose_last_mask_was_late_waits_for_none_in_a_step(rows: GrammarRows, tokenizer: LLTokenizer) -> None:
+    following = follow(tokenizer, "xy")
+    following.is_costly = True
+    rows.set(1, following)
+    run = MaskedRun(1, 0, BEGINS_AT, PROMPT, True)
+    in_work = rows.begin([run])
+    assert not in_work.work
+    assert rows.finish(in_work).late == {1}
+
+
+def test_a_token_that_means_nothing_can_be_taken_back(
     rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, goes_on = follow(tokenizer, "x{1,5}"), threading.Event()
-    rows._timeout_s = 1.0
-    rows._threads = grammars.Threads(1, "masks")
-    in_time = grammar_masks._follow
-
-    def late(following: Following, *others: Any) -> None:
-        if following.compiled is stuck.compiled:
-            assert goes_on.wait(DEADLINE_S)
-        in_time(following, *others)
-
-    monkeypatch.setattr(grammar_masks, "_follow", late)
-    rows.set(0, stuck)
-    rows.set(1, follow(tokenizer, "y"))
-    rows.set(2, stuck.fork())
-    rows.set(3, follow(tokenizer, "z"))
-    masks = rows.finish(rows.begin([MaskedRun(row, 0, BEGINS_AT, [7] * BEGINS_AT, True) for row in range(4)]))
-    assert [allowed(bits) for bits in masks.bits] == [{END_ID}, set(ids_of("y")), {END_ID}, set(ids_of("z"))]
-    assert masks.failures.keys() == {0, 2}
-    assert grammars.num_stuck() == 1, "the sample of the same grammar was not begun"
-    goes_on.set()
+    slow = follow(tokenizer, "xx")
+    held = Held(monkeypatch, slow)
+    rows._patience_s = 0.01
+    rows.set(1, slow)
+    assert masks_of(rows, MaskedRun(1, 0, BEGINS_AT, PROMPT, True)) == {1: ("late", {END_ID})}
+    rows.fork(1, 2)
+    rows._patience_s = DEADLINE_S
+    for row in (1, 2):
+        rows._following[row].is_costly = False
+        assert masks_of(rows, MaskedRun(row, BEGINS_AT - 1, 1, [7], True)) == {row: ("", set(ids_of("x")))}
+    held.release()
 
 
-def test_tokens_that_wait_behind_slow_ones_are_taken(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_wait_behind_late_masks_are_not_late(
+    rows: GrammarRows, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = follow(tokenizer, "x{1,5}")
+    sample = slow.fork()
+    held = Held(monkeypatch, slow, sample)
+    rows._patience_s = 0.01
+    rows._threads = Threads(1, "masks")
+    for row, following in enumerate((slow, follow(tokenizer, "y"), sample, follow(tokenizer, "z"))):
+        rows.set(row, following)
+    found = masks_of(rows, *(MaskedRun(row, 0, BEGINS_AT, PROMPT, True) for row in range(4)))
+    late = ("late", {END_ID})
+    assert found == {0: late, 1: ("", set(ids_of("y"))), 2: late, 3: ("", set(ids_of("z")))}
+    held.release()
+
+
+# -- masks made aside ---------------------------------------------------------------------------------------------
+
+
+def test_a_mask_made_aside_is_the_one_of_the_step_that_follows(patient: Grammars, rows: GrammarRows) -> None:
+    grammar = Grammar("regex", "xy|xz")
+    asyncio.run(patient.prepare(grammar, ids_of("x")))
+    following = asyncio.run(patient.follow(grammar, begins_at=BEGINS_AT, tokens=ids_of("x")))
+    assert following.has_ready(BEGINS_AT + 1)
+    rows.set(1, following)
+    run = MaskedRun(1, 0, BEGINS_AT + 1, PROMPT + ids_of("x"), True)
+    assert masks_of(rows, run) == {1: ("", {*ids_of("y"), *ids_of("z")})}
+
+
+def test_a_mask_aside_begins_behind_the_one_before_it(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, taken = Grammar("regex", "x*"), []
+    consume = Following._consume
+
+    def count(following: Following, new: list[int]) -> None:
+        taken.append(len(new))
+        consume(following, new)
+
+    monkeypatch.setattr(Following, "_consume", count)
+    for length in (5, 6, 7):
+        asyncio.run(patient.prepare(grammar, ids_of("x" * length)))
+    assert taken == [5, 1, 1]
+
+
+def test_a_sequence_with_tokens_that_take_long_to_check_is_put_aside_and_others_are_not(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     goes_on = threading.Event()
     advance = Following.advance
 
@@ -398,21 +473,45 @@ def test_tokens_that_wait_behind_slow_ones_are_taken(patient: Grammars, monkeypa
 
     async def main() -> None:
         grammar = Grammar("regex", "[xyz]")
-        await patient.compile(grammar)
-        await patient.compile(Grammar("regex", "x"))
-        patient._timeout_s = 1.0
-        stuck = [patient.follow(Grammar("regex", "x"), begins_at=4, tokens=ids_of("x")) for _ in range(2)]
-        tasks = [asyncio.create_task(each) for each in stuck]
-        await asyncio.sleep(0)
-        following = await patient.follow(grammar, begins_at=4, tokens=ids_of("y"))
-        assert following.consumed == 1
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(outcome, GrammarRefused) for outcome in outcomes)
+        slow = await patient.follow(grammar, begins_at=4, tokens=ids_of("x"))
+        assert slow.is_costly
+        assert not slow.has_ready(5)
+        await patient.prepare(grammar, ids_of("y"))
+        assert (await patient.follow(grammar, begins_at=4, tokens=ids_of("y"))).has_ready(5)
 
     monkeypatch.setattr(Following, "advance", slow_for_x)
-    patient._replays = grammars.Threads(2, "replays")
+    patient._aside._threads = Threads(2, "masks aside", is_aside=True)
     asyncio.run(main())
     goes_on.set()
+
+
+def test_a_mask_that_takes_more_than_its_time_ends_its_grammar(
+    patient: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def spin(following: Following, position: int, bits: Bits) -> None:
+        begun_at = time.thread_time()
+        while time.thread_time() - begun_at < 2 * STUCK_S and not ended.is_set():
+            pass
+
+    monkeypatch.setattr(Following, "write_mask", spin)
+    with pytest.raises(GrammarRefused, match="more than 1 s to check"):
+        asyncio.run(patient.prepare(Grammar("regex", "x"), []))
+    assert num_stuck() == 1
+    ended.set()
+    assert "take too long" in refusal(patient, "regex", "x")
+
+
+def test_of_masks_that_wait_that_of_the_cheapest_grammar_is_made_first() -> None:
+    goes_on, made = threading.Event(), []
+    threads = Threads(1, "masks aside", is_aside=True)
+    first = threads.submit(lambda: goes_on.wait(DEADLINE_S))
+    works = [threads.submit(partial(made.append, cost), cost=cost) for cost in (3.0, 1.0, 2.0, 1.0)]
+    goes_on.set()
+    for work in (first, *works):
+        work.result(DEADLINE_S)
+    assert made == [1.0, 1.0, 2.0, 3.0]
 
 
 def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(patient: Grammars) -> None:
@@ -423,7 +522,7 @@ def test_while_threads_are_at_what_was_given_up_no_other_grammar_is_compiled(pat
         begun.release()
         assert goes_on.wait(DEADLINE_S)
 
-    threads = [grammars.Threads(1, "stuck") for _ in range(grammars.MAX_STUCK)]
+    threads = [Threads(1, "stuck") for _ in range(MAX_STUCK)]
     works = [each.submit(stick) for each in threads]
     assert all(begun.acquire(timeout=DEADLINE_S) for _ in works)
     for each in threads:

@@ -30,6 +30,8 @@ class EngineConfig:
     tenants                  requests' tenants are cachemgr's too: shares, cache, pins; needs the role "gateway" there
     max_unread_tokens        a request fails with the reason TOO_SLOW if its caller leaves more generated tokens unread;
                              None: no limit
+    max_mask_s               a request fails if the masks of its grammar that no step waits for take more seconds of the
+                             worker's processors together
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
@@ -46,6 +48,7 @@ class EngineConfig:
     max_waiting_tokens: int | None = None
     tenants: bool = False
     max_unread_tokens: int | None = None
+    max_mask_s: float = 10.0
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
     metrics_listen: str | None = None
 
@@ -53,6 +56,8 @@ class EngineConfig:
         for name in ("max_step_tokens", "max_running_sequences", "max_recoveries"):
             if getattr(self, name) < 1:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
+        if not self.max_mask_s > 0:
+            raise InvalidRequest.of_field("max_mask_s", self.max_mask_s, "above 0")
         if self.max_expected_prompts < 0:
             raise InvalidRequest.of_field("max_expected_prompts", self.max_expected_prompts, "at least 0")
         for name in _LIMITS:

@@ -15,7 +15,8 @@ epoch or a new lease. Callers see a pause, and each token once.
 A step or a plan that is refused for one sequence's input is no failure of a service: only that request fails. The
 refused step is sent again with `skip`, since its number is not used up, and planned again without that sequence. If
 only the worker's room for compiling the sequence's grammar was used up, the request does not fail: it is planned
-again when the worker has compiled the grammar.
+again when the worker has compiled the grammar. So is a sequence whose mask was too late for a step, when the worker has
+made the mask.
 
 An unexpected exception, of this package or of a custom policy, fails the request that it is about (faults.py). The
 others are admitted again. Only if the exception leaves a mess does the loop end: then `failed` returns, and the process
@@ -627,7 +628,12 @@ class Engine:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
         self._take_calls()  # of requests that end now no more tokens are taken
         self._delivery.take_prompt_logprobs(step, response)
-        sampled, failed = self._scheduler.on_step_done(step, response.sequence_ids, response.sampled_token_ids)
+        late_ids = response.late_sequence_ids
+        sampled, failed = self._scheduler.on_step_done(
+            step, response.sequence_ids, response.sampled_token_ids, late_ids=late_ids
+        )
+        if late_ids:
+            self._compile_postponed()
         self._undelivered.append((sampled, response, ended))
         self._delivery.fail(failed)
         self._delivery.choose(sampled, response, ended)
@@ -679,7 +685,7 @@ class Engine:
             await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
 
     def _compile_postponed(self) -> None:
-        """Let the worker compile the grammars of postponed sequences, which are planned again then."""
+        """Let the worker compile the grammars of postponed sequences and make their masks; then plan them again."""
         for sequence in self._scheduler.postponed:
             if sequence not in self._compilations:
                 task = asyncio.create_task(self._compile(sequence))
@@ -689,7 +695,8 @@ class Engine:
     async def _compile(self, sequence: Sequence) -> None:
         try:
             if sequence.params.grammar is not None:
-                await self._check_grammar(sequence.params.grammar)
+                mask_s = await self._check_grammar(sequence.params.grammar, sequence.output_token_ids)
+                self._requests.count_masks(sequence.request_id, mask_s)
         except QuireError as error:
             self._requests.fail_one(sequence.request_id, error)
         except Exception as error:
@@ -777,18 +784,20 @@ class Engine:
             max_expected_prompts=self._config.max_expected_prompts,
         )
 
-    async def _check_grammar(self, grammar: Grammar) -> None:
-        """Let the worker compile a grammar before its sequence is planned. Raises InvalidRequest, OutOfRoom.
+    async def _check_grammar(self, grammar: Grammar, output_token_ids: abc.Sequence[int] = ()) -> float:
+        """Let the worker compile a grammar and make the mask behind these tokens before the sequence is planned.
 
-        While the worker is unavailable nothing is checked: a step with a wrong grammar is refused.
+        Returns the seconds of a processor that the mask took. Raises InvalidRequest, OutOfRoom. While the worker is
+        unavailable nothing is checked: a step with a wrong grammar is refused.
         """
         session = self._connection.session
         if session is None:
-            return
+            return 0.0
         try:
-            await session.check_grammar(grammar)
+            return await session.check_grammar(grammar, output_token_ids)
         except Unavailable as error:
             _log.warning("a grammar was not checked: %s", error)
+            return 0.0
 
     async def _load_tokenizer(self, worker_says: str) -> None:
         source = self._tokenizer_source

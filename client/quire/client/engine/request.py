@@ -15,7 +15,7 @@ class Request:
     """A caller's request: its samples' texts, and the unread chunks."""
 
     __slots__ = (
-        *("delivered", "error", "finished", "first", "mailbox", "news", "open", "sequences", "span"),
+        *("delivered", "error", "finished", "first", "mailbox", "mask_s", "news", "open", "sequences", "span"),
         *("tells_of_prompt", "texts", "timer", "times", "waits"),
     )
 
@@ -42,6 +42,7 @@ class Request:
         self.waits = True  # for its first token
         self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
+        self.mask_s = 0.0  # of the worker's processors, for the masks that no step waited for
         self.tells_of_prompt = delivered is None  # with the first token
 
     def fail(self, error: QuireError) -> None:

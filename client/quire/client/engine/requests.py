@@ -56,7 +56,7 @@ class Requests:
         tracing: Tracing | None,
         *,
         inbox: Inbox,
-        check_grammar: abc.Callable[[Grammar], abc.Awaitable[None]],
+        check_grammar: abc.Callable[[Grammar], abc.Awaitable[float]],
     ) -> None:
         """check_grammar raises for a wrong grammar."""
         self.tokenizer: Tokenizer | None = None
@@ -65,6 +65,7 @@ class Requests:
         self._tracing = tracing
         self._inbox = inbox
         self._check_grammar = check_grammar
+        self._max_mask_s = config.max_mask_s
         self._open: dict[int, Request] = {}
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
         self._end_token_ids: tuple[int, ...] = ()
@@ -363,6 +364,18 @@ class Requests:
         request = self._open.get(request_id)
         if request is not None:
             self._fail(request, error)
+
+    def count_masks(self, request_id: int, seconds: float) -> None:
+        """Count seconds of a processor that a mask took. Raises InvalidRequest if the request's masks take too long."""
+        request, limit = self._open.get(request_id), self._max_mask_s
+        if request is None:
+            return
+        request.mask_s += seconds
+        if request.mask_s > limit:
+            message = f"its masks took {request.mask_s:.1f} s, at most {limit:g} s are allowed for a request"
+            raise InvalidRequest(
+                f"the grammar costs too much: {message}", metadata={"field": "grammar", "limit": message}
+            )
 
     def _fail(self, request: Request, error: QuireError) -> None:
         self._end(request, FinishReason.CANCELLED)

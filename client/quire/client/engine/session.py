@@ -1,7 +1,8 @@
 """A session of the engine between two failures: a lease on a pool, and the worker of that pool."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.client.cache_client import CacheApi, keep_lease_alive
@@ -117,14 +118,17 @@ class Session:
                 continue
         raise error
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Ask the worker to compile a grammar. Raises what WorkerApi.check_grammar raises.
+    async def check_grammar(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> float:
+        """Ask the worker to compile a grammar, and to make the mask behind these generated tokens.
 
-        Waits while this engine's other grammars, or those of other engines, are being compiled.
+        Waits while this engine's other grammars, or those of other engines, are being compiled. Masks behind generated
+        tokens do not wait for those. Returns and raises what WorkerApi.check_grammar does.
         """
         message = encode_grammar(grammar)
-        async with self._grammar_checks:
-            await retried(lambda: self._worker.check_grammar(message), _OVERLOADED, after=OutOfRoom)
+        async with contextlib.nullcontext() if output_token_ids else self._grammar_checks:
+            return await retried(
+                lambda: self._worker.check_grammar(message, output_token_ids), _OVERLOADED, after=OutOfRoom
+            )
 
     async def run(self, step: StepInFlight, grant: grant_pb2.SignedGrant, *, skip: bool = False) -> StepAnswer:
         """Send a step to the worker, to be run or to be skipped."""

@@ -311,18 +311,26 @@ class CheckGrammarRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grammar(self) -> Global___Grammar:
         """The grammar."""
+
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that a sequence has generated, all of them, in order. At most
+        PoolGeometry.max_sequence_tokens.
+        """
 
     def __init__(
         self,
         *,
         grammar: Global___Grammar | None = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "output_token_ids", b"output_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,12 +342,21 @@ class CheckGrammarResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MASK_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def mask_time(self) -> _duration_pb2.Duration:
+        """The time of a processor that making the mask behind output_token_ids has taken,
+        now or before.
+        """
+
     def __init__(
         self,
+        *,
+        mask_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mask_time", b"mask_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mask_time", b"mask_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,6 +687,7 @@ class RunStepResponse(_message.Message):
     COPIED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
+    LATE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
     """The step."""
     offloaded_block_count: _builtins.int
@@ -709,6 +727,15 @@ class RunStepResponse(_message.Message):
         such a sequence is an end token, to be ignored.
         """
 
+    @_builtins.property
+    def late_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences for which the step did not wait, because the mask of their grammar was
+        late. The sampled token of such a sequence is an end token, to be ignored, and so
+        are those of later steps that run the sequence. Release it, wait for CheckGrammar
+        with its grammar and all of its generated tokens, and admit it again: then its
+        next step finds the mask.
+        """
+
     def __init__(
         self,
         *,
@@ -722,10 +749,11 @@ class RunStepResponse(_message.Message):
         copied_block_count: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
         grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
+        late_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "late_sequence_ids", b"late_sequence_ids", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

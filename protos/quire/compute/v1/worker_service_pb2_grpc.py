@@ -90,7 +90,8 @@ class WorkerServiceServicer:
 
     def CheckGrammar(self, request, context):
         """Compiles a grammar and caches it, so that a later step with this grammar does
-        not wait for its compilation. Answers when it is compiled; steps continue
+        not wait for its compilation. Then makes the mask of the token behind
+        output_token_ids and caches it. Answers when both are done; steps continue
         meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
         step, and the later steps on its stream, wait for the compilation. A grammar is
         refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it

@@ -43,7 +43,8 @@ class WorkerServiceStub:
     """Returns the model and the pool of the worker. Constant for an epoch."""
     CheckGrammar: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]
     """Compiles a grammar and caches it, so that a later step with this grammar does
-    not wait for its compilation. Answers when it is compiled; steps continue
+    not wait for its compilation. Then makes the mask of the token behind
+    output_token_ids and caches it. Answers when both are done; steps continue
     meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
     step, and the later steps on its stream, wait for the compilation. A grammar is
     refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
@@ -91,7 +92,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Returns the model and the pool of the worker. Constant for an epoch."""
     CheckGrammar: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]  # type: ignore[assignment]
     """Compiles a grammar and caches it, so that a later step with this grammar does
-    not wait for its compilation. Answers when it is compiled; steps continue
+    not wait for its compilation. Then makes the mask of the token behind
+    output_token_ids and caches it. Answers when both are done; steps continue
     meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
     step, and the later steps on its stream, wait for the compilation. A grammar is
     refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
@@ -148,7 +150,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.CheckGrammarResponse, _abc.Awaitable[_worker_service_pb2.CheckGrammarResponse]]:
         """Compiles a grammar and caches it, so that a later step with this grammar does
-        not wait for its compilation. Answers when it is compiled; steps continue
+        not wait for its compilation. Then makes the mask of the token behind
+        output_token_ids and caches it. Answers when both are done; steps continue
         meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
         step, and the later steps on its stream, wait for the compilation. A grammar is
         refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it

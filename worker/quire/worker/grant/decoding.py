@@ -24,7 +24,8 @@ from quire.compute.v1.sampling_ranges import (
 )
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.sampling.constraints import NUM_REMEMBERED, Constraints
-from quire.worker.sampling.grammars import Following, Grammar, GrammarRefused
+from quire.worker.sampling.following import Following
+from quire.worker.sampling.grammars import Grammar, GrammarRefused
 from quire.worker.sampling.parameters import SamplingOutOfRange, SamplingParams, TokenArray, TokenIds
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 
@@ -282,6 +283,19 @@ def decode_grammar(message: worker_service_pb2.Grammar) -> Grammar:
     if not 1 <= len(texts) <= MAX_CHOICES:
         raise GrammarRefused(f"it has {len(texts)} texts, 1 to {MAX_CHOICES} are needed")
     return Grammar(kind, json.dumps(texts, ensure_ascii=False))
+
+
+def decode_generated(
+    request: worker_service_pb2.CheckGrammarRequest, *, vocab_size: int, max_sequence_tokens: int
+) -> list[int]:
+    """Return the generated tokens that a grammar is checked with. Raises Refused (INVALID_ARGUMENT)."""
+    field, tokens = "output_token_ids", list(request.output_token_ids)
+    if len(tokens) > max_sequence_tokens:
+        raise invalid(field, f"{len(tokens)} tokens", f"at most {max_sequence_tokens} tokens, the longest sequence")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise invalid(field, token, f"0 to {vocab_size - 1}")
+    return tokens
 
 
 def refuse_grammar(

@@ -85,6 +85,8 @@ class StepResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
+    late_ids: list[int] = field(default_factory=list)
+    """Sequences with a mask that was not made in time: their tokens mean nothing."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -104,6 +106,7 @@ class Sampling:
     moments: tuple[Moment, Moment, Moment, Moment]
     """The times before the step, with its batch built, after the forward and after sampling."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
+    late_ids: list[int] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
     """Sequences with log-probabilities for their prompts, and the tokens."""
     scores: Scores | None = None
@@ -149,6 +152,7 @@ class LaunchedStep:
             logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
             prompt_logprobs=self._read_scores(*scores),
             grammar_failures=self._sampling.grammar_failures,
+            late_ids=self._sampling.late_ids,
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
@@ -424,6 +428,7 @@ class Executor:
                 for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True)
                 if row in masks.failures
             ],
+            late_ids=[seq_id for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True) if row in masks.late],
         )
 
     def _build_batch(self, step: AcceptedStep, rows: list[int]) -> tuple[StepBatch, Draws | None]:

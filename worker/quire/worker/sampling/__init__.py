@@ -1,9 +1,12 @@
 """From logits to tokens, and the rules that a token must keep.
 
     parameters.py       the sampling parameters of a sequence
-    grammars.py         compiles grammars, keeps them, follows them token by token
+    grammars.py         compiles grammars, and keeps them
     grammar_trial.py    the process in which a grammar is compiled first
+    following.py        a sequence that follows a grammar token by token
     grammar_masks.py    the tokens that grammars allow in a step, made while its forward runs
+    masks_aside.py      masks that no step waits for
+    threads.py          threads for work that may take long or never end
     constraints.py      forbidden tokens and biases of logits
     sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities
     prompt_logprobs.py  log-probabilities of a prompt's tokens

@@ -3,18 +3,19 @@
 Threads make them while the forward runs. They need the tokens before them, which a GPU may still be sampling: so they
 wait for these, and the model thread launches the forward meanwhile. Sequences without a grammar need no mask. A step
 without any sequence that follows a grammar needs none of this.
+
+A step does not wait long for a mask. A sequence with a mask that is late gets an end token that means nothing, and so
+it does in the steps behind, which were launched before the client knew. masks_aside.py goes on with the mask.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,12 @@ from torch import Tensor
 
 from quire.worker.device.transfer import Readback, indices, to_device
 from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.sampling.grammar_trial import describe
-from quire.worker.sampling.grammars import Following, Threads, Work
-
-log = logging.getLogger(__name__)
+from quire.worker.sampling.following import Bits, Following
+from quire.worker.sampling.masks_aside import PATIENCE_S
+from quire.worker.sampling.threads import Threads, Work
 
 MAX_THREADS = 8
 """The most threads that make the masks of one step."""
-MASK_TIMEOUT_S = 1.0
-"""The time limit of one mask, once the tokens before it are known. llguidance's own limits don't bound its time."""
-
-_Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +50,13 @@ class Masks:
     rows        [n]     the sequences that follow a grammar and get a token
     bits        [n, W]  uint8, of W >= vocab_size / 8 bytes: bit i of byte j is token 8 j + i
     failures    by row, why a grammar can't be followed: only end tokens are allowed there
+    late        rows without a mask in time: only end tokens are allowed there, and the sampled one means nothing
     """
 
     rows: tuple[int, ...] = ()
-    bits: _Bits = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
+    bits: Bits = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     failures: Mapping[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
 
     def apply(self, logits: Tensor, rows: Sequence[int]) -> None:
         """Write -inf into logits [len(rows), vocab_size] float32, in place, for tokens that are not allowed."""
@@ -101,12 +99,17 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class MasksInWork:
-    """Masks of a step that threads are making: as in Masks, and the work of each row's thread."""
+    """Masks of a step that threads are making: as in Masks, with the runs and the work of threads by row.
+
+    late    rows that the threads do not begin with
+    """
 
     sampled: SampledTokens
-    bits: _Bits
+    bits: Bits
     rows: tuple[int, ...]
+    runs: Mapping[int, MaskedRun]
     work: Mapping[int, Work]
+    late: frozenset[int]
 
 
 class GrammarRows:
@@ -118,11 +121,13 @@ class GrammarRows:
         *,
         vocab_size: int,
         end_token_ids: Sequence[int],
-        timeout_s: float = MASK_TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """patience_s is the time that a step waits for a mask that a thread is at."""
         self._table = table
-        self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._following: dict[int, Following] = {}
+        self._void_from: dict[int, int] = {}  # position of the first sampled token of a row that means nothing
         self._num_bytes = -(-vocab_size // 32) * 4
         self._end_bits = np.zeros(self._num_bytes, dtype=np.uint8)
         for token_id in end_token_ids:
@@ -132,6 +137,7 @@ class GrammarRows:
     def set(self, row: int, following: Following | None) -> None:
         """Let a row follow a grammar, or none."""
         self._following.pop(row, None)
+        self._void_from.pop(row, None)
         if following is not None:
             self._following[row] = following
 
@@ -139,6 +145,8 @@ class GrammarRows:
         """Let child_row follow the grammar of row, if it has one, from any token on."""
         following = self._following.get(row)
         self.set(child_row, None if following is None else following.fork())
+        if row in self._void_from:
+            self._void_from[child_row] = self._void_from[row]
 
     def follows(self, rows: Sequence[int]) -> bool:
         """True if one of the rows follows a grammar."""
@@ -154,76 +162,94 @@ class GrammarRows:
         sampled_rows = [run.row for run in runs if run.token_ids is None]
         last_tokens = self._table.last_token.index_select(0, indices(sampled_rows, device)) if sampled_rows else None
         sampled = SampledTokens(sampled_rows, Readback(device, last_tokens))
-        bits = np.zeros((sum(run.samples for run in runs), self._num_bytes), dtype=np.uint8)
-        places = count()
+        late = frozenset(run.row for run in runs if self._is_late(run))
+        rows = tuple(run.row for run in runs if run.samples)
+        bits = np.zeros((len(rows), self._num_bytes), dtype=np.uint8)
+        bits_of = dict(zip(rows, bits, strict=True))
         work = {
             run.row: self._threads.submit(
-                partial(_follow, self._following[run.row], run, sampled, bits[next(places)] if run.samples else None)
+                partial(_follow, self._following[run.row], run, sampled, bits_of.get(run.row))
             )
             for run in runs
+            if run.row not in late
         }
-        return MasksInWork(sampled, bits, tuple(run.row for run in runs if run.samples), work)
+        return MasksInWork(sampled, bits, rows, {run.row: run for run in runs}, work, late)
+
+    def _is_late(self, run: MaskedRun) -> bool:
+        """True if a run has a token before it that means nothing, or needs a mask that no step waits for."""
+        void_from, following = self._void_from.get(run.row), self._following[run.row]
+        if void_from is not None:
+            if run.start > void_from or (run.start == void_from and run.token_ids is None):
+                return True
+            del self._void_from[run.row]  # the client has taken the token back
+        end = run.start + run.count
+        if not run.samples or not following.is_costly or following.has_ready(end):
+            return False
+        self._void_from[run.row] = end
+        return True
 
     def finish(self, in_work: MasksInWork) -> Masks:
-        """Return the masks, when they are made. A row fails if its mask takes more than timeout_s."""
+        """Return the masks. A row is late if a thread is at its mask for more than patience_s."""
         in_work.sampled.wait()
-        given_up = self._wait(in_work.work)
-        bits = in_work.bits.copy() if given_up else in_work.bits  # a thread that is late may still write there
-        failures = {}
+        put_aside = self._wait(in_work)
+        bits = in_work.bits.copy() if put_aside else in_work.bits  # a thread that is late may still write there
+        late, failures = in_work.late | put_aside, {}
         for place, row in enumerate(in_work.rows):
             following = self._following[row]
-            if following.error or following.has_ended:
+            if row in late or following.error or following.has_ended:
                 bits[place] = self._end_bits
-            if following.error:
+            if row not in late and following.error:
                 failures[row] = following.error
         for row, work in in_work.work.items():
-            if row not in given_up:
+            if row not in put_aside:
                 work.result()  # raises errors that are not the grammar's
-        return Masks(in_work.rows, bits, failures)
+        return Masks(in_work.rows, bits, failures, late.intersection(in_work.rows))
 
-    def _wait(self, work: Mapping[int, Work]) -> list[int]:
-        """Wait for the masks of rows. Return the rows that are given up."""
-        given_up: list[int] = []
+    def _wait(self, in_work: MasksInWork) -> frozenset[int]:
+        """Wait for the masks of rows. Return the rows that are put aside."""
+        put_aside: set[int] = set()
         begun_at = time.monotonic()
         while True:
-            left = {row: each for row, each in work.items() if row not in given_up}
-            late = wait(left.values(), timeout=self._timeout_s).not_done
-            if not late:
-                return given_up
-            late_rows = [row for row, each in left.items() if each in late]
-            stuck = [row for row in late_rows if work[row].has_taken(self._timeout_s, since=begun_at)]
-            if stuck:
-                self._give_up(stuck)
+            left = {row: each for row, each in in_work.work.items() if row not in put_aside}
+            missing = wait(left.values(), timeout=self._patience_s).not_done
+            if not missing:
+                return frozenset(put_aside)
+            late = [row for row, each in left.items() if each in missing and self._is_stuck(each, begun_at)]
+            if late:
+                self._threads.leave()
                 # Others of the same grammar, with masks that are not begun, would take as long.
-                slow = [row for row in late_rows if self._following[row].compiled.is_slow and work[row].cancel()]
-                self._fail(slow)
-                given_up += stuck + slow
+                slow = {self._following[row].compiled for row in late}
+                late += [row for row, each in left.items() if self._following[row].compiled in slow and each.cancel()]
+                for row in late:
+                    self._put_aside(in_work, row)
+                put_aside.update(late)
 
-    def _give_up(self, rows: Sequence[int]) -> None:
-        """Leave rows, and the threads that are at them, to themselves: nothing can end a thread."""
-        self._threads.give_up()
-        self._fail(rows)
+    def _is_stuck(self, work: Work, begun_at: float) -> bool:
+        return work.has_taken(self._patience_s, since=begun_at)
 
-    def _fail(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            compiled = self._following[row].compiled
-            compiled.is_slow = True
-            error = f"a token takes more than {self._timeout_s:g} s to check"
-            log.warning("a grammar is given up: %s", error)
-            self._following[row] = Following(compiled, compiled.matcher, 0, error=error)
+    def _put_aside(self, in_work: MasksInWork, row: int) -> None:
+        """Leave a row's thread to its mask. The row goes on with another matcher, at the beginning of the text."""
+        following, run, work = self._following[row], in_work.runs[row], in_work.work[row]
+        token_ids = [in_work.sampled.token(row)] if run.token_ids is None else run.token_ids
+        tokens = following.tokens_with(run.start, [int(token) for token in token_ids])
+        compiled, begins_at = following.compiled, following.begins_at
+        self._void_from[row] = run.start + run.count
+        self._following[row] = Following.begin(compiled, begins_at=begins_at, tokens=tokens)
+        self._following[row].is_costly = True
+        are_known = begins_at + len(tokens) == run.start + run.count
+        if compiled.aside is not None and not work.cancelled() and run.samples and are_known:
+            bits = in_work.bits[in_work.rows.index(row)]
+            compiled.aside.adopt(following, bits, work, tokens=tokens)
 
 
-def _follow(following: Following, run: MaskedRun, sampled: SampledTokens, bits: _Bits | None) -> None:
+def _follow(following: Following, run: MaskedRun, sampled: SampledTokens, bits: Bits | None) -> None:
     """Record a run, and write the allowed next tokens into bits, if it samples."""
     token_ids = [sampled.token(run.row)] if run.token_ids is None else [int(token) for token in run.token_ids]
     following.run(run.start, token_ids)
     if bits is None:
         return
-    if not following.advance(run.start + run.count):
+    position = run.start + run.count
+    if following.advance(position):
+        following.write_mask(position, bits)
+    else:
         bits.fill(255)
-    elif not following.error and not following.has_ended:
-        following.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if following.matcher.is_error():
-            following.error = describe(following.matcher.get_error())
-        elif not bits.any():
-            following.error = "no token can continue the text"

@@ -1,4 +1,4 @@
-"""Grammars of sequences: compiled off the model thread, kept by content, and followed token by token.
+"""Grammars of sequences: compiled off the model thread, and kept by content.
 
 A grammar is compiled twice. First in a separate process (grammar_trial): it is killed when it takes too much time,
 and fails when it takes too much memory or stack. Then here, on a thread. So no grammar ends the worker, and neither
@@ -8,25 +8,25 @@ the event loop nor the model thread waits for one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import queue
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
+from quire.worker.sampling.following import Compiled, Following
 from quire.worker.sampling.grammar_trial import describe, large_stacks, load_tokenizer, make_matcher
+from quire.worker.sampling.masks_aside import PATIENCE_S, MasksAside, MaskTooSlow
+from quire.worker.sampling.threads import MAX_STUCK, STUCK_S, num_stuck
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ MAX_WAITING = 64
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 4 * 2**20
 """The most bytes of the texts of compiled grammars."""
-MAX_STUCK = 2
-"""Threads that may be at work that was given up; while they are so many, no other grammar is compiled."""
 
 
 class GrammarRefused(Exception):
@@ -77,157 +75,6 @@ class Grammar:
         """Raises GrammarRefused for a text that is too long."""
         if self.num_bytes > MAX_GRAMMAR_BYTES:
             raise GrammarRefused(f"it has {self.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed")
-
-
-@dataclass(slots=True, eq=False)
-class Compiled:
-    """A grammar's matcher at the beginning of a text, to be copied; is_slow if a token took too long to check."""
-
-    matcher: LLMatcher
-    end_token_ids: frozenset[int]
-    is_slow: bool = False
-
-
-@dataclass(slots=True)
-class Following:
-    """A sequence that follows a grammar.
-
-    begins_at   position of its first generated token
-    tokens      generated tokens as far as they are known, from there on
-    consumed    how many of these the matcher has taken; it takes no end token, nor tokens after one
-    has_ended   True if an end token is among those of the last advance()
-    error       the reason why it can't be followed any more; "" if it can
-    """
-
-    compiled: Compiled
-    matcher: LLMatcher
-    begins_at: int
-    tokens: list[int] = field(default_factory=list)
-    consumed: int = 0
-    has_ended: bool = False
-    error: str = ""
-
-    def fork(self) -> Following:
-        """Return a copy for another sequence, which may continue from an earlier token."""
-        matcher, tokens = self.matcher.deep_copy(), list(self.tokens)
-        return Following(self.compiled, matcher, self.begins_at, tokens, self.consumed, error=self.error)
-
-    def run(self, start: int, token_ids: Sequence[int]) -> None:
-        """Record tokens that run from position `start` on."""
-        new = list(token_ids[max(0, self.begins_at - start) :])
-        offset = max(0, start - self.begins_at)
-        if new and offset <= len(self.tokens) and self.tokens[offset : offset + len(new)] != new:
-            self._truncate(offset)
-            self.tokens += new
-
-    def advance(self, position: int) -> bool:
-        """Let the matcher take the tokens before a position. Returns True if the grammar restricts the next token."""
-        num_tokens = position - self.begins_at
-        if num_tokens < 0:
-            return False
-        if num_tokens > len(self.tokens):
-            self.error = self.error or f"not all generated tokens before position {position} are known"
-            return True
-        self._truncate(num_tokens)
-        if not self.error:
-            self._consume(self.tokens[self.consumed :])
-        return True
-
-    def _consume(self, new: list[int]) -> None:
-        text = list(takewhile(lambda token: token not in self.compiled.end_token_ids, new))
-        num_taken = self.matcher.try_consume_tokens(text)
-        self.consumed += num_taken
-        self.has_ended = len(text) < len(new)
-        if num_taken < len(text) or (self.has_ended and not self.matcher.is_accepting()):
-            at = self.begins_at + self.consumed
-            self.error = describe(self.matcher.get_error()) or f"the token at position {at} does not match"
-
-    def _truncate(self, num_tokens: int) -> None:
-        """Forget all generated tokens but the first num_tokens."""
-        if self.consumed > num_tokens:
-            if not self.matcher.rollback(self.consumed - num_tokens):
-                self.error = self.error or describe(self.matcher.get_error())
-            self.consumed = num_tokens
-        del self.tokens[num_tokens:]
-
-
-class Work(Future[None]):
-    """The work of a thread, and the time at which it began."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        super().__init__()
-        self._call = call
-        self._begun_at: float | None = None
-
-    def has_taken(self, seconds: float, *, since: float = 0.0) -> bool:
-        """True if a thread has been at it for so long, and since that time of time.monotonic()."""
-        return self._begun_at is not None and time.monotonic() - max(self._begun_at, since) >= seconds
-
-    def run(self) -> None:
-        """Do it, unless it was cancelled."""
-        if not self.set_running_or_notify_cancel():
-            return
-        self._begun_at = time.monotonic()
-        try:
-            self._call()
-        except BaseException as error:
-            self.set_exception(error)
-        else:
-            self.set_result(None)
-
-
-_given_up: set[Work] = set()
-
-
-def num_stuck() -> int:
-    """Return the number of threads of this process that are at work that was given up."""
-    _given_up.difference_update([work for work in list(_given_up) if work.done()])
-    return len(_given_up)
-
-
-class Threads:
-    """Threads for work that may never end. They don't keep the process from ending."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
-        self._name = name
-        self._queue: queue.SimpleQueue[Work | None] | None = None
-        self._open: set[Work] = set()
-
-    def submit(self, call: Callable[[], object]) -> Work:
-        """Run `call` on the next free thread; the future gets its result or its exception."""
-        work = Work(call)
-        self._open.add(work)
-        work.add_done_callback(lambda _: self._open.discard(work))
-        self._put(work)
-        return work
-
-    def _put(self, work: Work) -> None:
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            for _ in range(self._num_threads):
-                threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True).start()
-        self._queue.put(work)
-
-    def give_up(self) -> None:
-        """Abandon the running threads: new ones do the queued work and later submissions."""
-        left, self._queue = self._queue, None
-        if left is None:
-            return
-        waiting: list[Work] = []
-        with contextlib.suppress(queue.Empty):
-            while (work := left.get_nowait()) is not None:
-                waiting.append(work)
-        for _ in range(self._num_threads):
-            left.put(None)
-        _given_up.update(work for work in list(self._open) if work.running())
-        for work in waiting:
-            self._put(work)
-
-
-def _work_off(work: queue.SimpleQueue[Work | None]) -> None:
-    while (each := work.get()) is not None:
-        each.run()
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -321,7 +168,7 @@ class Grammars:
     ) -> None:
         self.tokenizer = tokenizer
         self._timeout_s = timeout_s
-        self._replays = Threads(NUM_COMPILERS, "replays")
+        self._aside = MasksAside(vocab_size=tokenizer.vocab_size)
         self._kept: OrderedDict[bytes, tuple[int, Result]] = OrderedDict()
         self._kept_bytes = 0
         self._compiling: dict[bytes, asyncio.Future[Result]] = {}
@@ -347,27 +194,36 @@ class Grammars:
             raise GrammarRefused("its tokens take too long to check")
         return compiled
 
-    async def follow(self, grammar: Grammar, *, begins_at: int, tokens: Sequence[int]) -> Following:
-        """Return a matcher that has taken these generated tokens. Raises GrammarRefused, CompilerUnavailable."""
-        compiled = await self.compile(grammar)
-        following = Following(compiled, compiled.matcher.deep_copy(), begins_at, list(tokens))
-        if tokens:
-            await self._replay(following)
-        if following.error:
-            raise GrammarRefused(f"the tokens generated so far do not match: {following.error}")
-        return following
+    async def prepare(self, grammar: Grammar, tokens: Sequence[int]) -> float:
+        """Make the mask behind these generated tokens, so that no step waits for it.
 
-    async def _replay(self, following: Following) -> None:
-        """Let the matcher take the tokens generated so far. Raises GrammarRefused if that takes too long."""
-        position = following.begins_at + len(following.tokens)
-        work = self._replays.submit(lambda: following.advance(position))
-        replaying = asyncio.wrap_future(work)
-        while not (await asyncio.wait([replaying], timeout=self._timeout_s))[0]:
-            if work.has_taken(self._timeout_s):
-                self._replays.give_up()
-                following.compiled.is_slow = True
-                raise GrammarRefused(f"the tokens generated so far take more than {self._timeout_s:g} s to check")
-        replaying.result()
+        Returns the seconds of a processor that it has taken. Raises GrammarRefused, CompilerUnavailable.
+        """
+        compiled = await self.compile(grammar)
+        try:
+            made = await self._aside.make(compiled, tokens)
+        except MaskTooSlow:
+            raise GrammarRefused(f"a token takes more than {STUCK_S:g} s to check") from None
+        _refuse_unmatched(made.following, tokens)
+        return made.work.cpu_s()
+
+    async def follow(self, grammar: Grammar, *, begins_at: int, tokens: Sequence[int]) -> Following:
+        """Return a matcher that takes the tokens behind these generated ones.
+
+        Raises GrammarRefused, CompilerUnavailable. If it takes longer than a step waits to check the tokens, the sequence has to be put aside.
+        """
+        compiled = await self.compile(grammar)
+        made = self._aside.begin(compiled, tokens) if tokens else self._aside.find(compiled, tokens)
+        if made is None:
+            return Following.begin(compiled, begins_at=begins_at)
+        if not made.work.done():
+            await asyncio.wait([asyncio.wrap_future(made.work)], timeout=PATIENCE_S)
+        if made.is_made:
+            _refuse_unmatched(made.following, tokens)
+            return made.follow(begins_at=begins_at)
+        following = Following.begin(compiled, begins_at=begins_at, tokens=tokens)
+        following.is_costly = True
+        return following
 
     def _find(self, key: bytes) -> Result | None:
         if key not in self._kept:
@@ -413,13 +269,21 @@ class Grammars:
         matcher = make_matcher(self.tokenizer, trial.translate(grammar))
         if matcher.is_error():
             raise GrammarRefused(describe(matcher.get_error()))
-        return Compiled(matcher, frozenset(self.tokenizer.eos_tokens))
+        return Compiled(matcher, frozenset(self.tokenizer.eos_tokens), self._aside)
 
     def close(self) -> None:
         """End the threads and their processes after their current work."""
         for _ in self._trials:
             self._queue.put(None)
-        self._replays.give_up()
+        self._aside.close()
+
+
+def _refuse_unmatched(following: Following, tokens: Sequence[int]) -> None:
+    """Raises GrammarRefused if the tokens generated so far do not match."""
+    if following.error and tokens:
+        raise GrammarRefused(f"the tokens generated so far do not match: {following.error}")
+    if following.error:
+        raise GrammarRefused(following.error)
 
 
 class NoGrammars:

@@ -80,8 +80,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def CheckGrammar(  # noqa: N802
         self, request: worker_service_pb2.CheckGrammarRequest, context: Context
     ) -> worker_service_pb2.CheckGrammarResponse:
-        await self._steps.check_grammar(request.grammar)
-        return worker_service_pb2.CheckGrammarResponse()
+        return worker_service_pb2.CheckGrammarResponse(mask_time=duration(await self._steps.check_grammar(request)))
 
     async def RunSteps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_service_pb2.RunStepsRequest], context: Context
@@ -232,6 +231,7 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
             worker_service_pb2.GrammarFailure(sequence_id=failure.seq_id, message=failure.message)
             for failure in result.grammar_failures
         ],
+        late_sequence_ids=result.late_ids,
     )
 
 

@@ -17,6 +17,7 @@ from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.grant.decoding import (
     AcceptedStep,
+    decode_generated,
     decode_grammar,
     decode_grant,
     decode_step,
@@ -29,7 +30,8 @@ from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDa
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import RankLostError, RankStatistics
 from quire.worker.run.verify import OwnershipViolation
-from quire.worker.sampling.grammars import CompilerUnavailable, Following, GrammarRefused, Grammars, NoGrammars
+from quire.worker.sampling.following import Following
+from quire.worker.sampling.grammars import CompilerUnavailable, GrammarRefused, Grammars, NoGrammars
 
 log = logging.getLogger(__name__)
 
@@ -173,21 +175,28 @@ class Steps:
         self._is_draining = True
         await self._thread.idle()
 
-    async def check_grammar(self, message: worker_service_pb2.Grammar) -> None:
-        """Compiles a grammar. Raises Refused (INVALID_ARGUMENT, OVERLOADED)."""
+    async def check_grammar(self, request: worker_service_pb2.CheckGrammarRequest) -> float:
+        """Compile a grammar, and make the mask behind the generated tokens.
+
+        Returns the seconds of a processor that the mask took. Raises Refused (INVALID_ARGUMENT, OVERLOADED).
+        """
+        tokens = decode_generated(
+            request, vocab_size=self.limits.vocab_size, max_sequence_tokens=self.limits.max_sequence_tokens
+        )
         try:
             if isinstance(self._grammars, NoGrammars):
                 raise GrammarRefused(self._grammars.reason)
-            await self._grammars.compile(decode_grammar(message))
+            return await self._grammars.prepare(decode_grammar(request.grammar), tokens)
         except GrammarRefused as error:
-            raise refuse_grammar("grammar", message, error) from None
+            raise refuse_grammar("grammar", request.grammar, error) from None
         except CompilerUnavailable as error:
             raise Refused(Reason.OVERLOADED, str(error), limit=error.limit) from None
 
     async def follow_grammars(self, request: worker_service_pb2.RunStepRequest) -> dict[int, Following | Refused]:
         """Return the grammars that a step brings, by sequence, compiled and moved to the tokens generated so far."""
         entries = [entry for entry in request.inputs if entry.sampling.HasField("grammar")]
-        return {entry.sequence_id: await self._follow(entry) for entry in entries}
+        followed = await asyncio.gather(*map(self._follow, entries))
+        return {entry.sequence_id: each for entry, each in zip(entries, followed, strict=True)}
 
     async def _follow(self, entry: worker_service_pb2.SequenceInput) -> Following | Refused:
         sampling, seq_id = entry.sampling, entry.sequence_id

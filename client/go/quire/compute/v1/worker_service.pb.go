@@ -531,9 +531,12 @@ func (x *GrammarChoice) GetTexts() []string {
 type CheckGrammarRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The grammar.
-	Grammar       *Grammar `protobuf:"bytes,1,opt,name=grammar,proto3" json:"grammar,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Grammar *Grammar `protobuf:"bytes,1,opt,name=grammar,proto3" json:"grammar,omitempty"`
+	// The tokens that a sequence has generated, all of them, in order. At most
+	// PoolGeometry.max_sequence_tokens.
+	OutputTokenIds []int32 `protobuf:"varint,2,rep,packed,name=output_token_ids,json=outputTokenIds,proto3" json:"output_token_ids,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *CheckGrammarRequest) Reset() {
@@ -573,9 +576,19 @@ func (x *CheckGrammarRequest) GetGrammar() *Grammar {
 	return nil
 }
 
+func (x *CheckGrammarRequest) GetOutputTokenIds() []int32 {
+	if x != nil {
+		return x.OutputTokenIds
+	}
+	return nil
+}
+
 // See WorkerService.CheckGrammar.
 type CheckGrammarResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The time of a processor that making the mask behind output_token_ids has taken,
+	// now or before.
+	MaskTime      *durationpb.Duration `protobuf:"bytes,1,opt,name=mask_time,json=maskTime,proto3" json:"mask_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -608,6 +621,13 @@ func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
 // Deprecated: Use CheckGrammarResponse.ProtoReflect.Descriptor instead.
 func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
 	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *CheckGrammarResponse) GetMaskTime() *durationpb.Duration {
+	if x != nil {
+		return x.MaskTime
+	}
+	return nil
 }
 
 // The choice of a sequence's next token. Applied in this order: tokens excluded by
@@ -1075,6 +1095,12 @@ type RunStepResponse struct {
 	// it do not match, or the text exceeded llguidance's limits. The sampled token of
 	// such a sequence is an end token, to be ignored.
 	GrammarFailures []*GrammarFailure `protobuf:"bytes,36,rep,name=grammar_failures,json=grammarFailures,proto3" json:"grammar_failures,omitempty"`
+	// Sequences for which the step did not wait, because the mask of their grammar was
+	// late. The sampled token of such a sequence is an end token, to be ignored, and so
+	// are those of later steps that run the sequence. Release it, wait for CheckGrammar
+	// with its grammar and all of its generated tokens, and admit it again: then its
+	// next step finds the mask.
+	LateSequenceIds []int32 `protobuf:"varint,37,rep,packed,name=late_sequence_ids,json=lateSequenceIds,proto3" json:"late_sequence_ids,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1175,6 +1201,13 @@ func (x *RunStepResponse) GetPromptLogprobs() []*PromptLogprobs {
 func (x *RunStepResponse) GetGrammarFailures() []*GrammarFailure {
 	if x != nil {
 		return x.GrammarFailures
+	}
+	return nil
+}
+
+func (x *RunStepResponse) GetLateSequenceIds() []int32 {
+	if x != nil {
+		return x.LateSequenceIds
 	}
 	return nil
 }
@@ -1984,10 +2017,12 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x06choice\x18\x06 \x01(\v2\x1f.quire.compute.v1.GrammarChoiceH\x00R\x06choiceB\t\n" +
 	"\agrammar\"%\n" +
 	"\rGrammarChoice\x12\x14\n" +
-	"\x05texts\x18\x01 \x03(\tR\x05texts\"J\n" +
+	"\x05texts\x18\x01 \x03(\tR\x05texts\"t\n" +
 	"\x13CheckGrammarRequest\x123\n" +
-	"\agrammar\x18\x01 \x01(\v2\x19.quire.compute.v1.GrammarR\agrammar\"\x16\n" +
-	"\x14CheckGrammarResponse\"\xbe\a\n" +
+	"\agrammar\x18\x01 \x01(\v2\x19.quire.compute.v1.GrammarR\agrammar\x12(\n" +
+	"\x10output_token_ids\x18\x02 \x03(\x05R\x0eoutputTokenIds\"N\n" +
+	"\x14CheckGrammarResponse\x126\n" +
+	"\tmask_time\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bmaskTime\"\xbe\a\n" +
 	"\x12SamplingParameters\x12%\n" +
 	"\vtemperature\x18\x01 \x01(\x02H\x00R\vtemperature\x88\x01\x01\x12\x13\n" +
 	"\x05top_k\x18\x02 \x01(\x05R\x04topK\x12\x18\n" +
@@ -2030,7 +2065,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xa3\x04\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xcf\x04\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
@@ -2042,7 +2077,8 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12,\n" +
 	"\x12copied_block_count\x18\b \x01(\x05R\x10copiedBlockCount\x12I\n" +
 	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\x12K\n" +
-	"\x10grammar_failures\x18$ \x03(\v2 .quire.compute.v1.GrammarFailureR\x0fgrammarFailures\"\xb1\x01\n" +
+	"\x10grammar_failures\x18$ \x03(\v2 .quire.compute.v1.GrammarFailureR\x0fgrammarFailures\x12*\n" +
+	"\x11late_sequence_ids\x18% \x03(\x05R\x0flateSequenceIds\"\xb1\x01\n" +
 	"\x0ePromptLogprobs\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
@@ -2170,53 +2206,54 @@ var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	nil,                            // 22: quire.compute.v1.SamplingParameters.LogitBiasEntry
 	nil,                            // 23: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
 	(*v1.PoolGeometry)(nil),        // 24: quire.cache.v1.PoolGeometry
-	(*v1.SignedGrant)(nil),         // 25: quire.cache.v1.SignedGrant
-	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
+	(*durationpb.Duration)(nil),    // 25: google.protobuf.Duration
+	(*v1.SignedGrant)(nil),         // 26: quire.cache.v1.SignedGrant
 	(*v1.Error)(nil),               // 27: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
 	24, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
 	4,  // 1: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
 	3,  // 2: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
-	22, // 3: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
-	8,  // 4: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
-	3,  // 5: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
-	7,  // 6: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	25, // 7: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
-	9,  // 8: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
-	14, // 9: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
-	15, // 10: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	12, // 11: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
-	13, // 12: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
-	26, // 13: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	26, // 14: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	26, // 15: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	26, // 16: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	26, // 17: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	26, // 18: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	10, // 19: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	11, // 20: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	27, // 21: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	23, // 22: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	26, // 23: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	26, // 24: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	1,  // 25: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	5,  // 26: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
-	10, // 27: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	16, // 28: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	18, // 29: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	20, // 30: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 31: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	6,  // 32: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
-	11, // 33: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	17, // 34: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	19, // 35: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	21, // 36: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	31, // [31:37] is the sub-list for method output_type
-	25, // [25:31] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	25, // 3: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
+	22, // 4: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	8,  // 5: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
+	3,  // 6: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
+	7,  // 7: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
+	26, // 8: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	9,  // 9: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
+	14, // 10: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
+	15, // 11: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
+	12, // 12: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	13, // 13: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
+	25, // 14: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	25, // 15: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	25, // 16: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	25, // 17: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	25, // 18: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	25, // 19: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	10, // 20: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	11, // 21: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	27, // 22: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	23, // 23: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	25, // 24: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	25, // 25: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	1,  // 26: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	5,  // 27: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	10, // 28: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	16, // 29: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	18, // 30: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	20, // 31: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 32: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	6,  // 33: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	11, // 34: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	17, // 35: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	19, // 36: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	21, // 37: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	32, // [32:38] is the sub-list for method output_type
+	26, // [26:32] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }

@@ -41,7 +41,8 @@ type WorkerServiceClient interface {
 	// Returns the model and the pool of the worker. Constant for an epoch.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
 	// Compiles a grammar and caches it, so that a later step with this grammar does
-	// not wait for its compilation. Answers when it is compiled; steps continue
+	// not wait for its compilation. Then makes the mask of the token behind
+	// output_token_ids and caches it. Answers when both are done; steps continue
 	// meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
 	// step, and the later steps on its stream, wait for the compilation. A grammar is
 	// refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it
@@ -157,7 +158,8 @@ type WorkerServiceServer interface {
 	// Returns the model and the pool of the worker. Constant for an epoch.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
 	// Compiles a grammar and caches it, so that a later step with this grammar does
-	// not wait for its compilation. Answers when it is compiled; steps continue
+	// not wait for its compilation. Then makes the mask of the token behind
+	// output_token_ids and caches it. Answers when both are done; steps continue
 	// meanwhile. Idempotent. This call is optional: if a step has a new grammar, the
 	// step, and the later steps on its stream, wait for the compilation. A grammar is
 	// refused with INVALID_ARGUMENT (the call, or the sequence that needs it) if it

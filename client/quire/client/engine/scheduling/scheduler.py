@@ -6,7 +6,7 @@
     on_step_failed / on_step_dropped its sequences are admitted again
     on_plan_refused / on_step_refused  the same, without the sequence with the refused input
     on_fault                        an unexpected exception: its sequence ends, or is found
-    resume                          queues a sequence again that on_step_refused postponed
+    resume                          queues a sequence again that on_step_refused or on_step_done postponed
     branch                          chooses the beams of a search that continue, and their tokens
     end / reset_all                  from outside, at any point between those calls
 
@@ -30,7 +30,7 @@ from quire.client.engine.scheduling.beam_search import Heir
 from quire.client.engine.scheduling.beams import Beams
 from quire.client.engine.scheduling.drafting import Draft
 from quire.client.engine.scheduling.ending import Endings
-from quire.client.engine.scheduling.failures import Failures
+from quire.client.engine.scheduling.failures import Failures, is_under
 from quire.client.engine.scheduling.faults import RequestFault, to_failure
 from quire.client.engine.scheduling.flight import Flight
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
@@ -140,7 +140,7 @@ class Scheduler:
 
     @property
     def postponed(self) -> abc.Sequence[Sequence]:
-        """Sequences that are in no plan: the worker had no room for their input to a step."""
+        """Sequences that are in no plan: the worker had no room for their input to a step, or a mask was late."""
         return tuple(self._queues.postponed)
 
     def resume(self, sequence: Sequence) -> None:
@@ -198,11 +198,17 @@ class Scheduler:
     # Ends of steps.
 
     def on_step_done(
-        self, step: StepInFlight, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int]
+        self,
+        step: StepInFlight,
+        seq_ids: abc.Sequence[int],
+        token_ids: abc.Sequence[int],
+        *,
+        late_ids: abc.Collection[int] = (),
     ) -> tuple[abc.Sequence[Sampled], abc.Sequence[Failed]]:
         """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
 
-        A sequence that can't take its token is returned as failed: the caller ends it. The others have theirs. Raises
+        The tokens of late_ids do not count: the worker did not wait for their masks. These sequences are postponed. A
+        sequence that can't take its token is returned as failed: the caller ends it. The others have theirs. Raises
         ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
         """
         self._flight.require_oldest(step)
@@ -215,10 +221,14 @@ class Scheduler:
         for seq_id, sequence in step.samplers.items():
             if sequence.seq_id != seq_id or (sequence.state is not _RUNNING and sequence.state is not _DRAINING):
                 continue
+            if late_ids and seq_id in late_ids:
+                continue
             try:
                 events.append(self._accept(sequence, seq_id, tokens[seq_id]))
             except Exception as error:
                 failed.append(Failed(sequence, to_failure(error)))
+        for seq_id in late_ids:
+            self._postpone_late(step, seq_id)
         self._counters.sampled_tokens += len(events)
         self._counters.discarded_tokens += len(tokens) - len(events)
         if self._queues.suspects:
@@ -226,6 +236,11 @@ class Scheduler:
         if not failed:
             self._checked()
         return events, failed
+
+    def _postpone_late(self, step: StepInFlight, seq_id: int) -> None:
+        sequence = step.samplers.get(seq_id)
+        if sequence is not None and is_under(sequence, seq_id):
+            self._queues.postpone(sequence)
 
     def _accept(self, sequence: Sequence, seq_id: int, token_id: int) -> Sampled:
         reason = self._queues.accept(sequence, token_id)

@@ -31,7 +31,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # All tokens known, holds nothing, wants to be admitted.
     RUNNING = "running"  # Holds blocks under seq_id.
     DRAINING = "draining"  # Preempted with samples in flight: waits for their tokens, then for admission.
-    POSTPONED = "postponed"  # Holds nothing, and is in no plan before the worker has compiled its grammar.
+    POSTPONED = "postponed"  # Holds nothing, and is in no plan before the worker has its grammar and its mask.
     FINISHED = "finished"  # Has a finish_reason and gets no more tokens.
 
 
