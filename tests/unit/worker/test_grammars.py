@@ -389,6 +389,8 @@ def test_a_row_with_a_late_mask_misses_its_step_and_the_others_do_not(
     making.work.result(DEADLINE_S)
     rows.set(1, making.follow(begins_at=BEGINS_AT))
     assert masks_of(rows, runs[0]) == {1: ("", set(ids_of("x")))}
+    made = asyncio.run(aside.make(slow.compiled, ids_of("x")))
+    assert (made.following.tokens, allowed(made.bits)) == (ids_of("x"), {*ids_of("x"), END_ID})
 
 
 def test_a_row_whose_last_mask_was_late_waits_for_none_in_a_step(rows: GrammarRows, tokenizer: LLTokenizer) -> None:

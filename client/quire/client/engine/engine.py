@@ -685,7 +685,7 @@ class Engine:
             await self._pause()  # the outcome is on its way to cachemgr; a plan before it arrives would fail too
 
     def _compile_postponed(self) -> None:
-        """Let the worker compile the grammars of postponed sequences and make their masks; then plan them again."""
+        """Let the worker compile the grammars of postponed sequences and make their masks: they are planned again."""
         for sequence in self._scheduler.postponed:
             if sequence not in self._compilations:
                 task = asyncio.create_task(self._compile(sequence))

@@ -210,7 +210,8 @@ class Grammars:
     async def follow(self, grammar: Grammar, *, begins_at: int, tokens: Sequence[int]) -> Following:
         """Return a matcher that takes the tokens behind these generated ones.
 
-        Raises GrammarRefused, CompilerUnavailable. If it takes longer than a step waits to check the tokens, the sequence has to be put aside.
+        Raises GrammarRefused, CompilerUnavailable. A sequence with tokens that take longer to check than a step waits
+        misses its step.
         """
         compiled = await self.compile(grammar)
         made = self._aside.begin(compiled, tokens) if tokens else self._aside.find(compiled, tokens)

@@ -82,8 +82,10 @@ class MasksAside:
             if found is not None and not (found.work.done() and found.work.exception() is not None):
                 return found
             before = self._find(_key(compiled, tokens[:-1])) if tokens else None
-            has_before = before is not None and before.is_made and not before.following.error
-            following = before.following.fork() if before and has_before else Following.begin(compiled, begins_at=0)
+            if before is not None and before.is_made and not before.following.error:
+                following = before.following.fork(begins_at=0)
+            else:
+                following = Following.begin(compiled, begins_at=0)
             num_known = len(following.tokens)
             following.run(num_known, tokens[num_known:])
             bits = np.zeros(self._num_bytes, dtype=np.uint8)
