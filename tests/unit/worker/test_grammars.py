@@ -232,9 +232,12 @@ def test_a_choice_allows_its_texts_and_no_other(tokenizer: LLTokenizer, texts: l
 @pytest.mark.parametrize(
     ("options", "space", "is_allowed"),
     [
-        ({}, " " * 32, True),
-        ({}, " " * 33, False),
-        ({"x-guidance": {"whitespace_flexible": True}}, " \n", True),
+        ({}, "", True),
+        ({}, " ", True),
+        ({}, " " * 2, False),
+        ({}, "\n", False),
+        ({"x-guidance": {"whitespace_flexible": True}}, "\n" + " " * 31, True),
+        ({"x-guidance": {"whitespace_flexible": True}}, " " * 33, False),
         ({"x-guidance": {"whitespace_flexible": False}}, "", True),
         ({"x-guidance": {"whitespace_flexible": False}}, " ", False),
         ({"x-guidance": {"whitespace_pattern": "[x]"}}, "x", True),

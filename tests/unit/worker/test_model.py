@@ -397,6 +397,32 @@ def test_every_end_token_counts(tmp_path: Path) -> None:
     assert prepare_model(model, max_model_len=MAX_MODEL_LEN).eos_token_ids == (7, 90)
 
 
+def test_ids_that_are_no_tokens_are_named_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = zoo.build("llama")
+    vocab_size = model.config.vocab_size
+    model.config.eos_token_id = None
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    for name, changes in {
+        "config.json": {"eos_token_id": vocab_size, "pad_token_id": vocab_size + 2},
+        "generation_config.json": {"eos_token_id": [-1, 7, vocab_size + 1]},
+    }.items():
+        path = tmp_path / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    loaded = load_model(tmp_path, max_model_len=MAX_MODEL_LEN)
+    assert loaded.eos_token_ids == (7,)
+    assert f"can't be sampled: -1, {vocab_size}, {vocab_size + 1}" in caplog.text
+    assert f"pad_token_id is {vocab_size + 2} and is not used" in caplog.text
+
+
+def test_an_output_layer_that_does_not_fit_the_vocabulary_is_refused() -> None:
+    model = zoo.build("llama")
+    vocab_size = model.config.vocab_size
+    model.config.vocab_size = vocab_size + 3
+    with pytest.raises(UnsupportedModel, match=f"{vocab_size} rows, and its vocab_size is {vocab_size + 3}"):
+        prepare_model(model, max_model_len=MAX_MODEL_LEN)
+
+
 def test_pinning_keeps_ropes_that_depend_on_nothing() -> None:
     assert pin_rope(zoo.build("llama"), MAX_MODEL_LEN) == 0
     assert pin_rope(zoo.build("gemma3"), MAX_MODEL_LEN) == 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.gateway.chat.json_schemas import closed
 from quire.gateway.chat.tools import Tool
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import Fields, object_of, text_of
@@ -203,13 +204,13 @@ def _tool(fields: Fields) -> GivenTool:
 
 def function_of(fields: Fields) -> GivenTool:
     """Return the function that fields describe. Raises HttpError: 400 with the field's path."""
-    tool = tool_of(fields, name_of(fields), schema="parameters")
-    fields.ignore("strict")
-    return tool
+    return tool_of(fields, name_of(fields), schema="parameters", is_strict=fields.boolean("strict"))
 
 
-def tool_of(fields: Fields, name: str, *, schema: str) -> GivenTool:
+def tool_of(fields: Fields, name: str, *, schema: str, is_strict: bool = False) -> GivenTool:
     """Return a tool of this name with the description in fields; `schema` is the field of its arguments' JSON schema.
+
+    A strict tool takes no argument that its schema does not name.
 
     Raises HttpError: 400 with the field's path.
     """
@@ -226,7 +227,7 @@ def tool_of(fields: Fields, name: str, *, schema: str) -> GivenTool:
     arguments = (
         {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
     )
-    return Tool(name, arguments), {"type": "function", "function": shown}
+    return Tool(name, closed(arguments) if is_strict else arguments), {"type": "function", "function": shown}
 
 
 def name_of(fields: Fields) -> str:

@@ -22,6 +22,7 @@ from quire.compute.v1.sampling_ranges import (
     MAX_LOGIT_BIASES,
     Range,
 )
+from quire.gateway.chat.json_schemas import closed, with_options
 from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, object_of, text_of
 from quire.gateway.limits import MAX_TOKEN_IDS
@@ -39,6 +40,7 @@ _AS_THEY_ARE = (
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # The fields of Grammar for structured_outputs; "grammar" is handled separately.
 _KINDS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
+_JSON_OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 # OpenAI's fields that say something of bookkeeping, or of services that are not here, and nothing of the text.
 IGNORED = (
     "user",
@@ -150,10 +152,11 @@ def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
     if schema is None:
         asked.require("json_schema")
         raise AssertionError("require returned")
-    schema.ignore("name", "description", "strict")
-    wanted = schema.mapping("schema")
+    schema.ignore("name", "description")
+    is_strict, wanted = schema.boolean("strict"), schema.mapping("schema")
     schema.end()
-    return schema.path_of("schema"), {"json_schema": {} if wanted is None else wanted}
+    wanted = {} if wanted is None else wanted
+    return schema.path_of("schema"), {"json_schema": closed(wanted) if is_strict else wanted}
 
 
 def _structured_outputs(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
@@ -164,6 +167,7 @@ def _structured_outputs(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
     if values.get("json_object") is False:
         del values["json_object"]
     values |= _text_grammar(asked, "grammar")
+    values = _with_json_options(asked, values)
     asked.refuse("structural_tag", "give json, regex, choice or grammar")
     asked.end()
     if not values:
@@ -172,6 +176,26 @@ def _structured_outputs(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
         raise HttpError(400, f"{path} is empty, must have one of {limit}", code="missing_field", param=path)
     _check_choices(asked.path_of("choice"), values)
     return fields.path_of("structured_outputs"), values
+
+
+def _with_json_options(asked: Fields, values: dict[str, Any]) -> dict[str, Any]:
+    """Take vLLM's options of JSON out of structured_outputs, and return its grammar with them."""
+    options: dict[str, Any] = {}
+    if asked.has("disable_any_whitespace"):
+        options["whitespace_flexible"] = not asked.boolean("disable_any_whitespace")
+    if (pattern := asked.string("whitespace_pattern")) is not None:
+        options["whitespace_pattern"] = pattern
+    is_closed = asked.boolean("disable_additional_properties")
+    if not (options or is_closed):
+        return values
+    if values.pop("json_object", None):
+        return values | {"json_schema": with_options({"type": "object"}, options)}
+    schema = values.get("json_schema")
+    if not isinstance(schema, Mapping):
+        limit = "given with json_object, or with json that is an object"
+        path = asked.path_of(next(name for name in _JSON_OPTIONS if asked.has(name)))
+        raise HttpError(400, f"{path} must be {limit}", code="invalid_value", param=path)
+    return values | {"json_schema": with_options(closed(schema) if is_closed else schema, options)}
 
 
 def _guided(fields: Fields) -> list[tuple[str, Mapping[str, Any]]]:

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, Message
+from quire.gateway.chat.json_schemas import closed
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
@@ -258,7 +259,9 @@ def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
     if kind == "json_schema":
         asked.require("schema")
         schema = asked.mapping("schema")
-        asked.ignore("name", "description", "strict")
+        asked.ignore("name", "description")
+        if asked.boolean("strict") and schema is not None:
+            schema = closed(schema)
     asked.end()
     if kind == "text":
         return params

@@ -19,6 +19,7 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.model.self_check import SHORTEST_TOKENS
 from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
+from quire.worker.model.token_ids import drop_unknown_padding
 from quire.worker.unsupported_model import UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def load_model(
     source, local_only = _find(source, revision)
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_only)
     _check_is_causal_lm(config)
+    drop_unknown_padding(config)
     dtype = dtype or _checkpoint_dtype(config)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")

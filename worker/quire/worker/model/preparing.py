@@ -34,6 +34,7 @@ from quire.worker.model.pinned_rope import pin_rope
 from quire.worker.model.probe import probe
 from quire.worker.model.self_check import CHECKED_SEQS, eager_reference
 from quire.worker.model.sharding import ONE_PART, ModelRanks
+from quire.worker.model.token_ids import check_output_rows, end_token_ids
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def prepare_model(
     Raises UnsupportedModel as load_model() does.
     """
     model.set_attn_implementation("eager")
+    if ranks.size == 1:  # else each has a part of the rows
+        check_output_rows(model)
     pin_rope(model, max_model_len)
     _choose_experts_implementation(model)
     try:
@@ -115,7 +118,7 @@ def _prepare_paged(
         model,
         specs=specs,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=end_token_ids(model),
         step_kind=step_kind,
         layer_groups=layer_groups,
     )
@@ -143,7 +146,7 @@ def _prepare_sharded(
         model,
         specs=specs,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=end_token_ids(model),
         step_kind=step_kind,
         layer_groups=layer_groups,
     )
@@ -172,21 +175,12 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         layout = probe_cache(model)
-        cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=_eos_token_ids(model))
+        cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
         _check_against_own_attention(cached)
     except UnsupportedModel as refused:
         reason = f"{why}; with its own attention over the pool, {refused.reason}"
         raise UnsupportedModel(refused.model_class, reason) from refused
     return cached
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Every id that the generation configuration or the model's calls the end of a sequence."""
-    ids: set[int] = set()
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        value = getattr(config, "eos_token_id", None)
-        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return tuple(sorted(ids))
 
 
 def _choose_experts_implementation(model: Any) -> None:

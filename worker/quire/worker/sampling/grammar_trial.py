@@ -29,8 +29,9 @@ MEMORY_BYTES = 2**30
 NUM_TRIED_TOKENS = 8
 """Tokens of a text that is generated to find out if one exists."""
 
-# Indentation, but no endless white space, which a model that is unsure can fall into.
-JSON_DEFAULTS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
+# White space between tokens of JSON. A model that is unsure can fall into it, so there is none but a space by default.
+COMPACT = {"whitespace_pattern": r"\x20?"}
+INDENTED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
 
 
 def load_tokenizer(path: Path, *, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
@@ -61,7 +62,7 @@ def translate(kind: str, text: str) -> str:
             text = _object_of(text)
             return LLMatcher.grammar_from_json_schema(text, defaults=_defaults_of(text))  # type: ignore[arg-type]
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_DEFAULTS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=COMPACT)  # type: ignore[arg-type]
         case "choice":
             texts = (json.dumps(each, ensure_ascii=False) for each in json.loads(text))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
@@ -84,10 +85,12 @@ def _object_of(schema: str) -> str:
 
 
 def _defaults_of(schema: str) -> dict[str, str]:
-    """Return JSON_DEFAULTS; nothing if the schema allows no white space, which the pattern would win against."""
+    """Return the white space that a schema asks for; nothing if it allows none, which a pattern would win against."""
     options = json.loads(schema).get("x-guidance")
-    is_compact = isinstance(options, dict) and options.get("whitespace_flexible") is False
-    return {} if is_compact else JSON_DEFAULTS
+    is_flexible = options.get("whitespace_flexible") if isinstance(options, dict) else None
+    if is_flexible is False:
+        return {}
+    return INDENTED if is_flexible else COMPACT
 
 
 def find_error(tokenizer: LLTokenizer, grammar: str) -> str:
