@@ -16,6 +16,7 @@ import pytest
 from deadlines import DEADLINE_S
 
 from quire.cli.launch import LocalServices
+from quire.cli.restarts import keep_running
 from quire.cli.service_process import LaunchError, ServiceExitedError, ServiceProcess, ServiceTimeoutError
 from quire.cli.signals import signals_held
 
@@ -131,6 +132,39 @@ def test_a_child_that_fails_at_start_shows_the_end_of_its_log(folder: Path) -> N
     with pytest.raises(ServiceExitedError, match=r"(?s)worker ended with status 3 at start.*no attention"):
         LocalServices.start(model="fail", **STAND_INS)
     assert not left_in(folder)
+
+
+def test_the_end_of_the_log_is_that_of_this_run(folder: Path) -> None:
+    given = folder / "run"
+    given.mkdir()
+    for name in ("cachemgr.log", "worker.log"):
+        (given / name).write_text("an error of yesterday\n")
+    with pytest.raises(ServiceExitedError) as caught:
+        LocalServices.start(model="fail", runtime_dir=given, **STAND_INS)
+    assert "no attention" in str(caught.value)
+    assert "yesterday" not in str(caught.value)
+    assert "yesterday" in (given / "worker.log").read_text()
+
+
+def test_a_service_that_ends_again_and_again_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.restarts.FIRST_PAUSE_S", 0.001)
+    said: list[str] = []
+    with LocalServices.start(model="any", **STAND_INS) as services:
+
+        def kill_it_again(text: str) -> None:
+            said.append(text)
+            if "serves again" in text:
+                services.worker.kill()
+
+        services.worker.kill()
+        with pytest.raises(LaunchError, match=r"(?s)worker was ended by SIGKILL.*started 5 times again, and ended"):
+            keep_running(services, kill_it_again)
+        assert services.cachemgr.is_running
+    assert [text.splitlines()[-1].split(" (pid")[0] for text in said] == [
+        text
+        for pause in ("0.001", "0.002", "0.004", "0.008", "0.016")
+        for text in (f"worker starts again in {pause} s.", "worker serves again")
+    ]
 
 
 def test_a_module_that_is_missing_is_said(folder: Path) -> None:

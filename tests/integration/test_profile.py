@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from quire.cli.launch import LocalServices
 from quire.client import Engine, SamplingParams
 from quire.worker.__main__ import main
-from quire.worker.config import StepRange
+from quire.worker.flags import StepRange
 
 PHASES = ["apply grant", "prepare batch", "forward", "sample", "read tokens"]
 

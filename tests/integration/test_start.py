@@ -41,7 +41,7 @@ def command(line: str) -> list[str]:
 def first_terminal(environment: dict[str, str]) -> Iterator[None]:
     """Run the only line of the first block until the tests end."""
     (line,) = FIRST
-    assert line == "quire up --model deploy/demo/model"
+    assert line == "quire up deploy/demo/model"
     with subprocess.Popen(command(line), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(TIMEOUT_S, process.kill)
         watchdog.start()

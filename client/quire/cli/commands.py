@@ -15,16 +15,18 @@ import click
 
 from quire.cli.command_line import CommandLine, explain
 from quire.cli.request_flags import REQUEST_FLAGS, RequestCommand, flag_names, request_of
-from quire.cli.up_flags import addresses_as_written, as_arguments, service_options
+from quire.cli.up_flags import ServiceFlags, UpCommand, service_options
 from quire.client.errors import InvalidRequest
-from quire.serving.addresses import DEFAULT_HTTP_LISTEN
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.flags import (
     DIAL_FLAGS,
+    HOST_FLAGS,
     LISTEN_ADDRESS,
     add_flags,
     cachemgr_option,
     command_settings,
     dial_flags,
+    http_addresses,
     option,
 )
 from quire.serving.runtime_folder import serving_folder
@@ -92,7 +94,7 @@ def quire() -> None:
     See it work, in a checkout:
       quire demo
     Serve a model, and use it from another terminal:
-      quire up --model PATH_OR_HUB_ID
+      quire up PATH_OR_HUB_ID
       curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
       quire generate "Once upon a time"
       quire stats --watch
@@ -101,8 +103,9 @@ def quire() -> None:
     """
 
 
-@quire.command(context_settings={"ignore_unknown_options": True})
-@option("--model", required=True, metavar="PATH_OR_HUB_ID", help="The model: a folder, or a hub id.")
+@quire.command(cls=UpCommand)
+@click.argument("path", required=False, metavar="[PATH_OR_HUB_ID]")
+@option("--model", metavar="PATH_OR_HUB_ID", help="The model, if it is not the argument: a folder, or a hub id.")
 @option(
     "--runtime-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -115,61 +118,61 @@ def quire() -> None:
     type=LISTEN_ADDRESS,
     multiple=True,
     default=(DEFAULT_HTTP_LISTEN,),
-    callback=addresses_as_written,
     metavar="ADDRESS",
     help="Address at which the gateway serves HTTP: host:port or unix:/path. May be given several times.",
 )
+@add_flags(HOST_FLAGS)
 @option("--no-http", is_flag=True, help="Start no gateway.")
-@option(
-    "--served-model-name",
-    multiple=True,
-    metavar="NAME",
-    show_default="as the worker names its model",
-    help="gateway: The model's name in HTTP requests. May be given several times.",
-)
-@service_options
 @option(
     "--logs",
     type=click.Choice(("files", "terminal")),
     default="files",
     help="Write the logs of the services to files in the runtime folder, or here.",
 )
-@click.argument("worker_flags", nargs=-1, type=click.UNPROCESSED, metavar="[WORKER_FLAGS]...")
+@service_options
 def up(
-    model: str,
+    path: str | None,
+    model: str | None,
     runtime_dir: Path | None,
-    http_listen: tuple[str, ...],
+    http_listen: tuple[Address, ...],
+    host: str | None,
+    port: int | None,
     no_http: bool,
-    served_model_name: tuple[str, ...],
     logs: str,
-    cachemgr_flags: tuple[str, ...],
-    worker_flags: tuple[str, ...],
+    flags: ServiceFlags,
 ) -> None:
-    """Start both services and an HTTP gateway on this machine, and keep them until Ctrl-C.
+    """Serve a model on this machine: cachemgr, a worker and an HTTP gateway, until Ctrl-C.
 
     They serve on unix sockets in a runtime folder, and also on --cachemgr-listen, --worker-listen and --http-listen.
-    Prints the addresses once all are ready, and a curl line. Flags that are not listed here go to the worker: see
-    `quire worker --help`. All check their flags before anything starts. With --token-file the worker needs a
-    --cachemgr-token-file. If one of them ends, the others are stopped and the status is 1. At the end each service
-    has 10 seconds at most, even if its --drain-timeout is longer.
+    Prints the addresses once all are ready, and commands to try. Takes every flag of the three processes; a flag that
+    several of them have goes to each. All check their flags before anything starts. A process that ends by itself is
+    started again. At the end open requests may finish for --drain-timeout; a second Ctrl-C ends at once.
+
+    With --token-file, callers of the gateway need a token of the file, too, as their API key. The worker and the
+    gateway show cachemgr the token of --cachemgr-token-file: it needs the roles worker, client and gateway.
 
     \b
     Examples:
-      quire up --model deploy/demo/model --num-blocks 512
-      quire up --model Qwen/Qwen3-0.6B --kv-cache-memory 4G --dtype bfloat16
-      quire up --model ./my-model --cachemgr-listen 0.0.0.0:7070 --worker-listen 0.0.0.0:7071 \\
-        --tls-cert server.pem --tls-key server.key
+      quire up deploy/demo/model
+      quire up Qwen/Qwen3-0.6B --kv-cache-memory 4G --dtype bfloat16 --served-model-name qwen
+      quire up ./my-model --host 0.0.0.0 --api-keys keys --tls-cert server.pem --tls-key server.key
     """
+    if path is not None and model is not None:
+        raise click.UsageError("The model is given twice: as the argument, and as --model.")
+    found = model if path is None else path
+    if found is None:
+        raise click.UsageError("Missing the model: quire up PATH_OR_HUB_ID (or '--model').")
+    if no_http and (host is not None or port is not None):
+        raise click.UsageError("--host and --port are the gateway's, and --no-http starts none.")
+    addresses = http_addresses("--http-listen", http_listen, host=host, port=port)
     _require("client", "cachemgr", "worker", *(() if no_http else ("gateway",)))
     from quire.cli.up import run_up
 
     run_up(
-        model=model,
+        model=found,
         runtime_dir=runtime_dir,
-        cachemgr_flags=cachemgr_flags,
-        worker_flags=worker_flags,
-        gateway_flags=as_arguments("--served-model-name", served_model_name),
-        http_listen=None if no_http else http_listen,
+        flags=flags,
+        http_listen=None if no_http else tuple(map(str, addresses)),
         logs_here=logs == "terminal",
     )
 

@@ -117,7 +117,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> tuple["Dem
     except KeyboardInterrupt:
         services.stop()  # the signal may have come just before that began
         raise KeyboardInterrupt(NOTHING_LEFT) from None
-    console.print("Both services have ended. [bold]quire up --model PATH_OR_HUB_ID[/] keeps them running. Then:")
+    console.print("Both services have ended. [bold]quire up PATH_OR_HUB_ID[/] keeps them running. Then:")
     console.print(Text(f"\n  {curl_command(f'http://{DEFAULT_HTTP_LISTEN}')}"), soft_wrap=True)
     return shown
 

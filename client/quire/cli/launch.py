@@ -19,9 +19,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from quire.cli.service_process import (
@@ -39,8 +39,6 @@ CACHEMGR_START_TIMEOUT_S = 30.0
 GATEWAY_START_TIMEOUT_S = 60.0
 
 _DEATH_POLL_S = 0.2
-# A gateway that is killed leaves its requests without an answer: it gives up before that, and answers them.
-_GATEWAY_ENDS_IN_TIME = ("--drain-timeout", f"{STOP_TIMEOUT_S - 3:g}")
 
 
 class LocalServices:
@@ -53,10 +51,12 @@ class LocalServices:
     num_blocks            size of its pool; None: the worker decides
     extra_cachemgr_args, extra_worker_args, extra_gateway_args
                           further flags
+    environment           by service ("gateway"): further variables of its environment
     http_listen           the gateway's address for HTTP, beside its unix socket; None: there is no gateway
     runtime_dir           folder for sockets and logs. None: one is made, and removed at the end. One that is given is
                           made if missing, and keeps the logs
     output                "files": a log file per service in the folder; "inherit": to ours
+    stop_timeout_s        the most time of a service to end, before SIGKILL; longer than its --drain-timeout
     cachemgr_target, worker_target
                           module or .py file to run
     """
@@ -70,9 +70,11 @@ class LocalServices:
         extra_worker_args: Sequence[str] = (),
         http_listen: Sequence[str] | None = None,
         extra_gateway_args: Sequence[str] = (),
+        environment: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         runtime_dir: str | os.PathLike[str] | None = None,
         output: str = "files",
         worker_start_timeout_s: float = WORKER_START_TIMEOUT_S,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
         cachemgr_target: str = "quire.cachemgr",
         worker_target: str = "quire.worker",
     ) -> None:
@@ -84,9 +86,15 @@ class LocalServices:
         self._extra_worker_args = tuple(extra_worker_args)
         self._http_listen = None if http_listen is None else tuple(http_listen)
         self._extra_gateway_args = tuple(extra_gateway_args)
+        self._environment = environment
         self._given_dir = None if runtime_dir is None else Path(runtime_dir).absolute()
         self._output = output
-        self._worker_start_timeout_s = worker_start_timeout_s
+        self._start_timeouts_s = {
+            "cachemgr": CACHEMGR_START_TIMEOUT_S,
+            "worker": worker_start_timeout_s,
+            "gateway": GATEWAY_START_TIMEOUT_S,
+        }
+        self._stop_timeout_s = stop_timeout_s
         self._cachemgr_target = cachemgr_target
         self._worker_target = worker_target
         self._own_dir: Path | None = None
@@ -144,11 +152,17 @@ class LocalServices:
             raise LaunchError("not started")
         return folder
 
-    def check_commands(self) -> dict[str, list[str]]:
-        """Return by service a command that checks the service's flags, starts nothing, and reports errors."""
+    def check_commands(self) -> dict[str, tuple[list[str], dict[str, str]]]:
+        """Return by service a command that checks the service's flags, starts nothing, and reports errors.
+
+        With each command comes its environment.
+        """
         with_folder = self._given_dir or Path(short_temporary_folder())
         return {
-            name: [sys.executable, "-P", "-m", target, *arguments, "--check"]
+            name: (
+                [sys.executable, "-P", "-m", target, *arguments, "--check"],
+                {**os.environ, **self._environment.get(name, {})},
+            )
             for name, (target, arguments) in self._targets(with_folder).items()
         }
 
@@ -160,15 +174,24 @@ class LocalServices:
                     return service
             time.sleep(_DEATH_POLL_S)
 
+    def start_one(self, service: ServiceProcess) -> None:
+        """Start one service, which does not run, and wait until it serves. Raises LaunchError."""
+        with self._stop_lock:
+            if self._is_stopped:
+                raise LaunchError("stopped during the start")
+            service.start()
+        service.wait_serving(self._start_timeouts_s[service.name])
+
     def stop(self) -> None:
         """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.
 
-        Takes at most 10 s per service; a signal that comes meanwhile makes it SIGKILL and is delivered afterwards.
+        Takes at most stop_timeout_s per service. A signal that comes meanwhile makes it SIGKILL, and is delivered
+        afterwards.
         """
         with signals_held(self._kill_all), self._stop_lock:
             self._is_stopped = True
             for service in reversed(self._services):
-                service.terminate()
+                service.terminate(self._stop_timeout_s)
             self._remove_files()
             atexit.unregister(self.stop)
             self._restore_sigterm()
@@ -209,22 +232,11 @@ class LocalServices:
                 self._catch_sigterm()
                 with signals_held():
                     self._make_services()
-                self._start_one(self.cachemgr)
-                self.cachemgr.wait_serving(CACHEMGR_START_TIMEOUT_S)
-                self._start_one(self.worker)
-                self.worker.wait_serving(self._worker_start_timeout_s)
-                if self.gateway is not None:
-                    self._start_one(self.gateway)
-                    self.gateway.wait_serving(GATEWAY_START_TIMEOUT_S)
+                for service in self._services:
+                    self.start_one(service)
             except BaseException:
                 self.stop()
                 raise
-
-    def _start_one(self, service: ServiceProcess) -> None:
-        with self._stop_lock:
-            if self._is_stopped:
-                raise LaunchError("stopped during the start")
-            service.start()
 
     def _make_services(self) -> None:
         folder = self._make_folder()
@@ -234,6 +246,7 @@ class LocalServices:
                 target=target,
                 arguments=arguments,
                 address=_address_of(name, folder),
+                environment=self._environment.get(name, {}),
                 log_path=self._log_path(folder / f"{name}.log"),
             )
             for name, (target, arguments) in self._targets(folder).items()
@@ -252,7 +265,7 @@ class LocalServices:
             flags = [part for each in listen for part in ("--listen", each)]
             targets["gateway"] = (
                 "quire.gateway",
-                (*flags, "--cachemgr", cachemgr, *_GATEWAY_ENDS_IN_TIME, *self._extra_gateway_args),
+                (*flags, "--cachemgr", cachemgr, *self._extra_gateway_args),
             )
         return targets
 

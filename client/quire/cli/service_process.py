@@ -17,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -57,22 +58,32 @@ class ServiceTimeoutError(LaunchError):
 class ServiceProcess:
     """One service: a command, its address, and its process if it runs.
 
-    name      for messages ("cachemgr")
-    target    module or .py file to run with this interpreter
-    address   the address of its health check ("unix:/run/q/worker.sock")
-    log_path  file that gets its stdout and stderr; None: they go to ours
+    name         for messages ("cachemgr")
+    target       module or .py file to run with this interpreter
+    address      the address of its health check ("unix:/run/q/worker.sock")
+    environment  variables of its environment beside ours
+    log_path     file that gets its stdout and stderr; None: they go to ours
     """
 
     def __init__(
-        self, name: str, *, target: str, arguments: Sequence[str], address: str, log_path: Path | None = None
+        self,
+        name: str,
+        *,
+        target: str,
+        arguments: Sequence[str],
+        address: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        log_path: Path | None = None,
     ) -> None:
         self.name = name
         self.address = address
         self.log_path = log_path
         self._target = target
         self._arguments = tuple(arguments)
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_running = False
+        self._log_begin = 0
         self._on_exit: Callable[[], None] | None = None
         self._watch: threading.Thread | None = None
 
@@ -168,11 +179,11 @@ class ServiceProcess:
         self.wait_serving(timeout_s)
 
     def log_tail(self) -> str:
-        """The last lines of its log, empty if it has none of its own."""
+        """The last lines of the log since the last start, empty if it has none of its own."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            log.seek(max(self._log_begin, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             text = log.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
 
@@ -182,11 +193,13 @@ class ServiceProcess:
         try:
             with contextlib.ExitStack() as stack:
                 output = None if self.log_path is None else stack.enter_context(self.log_path.open("ab"))
+                self._log_begin = 0 if output is None else output.tell()
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
+                    env={**os.environ, **self._environment},
                     pass_fds=(read_fd,),
                     start_new_session=True,  # Ctrl-C in the terminal is ours to handle
                 )
@@ -240,6 +253,10 @@ class ServiceProcess:
             raise ServiceExitedError(f"{self.name} {_describe_exit(self.returncode)} at start{self._tail_text()}")
         what = answered or f"was not serving within {timeout_s:g} s"
         raise ServiceTimeoutError(f"{self.name} (pid {self.pid}) {what}{self._tail_text()}")
+
+    def describe_exit(self) -> str:
+        """Return how the last process ended, with the last lines of its log."""
+        return f"{self.name} {_describe_exit(self.returncode)}{self._tail_text()}"
 
     def _tail_text(self) -> str:
         tail = self.log_tail()

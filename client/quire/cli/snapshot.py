@@ -150,7 +150,7 @@ def answering(cachemgr: str) -> Iterator[None]:
             raise
         raise UnreachableError(
             f"no cachemgr answers at {cachemgr} ({cause_of(error)}).\n"
-            "Start both services with `quire up --model PATH_OR_HUB_ID`, or set its address: --cachemgr ADDRESS, "
+            "Start both services with `quire up PATH_OR_HUB_ID`, or set its address: --cachemgr ADDRESS, "
             "or QUIRE_CACHEMGR=ADDRESS in the environment."
         ) from error
 

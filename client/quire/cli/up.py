@@ -15,21 +15,22 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from quire.cli.launch import LocalServices, is_answered
-from quire.cli.service_process import GatewayProcess, LaunchError, ServiceProcess
+from quire.cli.restarts import keep_running
+from quire.cli.service_process import STOP_TIMEOUT_S, GatewayProcess, LaunchError, ServiceProcess
 from quire.cli.signals import ending_on, signals_held
-from quire.serving.addresses import TcpAddress, explain_bind_failure, parse_listen_address
+from quire.cli.up_flags import ServiceFlags
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, TcpAddress, explain_bind_failure, parse_listen_address
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 
 CHECK_TIMEOUT_S = 120.0
+DEFAULT_URL = f"http://{DEFAULT_HTTP_LISTEN}"
 
 
 def run_up(
     *,
     model: str,
     runtime_dir: Path | None,
-    cachemgr_flags: Sequence[str],
-    worker_flags: Sequence[str],
-    gateway_flags: Sequence[str],
+    flags: ServiceFlags,
     http_listen: Sequence[str] | None,
     logs_here: bool,
 ) -> None:
@@ -42,25 +43,31 @@ def run_up(
     _check_ports(http_listen or ())
     services = LocalServices(
         model=model,
-        extra_cachemgr_args=cachemgr_flags,
-        extra_worker_args=worker_flags,
-        extra_gateway_args=gateway_flags,
+        extra_cachemgr_args=flags.arguments["cachemgr"],
+        extra_worker_args=flags.arguments["worker"],
+        extra_gateway_args=flags.arguments["gateway"],
+        environment=flags.environment,
         http_listen=http_listen,
         runtime_dir=folder,
         output="inherit" if logs_here else "files",
+        stop_timeout_s=flags.drain_timeout_s + STOP_TIMEOUT_S,
     )
     with ending_on(signal.SIGHUP, signal.SIGTERM):
         _check_flags(services)
         with started(services, Console(stderr=True, highlight=False), model=model):
-            listening = (_values_of("--listen", flags) for flags in (cachemgr_flags, worker_flags))
-            click.echo(_describe(services, *listening, has_logs=not logs_here))
+            listening = (_values_of("--listen", flags.arguments[service]) for service in ("cachemgr", "worker"))
+            click.echo(_describe(services, *listening, has_keys=flags.has_keys, has_logs=not logs_here))
             sys.stdout.flush()
             try:
-                died = services.wait()
+                keep_running(services, lambda text: click.echo(text, err=True))
             except (KeyboardInterrupt, SystemExit):
-                click.echo("Stopping the services.", err=True)
-                return
-            raise click.ClickException(_describe_death(died))
+                click.echo(_describe_stop(flags.drain_timeout_s), err=True)
+            except LaunchError as error:
+                raise click.ClickException(f"{error}. The other processes are ended, too.") from error
+
+
+def _describe_stop(drain_timeout_s: float) -> str:
+    return f"Stopping. Open requests may finish, for at most {drain_timeout_s:g} s. Ctrl-C again ends at once."
 
 
 @contextlib.contextmanager
@@ -97,11 +104,13 @@ def _progress(services: LocalServices, console: Console, model: str) -> Iterator
 
 
 def _stage(services: LocalServices, model: str) -> str:
-    try:
-        is_loading = services.worker.pid is not None
-    except IndexError:  # none is made yet
-        is_loading = False
-    return f"worker: loading {model} and checking it" if is_loading else "cachemgr: starting"
+    stages = {
+        "cachemgr": "cachemgr: starting",
+        "worker": f"worker: loading {model} and checking it",
+        "gateway": "gateway: starting",
+    }
+    begun = [service.name for service in services.all if service.pid is not None]
+    return stages[begun[-1] if begun else "cachemgr"]
 
 
 def _values_of(flag: str, flags: Sequence[str]) -> list[str]:
@@ -129,7 +138,7 @@ def _check_ports(http_listen: Sequence[str]) -> None:
         address = parse_listen_address(text)
         reason = explain_bind_failure(address) if isinstance(address, TcpAddress) and address.port else ""
         if reason:
-            instead = "Choose another --http-listen, or --no-http to do without."
+            instead = "Choose another --port or --http-listen, or --no-http to do without."
             raise click.ClickException(f"HTTP can't be served at {text}: {reason}. {instead}")
 
 
@@ -144,9 +153,13 @@ def _check_flags(services: LocalServices) -> None:
     checks: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with signals_held():
-            for name, command in services.check_commands().items():
+            for name, (command, environment) in services.check_commands().items():
                 checks[name] = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
                 )
         for name, process in checks.items():
             try:
@@ -167,23 +180,32 @@ def _complaint(said: str) -> str:
 
 
 def _describe(
-    services: LocalServices, cachemgr_listen: Sequence[str], worker_listen: Sequence[str], *, has_logs: bool
+    services: LocalServices,
+    cachemgr_listen: Sequence[str],
+    worker_listen: Sequence[str],
+    *,
+    has_keys: bool,
+    has_logs: bool,
 ) -> str:
-    is_default = services.cachemgr_address == default_cachemgr()
+    gateway = services.gateway
     lines = [
-        f"{'Both' if services.gateway is None else 'All'} services are ready. Ctrl-C ends them.",
+        f"{'Both' if gateway is None else 'All'} services are ready. Ctrl-C ends them.",
         "",
         f"  cachemgr  {' '.join((services.cachemgr_address, *cachemgr_listen))}  (pid {services.cachemgr.pid})",
         f"  worker    {' '.join((services.worker_address, *worker_listen))}  (pid {services.worker.pid})",
-        *([] if services.gateway is None else [_line_of(services.gateway)]),
+        *(
+            []
+            if gateway is None
+            else [f"  gateway   {' '.join((*gateway.urls, gateway.address))}  (pid {gateway.pid})"]
+        ),
         *([f"  logs      {services.runtime_dir}"] if has_logs else []),
         "",
         "In another terminal:",
         "",
-        *([] if is_default else [f"  export QUIRE_CACHEMGR={shlex.quote(services.cachemgr_address)}"]),
+        *_exports(services, has_keys=has_keys),
         '  quire generate "Once upon a time"',
         "  quire stats",
-        *([] if services.gateway is None else [f"  {_curl_line(services.gateway)}"]),
+        *([] if gateway is None else _lines_for_http(gateway, has_keys=has_keys)),
     ]
     if cachemgr_listen and worker_listen:
         lines += [
@@ -195,19 +217,37 @@ def _describe(
     return "\n".join(lines)
 
 
-def _line_of(gateway: GatewayProcess) -> str:
-    return f"  gateway   {' '.join((*gateway.urls, gateway.address))}  (pid {gateway.pid})"
+def _exports(services: LocalServices, *, has_keys: bool) -> list[str]:
+    """Return the lines that the commands need in another terminal."""
+    lines = []
+    if services.cachemgr_address != default_cachemgr():
+        lines.append(f"  export QUIRE_CACHEMGR={shlex.quote(services.cachemgr_address)}")
+    url = None if services.gateway is None else _url_for_chat(services.gateway)
+    if url not in (None, DEFAULT_URL):
+        lines.append(f"  export QUIRE_URL={url}")
+    if has_keys and services.gateway is not None:
+        lines.append("  export QUIRE_API_KEY=...")
+    return lines
 
 
-def _curl_line(gateway: GatewayProcess) -> str:
-    socket = gateway.address.removeprefix("unix:")
-    return curl_command(gateway.urls[0] if gateway.urls else f"--unix-socket {shlex.quote(socket)} http://localhost")
+def _lines_for_http(gateway: GatewayProcess, *, has_keys: bool) -> list[str]:
+    """Return commands to try. With TLS, curl takes the unix socket, where it needs no authority."""
+    url = _url_for_chat(gateway)
+    socket = shlex.quote(gateway.address.removeprefix("unix:"))
+    curl = curl_command(url or f"--unix-socket {socket} http://localhost", has_keys=has_keys)
+    return [*([] if url is None else ["  quire chat"]), f"  {curl}"]
 
 
-def curl_command(where: str) -> str:
-    """Return a command that requests text from the gateway at this URL."""
+def _url_for_chat(gateway: GatewayProcess) -> str | None:
+    """Return the URL of plain HTTP; None if there is none."""
+    return next((url for url in gateway.urls if url.startswith("http://")), None)
+
+
+def curl_command(where: str, *, has_keys: bool = False) -> str:
+    """Return a command that requests text from the gateway at this URL; with keys, it sends that of QUIRE_API_KEY."""
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
-    return f"curl -s {where}/v1/completions -d '{body}'"
+    key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_keys else ""
+    return f"curl -s {where}/v1/completions{key} -d '{body}'"
 
 
 def check_alive(services: LocalServices, *, grace_s: float = 0.0) -> None:

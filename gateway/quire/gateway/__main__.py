@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,22 +23,23 @@ from quire.client.engine.scheduling.policy import PriorityPolicy
 from quire.client.engine.tracing import Tracing
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.gateway.app import make_app
+from quire.gateway.callers import Keys
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.chat.tools import ToolFormat
-from quire.gateway.config import OWN_FLAGS, GatewayOptions
+from quire.gateway.config import NO_FLAGS_OF_GATEWAY, OWN_FLAGS, GatewayOptions
 from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
 from quire.gateway.http.browsers import browser_rules
 from quire.gateway.http.server import HttpServer
-from quire.gateway.keys import KeyFile, check_exposure
+from quire.gateway.keys import GivenKeys, KeyFile, check_exposure
 from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend, EngineBackend
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
 from quire.gateway.tenant_limits import TenantRateLimiter
-from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
+from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address, AddressError
 from quire.serving.dialing import DialOptions
-from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings
+from quire.serving.flags import DIAL_FLAGS, add_flags, command_settings, http_addresses
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.metrics import MetricsPage
@@ -160,18 +162,34 @@ def _read_metrics(gateway: Gateway) -> Any:
     return gateway.metrics.families(gateway.models)
 
 
-def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, KeyFile | None, TenantRateLimiter | None]:
+def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, Keys | None, TenantRateLimiter | None]:
     """Return the server's TLS, the callers' keys and the tenants' limits, if the files of the flags can be used.
 
     Raises FileError, or AddressError for plain text, or for callers without a key, where others can reach it.
     """
-    addresses = [*options.listen, *flags.grpc_listen, *([flags.shepherd] if flags.shepherd else [])]
-    check_exposure(addresses, has_keys=flags.api_keys is not None, is_allowed=flags.allow_anonymous)
+    security = _secure_addresses(options, flags)
     rate_limiter = None if flags.tenant_limits is None else TenantRateLimiter(flags.tenant_limits)
-    keys = None
+    keys: Keys | None = GivenKeys(flags.api_key) if flags.api_key else None
     if flags.api_keys is not None:
         keys = KeyFile(flags.api_keys, priority_of=rate_limiter.priority_of if rate_limiter else lambda tenant: 0)
-    return options.secure(roles={}, domain=DOMAIN), keys, rate_limiter
+    return security, keys, rate_limiter
+
+
+def _secure_addresses(options: ServerOptions, flags: GatewayOptions) -> Security:
+    """Return the server's TLS. Raises one AddressError for all that an address lacks that others can reach."""
+    addresses = [*options.listen, *flags.grpc_listen, *([flags.shepherd] if flags.shepherd else [])]
+    lacks: list[AddressError] = []
+    try:
+        check_exposure(addresses, has_keys=flags.has_keys, is_allowed=flags.allow_anonymous)
+    except AddressError as error:
+        lacks.append(error)
+    try:
+        security = options.secure(roles={}, domain=DOMAIN)
+    except AddressError as error:
+        lacks.append(error)
+    if lacks:
+        raise AddressError(". ".join(map(str, lacks)))
+    return security
 
 
 @contextlib.asynccontextmanager
@@ -262,10 +280,10 @@ def _tracing() -> Tracing | None:
 
 
 @click.command(name="serve", cls=ServerCommand, context_settings=command_settings("QUIRE_SERVE"))
-@server_options(default_listen=DEFAULT_HTTP_LISTEN, without=("--health-listen", "--token-listen", "--token-file"))
+@server_options(default_listen=DEFAULT_HTTP_LISTEN, without=NO_FLAGS_OF_GATEWAY)
 @dial_options("cachemgr")
 @add_flags(OWN_FLAGS)
-def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
+def main(server: ServerOptions, cachemgr_dial: DialOptions, host: str | None, port: int | None, **own: Any) -> None:
     """Serve text over HTTP, with OpenAI's API.
 
     It is a client of cachemgr and of the worker. It waits for them if they do not serve yet, and prints a line when it
@@ -276,11 +294,12 @@ def main(server: ServerOptions, cachemgr_dial: DialOptions, **own: Any) -> None:
       quire serve --cachemgr unix:/run/quire/cachemgr.sock --served-model-name llama --listen 127.0.0.1:8000
     """
     configure_logging(server.log_level, server.log_format)
+    server = replace(server, listen=http_addresses("--listen", server.listen, host=host, port=port))
     flags = GatewayOptions(**own)
     if flags.shepherd is not None and not flags.pool:
         raise click.UsageError("--shepherd needs --pool: one worker of Shepherd Model Gateway is one pool.")
-    if flags.shepherd is not None and flags.api_keys is not None:
-        raise click.UsageError("--shepherd and --api-keys exclude each other: that gateway shows its workers no key.")
+    if flags.shepherd is not None and flags.has_keys:
+        raise click.UsageError("--shepherd and API keys exclude each other: that gateway shows its workers no key.")
     credentials = Credentials(**{name: getattr(cachemgr_dial, name) for name in DIAL_FLAGS})
     if server.only_check:
         server.end_check(lambda: secure(server, flags))

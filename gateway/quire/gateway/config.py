@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from quire.gateway.chat.tools import ToolFormat
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import RequestLimits
 from quire.serving.addresses import Address
-from quire.serving.flags import FILE, LISTEN_ADDRESS, Flag, cachemgr_option, option
+from quire.serving.flags import FILE, HOST_FLAGS, LISTEN_ADDRESS, Flag, cachemgr_option, option
 
 _DEFAULTS = RequestLimits()
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
+NO_FLAGS_OF_GATEWAY = ("--health-listen", "--token-listen", "--token-file")
+"""Flags of gRPC servers that a gateway does not have: its callers are those of --api-keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class GatewayOptions:
     tokenizer: str | None
     chat_template: Path | None
     tool_format: str | None
+    api_key: tuple[str, ...] = field(repr=False)
     api_keys: Path | None
     tenant_limits: Path | None
     allow_anonymous: bool
@@ -51,6 +54,18 @@ class GatewayOptions:
     max_waiting_tokens: int
     max_unread_tokens: int
     lease_ttl: float
+
+    def __post_init__(self) -> None:
+        """Raise click.UsageError for keys that are given in two ways, and for one that no caller could send."""
+        if self.api_key and self.api_keys is not None:
+            raise click.UsageError("--api-key and --api-keys exclude each other: a key is the one's or in the other.")
+        if any(not key or not key.isprintable() or " " in key for key in self.api_key):
+            raise click.BadParameter("must be one word of printable characters", param_hint="'--api-key'")
+
+    @property
+    def has_keys(self) -> bool:
+        """True if callers must send a key."""
+        return bool(self.api_key) or self.api_keys is not None
 
     @property
     def kept_responses(self) -> KeptResponses:
@@ -93,6 +108,7 @@ def _limit(flag: str, default: int, text: str) -> Flag:
 
 OWN_FLAGS: list[Flag] = [
     cachemgr_option(),
+    *HOST_FLAGS,
     option(
         "--served-model-name",
         multiple=True,
@@ -119,6 +135,13 @@ OWN_FLAGS: list[Flag] = [
         type=click.Choice([each.value for each in ToolFormat]),
         show_default="as the chat template has it",
         help="Format in which the model writes calls of tools.",
+    ),
+    option(
+        "--api-key",
+        multiple=True,
+        metavar="KEY",
+        help="A key that callers must send: Authorization: Bearer KEY. May be given several times. All callers are one "
+        "tenant. Better in the environment: other users of the machine can read a command line.",
     ),
     option(
         "--api-keys",

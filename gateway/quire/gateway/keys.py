@@ -5,11 +5,12 @@ is the tenant, and may have several keys; a key needs the role `client`. Only ha
 constant time, and the file is read again when it changes.
 """
 
+import hmac
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from quire.client.engine.sampling import MAX_TENANT_LENGTH
-from quire.gateway.callers import Caller
+from quire.gateway.callers import NOBODY, Caller
 from quire.gateway.errors import HttpError
 from quire.serving.access import Role, TokenFile, digest_of, read_token_file
 from quire.serving.addresses import Address, AddressError, is_local
@@ -29,16 +30,40 @@ class KeyFile:
 
     def caller_of(self, key: str | None) -> Caller:
         """Return the caller with this key, None being no key. Raises HttpError: 401, or 403 without the role."""
-        if key is None:
-            raise HttpError(401, "no API key was given: send Authorization: Bearer KEY", code="missing_api_key")
-        found = None
-        if len(key) <= MAX_KEY_LENGTH:
-            found = self._file.current().by_token(digest_of(key.encode(errors="replace").decode()))
+        digest = _digest_of(key)
+        found = None if digest is None else self._file.current().by_token(digest)
         if found is None:
-            raise HttpError(401, "the API key is not known here", code="invalid_api_key")
+            raise _unknown_key()
         if Role.CLIENT not in found.roles:
             raise HttpError(403, f"the key of {found.name!r} has not the role client", code="role_missing")
         return Caller(name=found.name, tenant=found.name, priority=self._priority_of(found.name))
+
+
+class GivenKeys:
+    """Callers with one of the keys of --api-key; all are one caller. Only the keys' hashes are kept."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        """Take the keys."""
+        self._digests = [digest_of(key) for key in keys]
+
+    def caller_of(self, key: str | None) -> Caller:
+        """Return the one caller. Raises HttpError: 401."""
+        digest = _digest_of(key) or b""
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        if not any(matches):
+            raise _unknown_key()
+        return NOBODY
+
+
+def _digest_of(key: str | None) -> bytes | None:
+    """Return the hash of a key; None of one that is too long. Raises HttpError without a key."""
+    if key is None:
+        raise HttpError(401, "no API key was given: send Authorization: Bearer KEY", code="missing_api_key")
+    return digest_of(key.encode(errors="replace").decode()) if len(key) <= MAX_KEY_LENGTH else None
+
+
+def _unknown_key() -> HttpError:
+    return HttpError(401, "the API key is not known here", code="invalid_api_key")
 
 
 def read_keys(path: Path) -> TokenFile:
@@ -58,5 +83,5 @@ def check_exposure(addresses: Iterable[Address], *, has_keys: bool, is_allowed: 
         if not is_local(address):
             raise AddressError(
                 f"{address}: not loopback, and there are no API keys: any client that reaches it could generate. "
-                "Give --api-keys FILE or --allow-anonymous"
+                "Give --api-key KEY, --api-keys FILE or --allow-anonymous"
             )

@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from quire.serving.addresses import Address, AddressError, parse_dial_address, parse_listen_address
+from quire.serving.addresses import (
+    DEFAULT_HTTP_LISTEN,
+    MAX_PORT,
+    Address,
+    AddressError,
+    TcpAddress,
+    parse_dial_address,
+    parse_listen_address,
+)
 from quire.serving.logs import FORMATS, LEVELS
 from quire.serving.runtime_folder import default_cachemgr
 
@@ -37,6 +46,7 @@ class AddressType(click.ParamType[Address]):
             self.fail(str(error), param, ctx)
 
 
+DRAIN_TIMEOUT_S = 30.0
 FILE = click.Path(dir_okay=False, path_type=Path)
 LISTEN_ADDRESS = AddressType(parse_listen_address)
 DIAL_ADDRESS = AddressType(parse_dial_address)
@@ -52,6 +62,49 @@ def cachemgr_option(**settings: Any) -> Flag:
         help="Address of cachemgr: unix:/path or host:port.",
         **settings,
     )
+
+
+# The address for HTTP in two parts, as servers of other engines have it. They are no environment variables: Kubernetes
+# sets NAME_PORT for every service.
+HOST_FLAGS: list[Flag] = [
+    option(
+        "--host",
+        metavar="HOST",
+        allow_from_autoenv=False,
+        show_envvar=False,
+        help="Host of the one address for HTTP, in place of an address HOST:PORT.",
+    ),
+    option(
+        "--port",
+        type=click.IntRange(0, MAX_PORT),
+        metavar="PORT",
+        allow_from_autoenv=False,
+        show_envvar=False,
+        help="Port of the one address for HTTP.",
+    ),
+]
+
+
+def http_addresses(
+    flag: str, addresses: tuple[Address, ...], *, host: str | None, port: int | None
+) -> tuple[Address, ...]:
+    """Return the address of --host and --port if one of them was given, else the addresses of `flag`.
+
+    The part that is not given is that of DEFAULT_HTTP_LISTEN. Raises click.UsageError if the command line has `flag`
+    too, and for a host that is none.
+    """
+    if host is None and port is None:
+        return addresses
+    source = click.get_current_context().get_parameter_source(flag.removeprefix("--").replace("-", "_"))
+    if source is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--host and --port are one address, {flag} is another: give one or the other.")
+    default = parse_listen_address(DEFAULT_HTTP_LISTEN)
+    assert isinstance(default, TcpAddress)
+    given = TcpAddress((host or default.host).strip("[]"), default.port if port is None else port)
+    try:
+        return (parse_listen_address(str(given)),)
+    except AddressError as error:
+        raise click.BadParameter(str(error), param_hint="'--host'") from error
 
 
 def command_settings(prefix: str) -> dict[str, Any]:
@@ -152,7 +205,7 @@ def _serving_flags(default_listen: str) -> list[Flag]:
         option(
             "--drain-timeout",
             type=click.FloatRange(min=0),
-            default=30.0,
+            default=DRAIN_TIMEOUT_S,
             metavar="SECONDS",
             help="Time for running work to finish after SIGTERM or SIGINT. A second signal ends it at once.",
         ),

@@ -24,6 +24,7 @@ from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.shares import read_shares
 from quire.cli.bench import PARTS
 from quire.cli.commands import quire
+from quire.cli.up_flags import TABLE, flags_of_services
 from quire.serving.access import read_token_file
 
 THIS = "tests/unit/repository/test_docs.py"
@@ -79,9 +80,9 @@ def test_the_flags_of_quire_are_there(
         parse_service(name, flags, {}, monkeypatch)
     elif name not in SERVERS:
         context = quire.commands[name].make_context(name, flags)
-        extra = [*context.params.get("worker_flags", ()), *context.args]
         if name == "up":
-            parse_service("worker", ["--model", "x", *extra], {}, monkeypatch)
+            given = flags_of_services({shared: context.params[shared.name] for shared in TABLE}).arguments["worker"]
+            parse_service("worker", ["--model", "x", *given], {}, monkeypatch)
 
 
 def arguments(command: str) -> Iterator[str]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import click
+from typing import Literal
 
 from quire.serving.addresses import Address
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
-
-DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
-ATTENTION_NAMES = ("auto", "torch", "triton")
-LAYER_GROUP_NAMES = ("auto", "one")
-MAX_RANKS = 256
-BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,55 +61,3 @@ class WorkerConfig:
         """The location of the tokenizer for clients: an absolute path, or the hub id."""
         path = Path(self.model)
         return str(path.resolve()) if path.exists() else self.model
-
-
-class ByteSize(click.ParamType[int]):
-    """A number of bytes: 4096, 512M, 1.5G (powers of 1,024)."""
-
-    name = "bytes"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip().upper().removesuffix("IB").removesuffix("B")
-        number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
-        try:
-            return int(float(number) * BYTE_UNITS[unit])
-        except (KeyError, ValueError):
-            self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
-
-
-class NewFile(click.Path):
-    """A file that can be written, in a folder that exists."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, dir_okay=False, writable=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            self.fail(f"{path}: {str(path.parent)!r} is not a folder that can be written to", param, ctx)
-        return path
-
-
-class StepRange(click.ParamType[tuple[int, int]]):
-    """FIRST:COUNT, both at least 1; FIRST alone is that one step."""
-
-    name = "steps"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        first, _, count = str(value).partition(":")
-        try:
-            numbers = int(first), int(count or 1)
-        except ValueError:
-            numbers = (0, 0)
-        if min(numbers) < 1:
-            self.fail(f"{value!r} is not FIRST:COUNT, two numbers of at least 1, like 20:10", param, ctx)
-        return numbers
-
-
-def default_threads() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,216 @@
+"""The worker's own flags, and the types of their values. `quire up` has them, too: nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.serving.flags import DIAL_ADDRESS, Flag, option
+from quire.serving.runtime_folder import default_cachemgr
+
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
+ATTENTION_NAMES = ("auto", "torch", "triton")
+LAYER_GROUP_NAMES = ("auto", "one")
+MAX_RANKS = 256
+BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes: 4096, 512M, 1.5G (powers of 1,024)."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper().removesuffix("IB").removesuffix("B")
+        number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+        try:
+            return int(float(number) * BYTE_UNITS[unit])
+        except (KeyError, ValueError):
+            self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
+
+
+class NewFile(click.Path):
+    """A file that can be written, in a folder that exists."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            self.fail(f"{path}: {str(path.parent)!r} is not a folder that can be written to", param, ctx)
+        return path
+
+
+class StepRange(click.ParamType[tuple[int, int]]):
+    """FIRST:COUNT, both at least 1; FIRST alone is that one step."""
+
+    name = "steps"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        first, _, count = str(value).partition(":")
+        try:
+            numbers = int(first), int(count or 1)
+        except ValueError:
+            numbers = (0, 0)
+        if min(numbers) < 1:
+            self.fail(f"{value!r} is not FIRST:COUNT, two numbers of at least 1, like 20:10", param, ctx)
+        return numbers
+
+
+def default_threads() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+OWN_FLAGS: list[Flag] = [
+    option("--model", required=True, metavar="PATH_OR_HUB_ID", help="The model: a folder, or a hub id."),
+    option(
+        "--cachemgr",
+        type=DIAL_ADDRESS,
+        default=default_cachemgr(),
+        metavar="ADDRESS",
+        help="Address of the cachemgr that manages the pool: host:port or unix:/path.",
+    ),
+    option(
+        "--advertise",
+        type=DIAL_ADDRESS,
+        metavar="ADDRESS",
+        help="Address at which clients reach this worker, if it is not the first --listen address (such as 0.0.0.0).",
+    ),
+    option("--pool", default="default", metavar="NAME", help="The pool's name at the cachemgr."),
+    option(
+        "--num-blocks",
+        type=click.IntRange(min=2),
+        metavar="BLOCKS",
+        help="Blocks in the pool, the null block included.",
+    ),
+    option("--kv-cache-memory", type=ByteSize(), metavar="BYTES", help="Memory for the pool, like 512M or 1.5G."),
+    option(
+        "--host-memory",
+        type=ByteSize(),
+        default=0,
+        show_default="no host tier",
+        metavar="BYTES",
+        help="Memory of this machine for the blocks of preempted sequences, like 16G; pinned on a GPU.",
+    ),
+    option(
+        "--memory-share",
+        type=click.FloatRange(0, 1, min_open=True),
+        show_default="0.5 on a CPU, 0.9 on a GPU, but no more blocks than --max-num-seqs sequences can use",
+        metavar="FRACTION",
+        help="If neither blocks nor bytes are given: on a CPU, part of the free memory for the pool; on a GPU, part of "
+        "all memory for the model, its largest step and the pool.",
+    ),
+    option("--block-size", type=click.IntRange(1, 1024), default=16, metavar="TOKENS", help="Tokens per block."),
+    option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights and activations; auto: as saved."),
+    option(
+        "--kv-dtype",
+        type=click.Choice(KV_DTYPE_NAMES),
+        default="auto",
+        help="Keys and values; auto: as activations. float8 (e4m3) takes half the memory of 16 bits and is less exact.",
+    ),
+    option(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="Device for the model: cpu, cuda, cuda:1; auto: a GPU if there is one.",
+    ),
+    option(
+        "--attention",
+        type=click.Choice(ATTENTION_NAMES),
+        default="auto",
+        help="Attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
+    ),
+    option(
+        "--layer-groups",
+        type=click.Choice(LAYER_GROUP_NAMES),
+        default="auto",
+        help="auto: layers with a sliding window or chunks have block tables of their own, and give up the blocks "
+        "behind it. one: one block table for all layers, which keeps all blocks.",
+    ),
+    option(
+        "--cuda-graphs/--no-cuda-graphs",
+        default=True,
+        help="On a GPU, replay steps of one token per sequence as CUDA graphs, if the model allows it.",
+    ),
+    option(
+        "--max-graph-tokens",
+        type=click.IntRange(min=0),
+        default=512,
+        metavar="TOKENS",
+        help="With --cuda-graphs, steps with prompts of up to so many tokens in all are replayed as CUDA graphs too, "
+        "but for their attention; 0: none are.",
+    ),
+    option(
+        "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's."
+    ),
+    option(
+        "--max-num-seqs",
+        type=click.IntRange(min=1),
+        default=256,
+        metavar="SEQUENCES",
+        help="Sequences that may hold blocks at a time.",
+    ),
+    option(
+        "--max-step-tokens",
+        type=click.IntRange(min=1),
+        default=8192,
+        metavar="TOKENS",
+        help="Tokens one step may compute.",
+    ),
+    option(
+        "--threads",
+        type=click.IntRange(min=1),
+        default=default_threads,
+        show_default="as many as cores",
+        metavar="THREADS",
+        help="CPU threads for the model.",
+    ),
+    option(
+        "--step-timeout",
+        "step_timeout_s",
+        type=click.FloatRange(min=0),
+        show_default="120 on a GPU, no limit on a CPU",
+        metavar="SECONDS",
+        help="Time limit of one step. After it health is NOT_SERVING; after twice the time the process ends with "
+        "status 1. 0: no limit.",
+    ),
+    option(
+        "--profile",
+        type=NewFile(),
+        metavar="FILE",
+        help="Write a Chrome trace of some steps to this file, once they have run.",
+    ),
+    option(
+        "--profile-steps",
+        type=StepRange(),
+        default="20:10",
+        metavar="FIRST:COUNT",
+        help="The steps that --profile records, counted from the first step of this process.",
+    ),
+    option("--revision", metavar="REVISION", help="The model's revision on the hub."),
+    option("--trust-remote-code", is_flag=True, help="Run code that comes with the model. Trust its author first."),
+    option(
+        "--fuse/--no-fuse",
+        default=None,
+        show_default="where there is a GPU",
+        help="Run the layers of a model in fewer, fused operations, if their kind is known.",
+    ),
+    option(
+        "--tensor-parallel-size",
+        type=click.IntRange(1, MAX_RANKS),
+        default=1,
+        metavar="RANKS",
+        help="Processes, with a device each, that the model and the pool are divided among. They are started on this "
+        "machine, unless torchrun has started this one as one of them.",
+    ),
+]
