@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,6 +119,41 @@ def test_the_commands_about_a_prefix(cachemgr: str) -> None:
     assert pin_id in run(cachemgr, "pin").stdout
     assert run(cachemgr, "pin", "--remove", pin_id).exit_code == 0
     assert run(cachemgr, "pin").stdout == "There are no pins.\n"
+
+
+@pytest.mark.parametrize("command", ["lookup", "explain"])
+def test_a_prompt_longer_than_the_pool_is_answered_and_can_never_be_admitted(cachemgr: str, command: str) -> None:
+    longest = PROMPT[:32] + [7] * 5000
+    if command == "lookup":
+        assert as_json(cachemgr, "lookup", "--token-ids", ids(longest))["matches"][0]["cached_token_count"] == 32
+    else:
+        assert as_json(cachemgr, "explain", "--token-ids", ids(longest))["missing_block_index"] == 2
+    said = run(cachemgr, command, "--token-ids", ids(longest))
+    assert said.exit_code == 0
+    limit = re.findall(r"default: the prompt has 5032 tokens, and a sequence at most (\d+): it can never", said.stdout)
+    assert len(limit) == 1
+    fits = run(cachemgr, command, "--token-ids", ids(longest[: int(limit[0])]))
+    assert "never be admitted" not in fits.stdout
+
+
+def test_a_lookup_says_why_nothing_is_found(cachemgr: str) -> None:
+    short = run(cachemgr, "lookup", "--token-ids", "1,2").stdout
+    assert "full blocks of 16 tokens are cached, and the prompt has 2 tokens" in short
+    assert "`quire explain` with the same arguments" in run(cachemgr, "lookup", TEXT).stdout
+    assert len(run(cachemgr, "lookup", "--token-ids", ids(PROMPT)).stdout.splitlines()) == 2
+
+
+def test_tables_are_whole(cachemgr: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piped, a row is a line without padding, however narrow the terminal; no value ends in an ellipsis."""
+    missing = as_json(cachemgr, "explain", TEXT)["missing_prefix_hash"]
+    for columns in ("30", "80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = run(cachemgr, "explain", TEXT).stdout
+        assert missing in shown
+        assert not re.search(r" $|…", shown, re.M)
+    with LLM(cachemgr):
+        (row,) = run(cachemgr, "leases").stdout.splitlines()[1:]
+    assert len(row) < 80
 
 
 def test_leases_and_audit(cachemgr: str) -> None:

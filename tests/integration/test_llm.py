@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,35 @@ def leases(cachemgr: str) -> list[cache_service_pb2.Lease]:
             await cache.close()
 
     return asyncio.run(ask())
+
+
+def test_the_address_is_that_of_the_environment(cachemgr: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHEMGR", cachemgr)
+
+    async def pools() -> list[str]:
+        cache = CacheClient()
+        async with Engine.connect():
+            found = [pool.name for pool in await cache.list_pools()]
+        await cache.close()
+        return found
+
+    assert asyncio.run(pools()) == ["default"]
+    with LLM() as llm:
+        assert llm.generate(["The input"], PARAMS)[0].samples[0].text
+
+
+@pytest.mark.parametrize("address", ["unix:{folder}/nobody.sock", "127.0.0.1:1"])
+def test_without_a_cachemgr_the_error_is_one_line_with_the_remedy(address: str, tmp_path: Path) -> None:
+    address = address.format(folder=tmp_path)
+    code = "from quire.client import LLM; LLM()"
+    environment = {**os.environ, "QUIRE_CACHEMGR": address}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    *trace, last = done.stderr.splitlines()
+    assert re.search(rf"no cachemgr answers at {address} \([\w ]+\): start one with `quire up PATH", last)
+    assert "QUIRE_CACHEMGR" in last
+    assert sum(line.startswith("  File") for line in trace) == 2, "the program's line and LLM's own"
 
 
 def test_it_gives_what_the_engine_gives_and_closes(cachemgr: str) -> None:
@@ -158,6 +188,6 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_nothing_locked(cachemgr: str) -> 
 def test_the_snippet_of_the_page(
     cachemgr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quire.client.engine.engine.default_cachemgr", lambda: cachemgr)
+    monkeypatch.setenv("QUIRE_CACHEMGR", cachemgr)
     exec(pages.block("docs/start/first-client.md", test="tests/integration/test_llm.py").text, {})
     assert capsys.readouterr().out.strip()

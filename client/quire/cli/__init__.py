@@ -3,7 +3,7 @@
 __init__.py       the entry point, with ending.py: Ctrl-C is answered in one line from the first moment on
 commands.py       the commands, with their flags and help; command_line.py: their group, and errors as messages
 
-up.py             `quire up` (up_flags.py), with launch.py: the services, service_process.py: one, and restarts.py
+up.py             `quire up` (up_flags.py), with launch.py: the services, service_process.py: one of them; restarts.py
 demo.py           `quire demo`
 generate.py       `quire generate` (request_flags.py); outages.py
 chat.py           `quire chat`

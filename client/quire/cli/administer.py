@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1.attach_pb2 import PoolGeometry
-from quire.cli.render import layer_group_name
+from quire.cli.render import counted, layer_group_name
 from quire.cli.snapshot import REACH_TIMEOUT_S, UnreachableError, answering, as_dict, check_pool, check_reachable
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
@@ -22,6 +23,7 @@ from quire.client.errors import InvalidRequest
 from quire.client.worker_client import WorkerClient
 
 Answer = TypeVar("Answer")
+_TOO_LONG = "SEQUENCE_TOO_LONG"
 _UNLIMITED_WIDTH = 10_000
 """Columns of an output that is no terminal: nothing is cut off."""
 
@@ -56,7 +58,7 @@ def run_leases(place: Place, *, as_json: bool) -> None:
     for lease in leases:
         table.add_row(
             *(f"{lease.lease_id_prefix}…", lease.pool, lease.tenant, _name_of(pb.LeaseState.Name(lease.state))),
-            _time_of(lease.expire_time.ToJsonString()),
+            _time_of(lease.expire_time.ToJsonString()).partition("T")[2],  # within an hour
             *(str(lease.last_step_number), str(lease.step_in_flight_count), str(lease.sequence_count)),
         )
     _print({"leases": leases}, table, as_json=as_json, if_empty="There are no leases.")
@@ -65,28 +67,53 @@ def run_leases(place: Place, *, as_json: bool) -> None:
 def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bool) -> None:
     """Print how many tokens of a prompt each pool holds; tenant None is the caller's."""
 
-    async def look(cache: CacheClient) -> pb.LookupPrefixResponse:
+    async def look(cache: CacheClient) -> tuple[pb.LookupPrefixResponse, list[str]]:
         token_ids = await _tokens_of(place, prefix)
-        return await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
+        answer = await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
+        notes = [note for match in answer.matches for note in await _notes_on(cache, match, len(token_ids))]
+        return answer, [*await _never_admitted(cache, token_ids, pool=place.pool), *notes]
 
-    matches = _ask(place, look).matches
+    answer, notes = _ask(place, look)
     table = _table("pool", "cached tokens", "worker")
-    for match in matches:
+    for match in answer.matches:
         table.add_row(match.pool, str(match.cached_token_count), match.worker_address)
-    _print({"matches": matches}, table, as_json=as_json, if_empty="There is no pool.")
+    _print({"matches": answer.matches}, table, as_json=as_json, if_empty="There is no pool.", notes=notes)
+
+
+async def _notes_on(cache: CacheClient, match: pb.PrefixMatch, num_tokens: int) -> list[str]:
+    """Return why a pool holds nothing of a prompt; nothing if it holds some of it."""
+    if match.cached_token_count:
+        return []
+    block_size = (await cache.get_pool(match.pool)).geometry.block_size_tokens
+    if num_tokens < block_size:
+        count = counted(num_tokens, "token")
+        return [f"{match.pool}: full blocks of {block_size} tokens are cached, and the prompt has {count}."]
+    return [f"{match.pool}: `quire explain` with the same arguments shows why nothing of it is cached."]
+
+
+async def _never_admitted(cache: CacheClient, token_ids: list[int], *, pool: str) -> list[str]:
+    """Return which pools can never admit the prompt, and their limits."""
+    checks = await cache.check_admission(pb.Admission(sequence_id=1, token_ids=token_ids), pool=pool)
+    limits = [
+        (check.pool, check.refusal.metadata.get("limit")) for check in checks if check.refusal.reason == _TOO_LONG
+    ]
+    return [
+        f"{name}: the prompt has {len(token_ids)} tokens, and a sequence at most {limit}: it can never be admitted."
+        for name, limit in limits
+    ]
 
 
 def run_explain(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bool) -> None:
     """Print why no more of a prompt is found in a pool's prefix cache; tenant None is the caller's."""
 
-    async def look(cache: CacheClient) -> tuple[pb.ExplainPrefixResponse, pb.Pool]:
+    async def look(cache: CacheClient) -> tuple[pb.ExplainPrefixResponse, pb.Pool, list[str]]:
         token_ids = await _tokens_of(place, prefix)
         salt = prefix.salt.encode()
         answer = await cache.explain_prefix(token_ids, pool=place.pool, salt=salt, tenant=tenant)
-        return answer, await cache.get_pool(answer.pool)
+        return answer, await cache.get_pool(answer.pool), await _never_admitted(cache, token_ids, pool=answer.pool)
 
-    answer, pool = _ask(place, look)
-    _print(answer, explanation(answer, pool.geometry), as_json=as_json)
+    answer, pool, notes = _ask(place, look)
+    _print(answer, explanation(answer, pool.geometry), as_json=as_json, notes=notes)
 
 
 def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Table:
@@ -206,15 +233,18 @@ async def _tokenizer_of_worker(place: Place) -> str:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    return table
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _print(
-    answer: Message | dict[str, Iterable[Message]], table: Table, *, as_json: bool, if_empty: str | None = None
+    answer: Message | dict[str, Iterable[Message]],
+    table: Table,
+    *,
+    as_json: bool,
+    if_empty: str | None = None,
+    notes: Iterable[str] = (),
 ) -> None:
+    """Print the answer as JSON, or as a table with notes below it. No value is cut off: a long one is folded."""
     if as_json:
         values = (
             _as_json(answer) if isinstance(answer, Message) else {k: list(map(_as_json, v)) for k, v in answer.items()}
@@ -223,8 +253,16 @@ def _print(
     elif if_empty is not None and not table.row_count:
         print(if_empty)
     else:
+        for column in table.columns:
+            column.overflow = "fold"
         console = Console(highlight=False, markup=False)
-        console.print(table, width=None if console.is_terminal else _UNLIMITED_WIDTH, crop=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.width = _UNLIMITED_WIDTH
+        with console.capture() as written:
+            console.print(table)
+        print(re.sub(r" +$", "", written.get(), flags=re.MULTILINE), end="")
+        for note in notes:
+            print(note)
 
 
 def _as_json(message: Message) -> dict[str, Any]:

@@ -192,10 +192,11 @@ def cause_of(error: QuireError) -> str:
         return f"no answer within {REACH_TIMEOUT_S:g} s"
     if error.reason == "UNIMPLEMENTED":
         return "another service is there"
+    message = error.metadata.get("cause", error.message)
     for sign, cause in _CAUSES.items():
-        if sign in error.message:
+        if sign in message:
             return cause
-    return error.message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
+    return message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
 
 
 def describe_trouble(cachemgr: str, error: QuireError | None, age_s: float) -> str:

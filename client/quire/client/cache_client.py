@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf import duration_pb2
 
@@ -22,9 +22,12 @@ from quire.client.channel import (
     unary,
 )
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.errors import InvalidRequest, LeaseLost, ProtocolViolation, QuireError
-from quire.serving.runtime_folder import default_cachemgr
+from quire.client.errors import InvalidRequest, LeaseLost, ProtocolViolation, QuireError, Unavailable
+from quire.serving.runtime_folder import given_cachemgr
 
+Response = TypeVar("Response")
+NOT_LISTENING = ("connect failed", "Failed to connect to remote host")
+"""Parts of gRPC's messages if no process listens at a unix socket, at a port."""
 _BLOCK_PAGE_SIZE = 10_000
 """The most that cachemgr gives."""
 
@@ -65,13 +68,16 @@ class CacheClient:
         timeout_s: float = 10.0,
         retry: RetryPolicy = RETRIES,
     ) -> None:
-        """Prepare calls to an address, "unix:/path" or "host:port"; None is the default, where `quire up` serves.
+        """Prepare calls to an address, "unix:/path" or "host:port".
+
+        None is that of the environment variable QUIRE_CACHEMGR, and without it the address where `quire up` serves.
 
         timeout_s is the deadline of each attempt of a call.
         """
         self._timeout_s = timeout_s
         self._retry = retry
-        self._channel = open_channel(address or default_cachemgr(), credentials)
+        self._address = address or given_cachemgr()
+        self._channel = open_channel(self._address, credentials)
         self._stub = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self._plans: OrderedStream[pb.PlanStepsRequest, pb.PlanStepsResponse] = OrderedStream(
             self._stub.PlanSteps, timeout_s=timeout_s
@@ -83,17 +89,17 @@ class CacheClient:
         Raises NotFound, OutOfRoom, LeaseLost (it ended before the answer came), Unavailable.
         """
         request = pb.CreateLeaseRequest(pool=pool, ttl=_duration_of(ttl_s), request_id=uuid.uuid4().hex)
-        return await unary(self._stub.CreateLease, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.CreateLease, request)
 
     async def renew_lease(self, lease_id: str) -> None:
         """See CacheService.RenewLease. Raises LeaseLost, Unavailable."""
         request = pb.RenewLeaseRequest(lease_id=lease_id)
-        await unary(self._stub.RenewLease, request, timeout_s=self._timeout_s, policy=self._retry)
+        await self._call(self._stub.RenewLease, request)
 
     async def delete_lease(self, lease_id: str) -> None:
         """See CacheService.DeleteLease. Tried once: a lease left over expires by itself."""
         request = pb.DeleteLeaseRequest(lease_id=lease_id)
-        await unary(self._stub.DeleteLease, request, timeout_s=self._timeout_s)
+        await self._call(self._stub.DeleteLease, request, policy=ONCE)
 
     async def plan(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """See CacheService.PlanStep; goes over the stream. Repeated after a break if it has a request_id.
@@ -117,12 +123,12 @@ class CacheClient:
     async def get_pool(self, pool: str = "") -> pb.Pool:
         """See CacheService.GetPool. Raises NotFound, Unavailable."""
         request = pb.GetPoolRequest(pool=pool)
-        return (await unary(self._stub.GetPool, request, timeout_s=self._timeout_s, policy=self._retry)).pool
+        return (await self._call(self._stub.GetPool, request)).pool
 
     async def get_sequence(self, lease_id: str, sequence_id: int) -> pb.Sequence:
         """See CacheService.GetSequence. Raises LeaseLost, NotFound, Unavailable."""
         request = pb.GetSequenceRequest(lease_id=lease_id, sequence_id=sequence_id)
-        answer = await unary(self._stub.GetSequence, request, timeout_s=self._timeout_s, policy=self._retry)
+        answer = await self._call(self._stub.GetSequence, request)
         return answer.sequence
 
     async def list_pools(self) -> list[pb.Pool]:
@@ -143,7 +149,7 @@ class CacheClient:
     async def first_sequences(self, pool: str = "", *, count: int, tenant: str | None = None) -> list[pb.Sequence]:
         """See CacheService.ListSequences; the first `count`, at most 1,000, of a tenant or of all. Raises NotFound."""
         request = pb.ListSequencesRequest(pool=pool, page_size=count, tenant=tenant)
-        answer = await unary(self._stub.ListSequences, request, timeout_s=self._timeout_s, policy=self._retry)
+        answer = await self._call(self._stub.ListSequences, request)
         return list(answer.sequences)
 
     async def list_blocks(
@@ -178,21 +184,21 @@ class CacheClient:
     ) -> pb.LookupPrefixResponse:
         """See CacheService.LookupPrefix. tenant None is the caller's. Raises NotFound, InvalidRequest, AccessDenied."""
         request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
-        return await unary(self._stub.LookupPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.LookupPrefix, request)
 
     async def explain_prefix(
         self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", tenant: str | None = None
     ) -> pb.ExplainPrefixResponse:
         """See CacheService.ExplainPrefix; as lookup_prefix otherwise."""
         request = pb.ExplainPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
-        return await unary(self._stub.ExplainPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.ExplainPrefix, request)
 
     async def check_admission(
         self, admission: pb.Admission, *, pool: str = "", reserve_blocks: int = 0
     ) -> list[pb.AdmissionCheck]:
         """See CacheService.CheckAdmission: one check per pool. Raises NotFound, InvalidRequest."""
         request = pb.CheckAdmissionRequest(pool=pool, admission=admission, admission_reserve_block_count=reserve_blocks)
-        answer = await unary(self._stub.CheckAdmission, request, timeout_s=self._timeout_s, policy=self._retry)
+        answer = await self._call(self._stub.CheckAdmission, request)
         return list(answer.checks)
 
     async def pin_prefix(
@@ -210,12 +216,12 @@ class CacheClient:
         """
         ttl = None if ttl_s is None else _duration_of(ttl_s)
         request = pb.PinPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, ttl=ttl, tenant=tenant)
-        return await unary(self._stub.PinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.PinPrefix, request)
 
     async def unpin_prefix(self, pin_id: str, *, pool: str = "", tenant: str | None = None) -> None:
         """See CacheService.UnpinPrefix. A missing pin is no error. Raises NotFound for the pool, AccessDenied."""
         request = pb.UnpinPrefixRequest(pool=pool, pin_id=pin_id, tenant=tenant)
-        await unary(self._stub.UnpinPrefix, request, timeout_s=self._timeout_s, policy=self._retry)
+        await self._call(self._stub.UnpinPrefix, request)
 
     async def list_pins(self, pool: str = "", *, tenant: str | None = None) -> list[pb.Pin]:
         """See CacheService.ListPins; all pages. Raises NotFound, AccessDenied."""
@@ -237,23 +243,34 @@ class CacheClient:
         request = pb.ResetPrefixCacheRequest(pool=pool, tenant=tenant, salt=salt, token_ids=token_ids or ())
         if token_ids is not None and not request.token_ids:
             raise InvalidRequest.of_field("token_ids", [], "at least a full block of tokens", reason="EMPTY_PROMPT")
-        return await unary(self._stub.ResetPrefixCache, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.ResetPrefixCache, request)
 
     async def audit_pool(self, pool: str = "") -> pb.AuditPoolResponse:
         """See CacheService.AuditPool. Raises NotFound."""
         request = pb.AuditPoolRequest(pool=pool)
-        return await unary(self._stub.AuditPool, request, timeout_s=self._timeout_s, policy=self._retry)
+        return await self._call(self._stub.AuditPool, request)
 
     async def get_statistics(self, pool: str = "") -> list[pb.PoolStatistics]:
         """See CacheService.GetStatistics."""
         request = pb.GetStatisticsRequest(pool=pool)
-        answer = await unary(self._stub.GetStatistics, request, timeout_s=self._timeout_s, policy=self._retry)
+        answer = await self._call(self._stub.GetStatistics, request)
         return list(answer.pools)
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Response]], request: Any, *, policy: RetryPolicy | None = None
+    ) -> Response:
+        """Make one call. Raises QuireError; for an address where no process listens, one line with the remedy."""
+        try:
+            return await unary(method, request, timeout_s=self._timeout_s, policy=policy or self._retry)
+        except Unavailable as error:
+            if not any(sign in error.message for sign in NOT_LISTENING):
+                raise
+            raise _no_cachemgr(self._address, error.message) from None
 
     async def _pages(self, call: Any, request: Any) -> AsyncGenerator[Any, None]:
         """All pages of a list; the server says where the next one begins."""
         while True:
-            page = await unary(call, request, timeout_s=self._timeout_s, policy=self._retry)
+            page = await self._call(call, request)
             yield page
             if not page.next_page_token:
                 return
@@ -267,6 +284,16 @@ class CacheClient:
         """Give up the stream and the channel."""
         await self._plans.close()
         await self._channel.close()
+
+
+def _no_cachemgr(address: str, said: str) -> Unavailable:
+    """Return the error of an address without a cachemgr; `said` is gRPC's message, which stays in the metadata."""
+    cause = said.rpartition(": ")[2].strip(" ]")
+    return Unavailable(
+        f"no cachemgr answers at {address} ({cause}): start one with `quire up PATH_OR_HUB_ID`, or give its address "
+        "as the argument cachemgr or in QUIRE_CACHEMGR",
+        metadata={"address": address, "cause": said},
+    )
 
 
 def _duration_of(seconds: float) -> duration_pb2.Duration:

@@ -62,6 +62,11 @@ def default_cachemgr() -> str:
     return f"unix:{folder}/cachemgr.sock"
 
 
+def given_cachemgr() -> str:
+    """Return the address of cachemgr for a client that was given none: QUIRE_CACHEMGR, or default_cachemgr()."""
+    return os.environ.get("QUIRE_CACHEMGR") or default_cachemgr()
+
+
 def short_temporary_folder() -> str:
     """Return the folder for temporary files, or /tmp if a socket's path in it could be too long."""
     folder = tempfile.gettempdir()

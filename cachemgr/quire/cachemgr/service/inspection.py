@@ -255,10 +255,14 @@ def prefix_asked_for(
     request: cache_service_pb2.LookupPrefixRequest | cache_service_pb2.ExplainPrefixRequest,
     pools: Sequence[AttachedPool],
 ) -> tuple[bytes, str]:
-    """Tokens and tenant. Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE)."""
+    """Tokens and tenant. Tokens beyond the longest sequence of the pools are left out: no cached prefix has them.
+
+    Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE).
+    """
     tenant = tenant_asked_for(method, request)
     geometries = [pool.ledger.geometry for pool in pools]
-    return messages.decode_prefix(request.token_ids, request.salt, geometries), tenant
+    longest = max((geometry.max_tokens for geometry in geometries), default=1)
+    return messages.decode_prefix(request.token_ids[:longest], request.salt, geometries), tenant
 
 
 def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tuple[int, int]]]:

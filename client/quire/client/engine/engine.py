@@ -74,7 +74,7 @@ from quire.client.errors import (
 )
 from quire.client.worker_client import StepAnswer, WorkerClient
 from quire.compute.v1 import worker_service_pb2
-from quire.serving.runtime_folder import default_cachemgr
+from quire.serving.runtime_folder import given_cachemgr
 
 Answer = TypeVar("Answer")
 
@@ -216,15 +216,16 @@ class Engine:
     ) -> "Engine":
         """An engine over gRPC; use it with `async with`, or call start() and close().
 
-        Addresses are "unix:/path" or "host:port". cachemgr None is the default address, where `quire up` serves. worker
-        overrides the address that the pool's worker gave cachemgr; credentials are shown to both. The options are those
-        of Engine: config, tokenizer, policy and tracing.
+        Addresses are "unix:/path" or "host:port". cachemgr None is that of the environment variable
+        QUIRE_CACHEMGR, and without it the address where `quire up` serves. worker overrides the address that the pool's
+        worker gave cachemgr; credentials are shown to both. The options are those of Engine: config, tokenizer, policy
+        and tracing.
         """
         is_traced = options.get("tracing") is not None
         cache_kind = TracedCacheClient if is_traced else CacheClient
         worker_kind = TracedWorkerClient if is_traced else WorkerClient
         return cls(
-            cache_kind(cachemgr or default_cachemgr(), credentials=credentials),
+            cache_kind(cachemgr or given_cachemgr(), credentials=credentials),
             lambda address: worker_kind(worker or address, credentials=credentials),
             **options,
         )

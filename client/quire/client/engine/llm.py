@@ -14,7 +14,7 @@ from quire.client.engine.outputs import BeamCompletion, Completion
 from quire.client.engine.requests import Prompt
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
-from quire.client.errors import EngineStopped
+from quire.client.errors import EngineStopped, Unavailable
 
 Answer = TypeVar("Answer")
 
@@ -110,6 +110,9 @@ class LLM:
 
         try:
             self._thread.run(start())
+        except Unavailable as error:
+            self.close()
+            raise error.with_traceback(None) from None  # the calls within say nothing that its message does not say
         except BaseException:
             self.close()
             raise

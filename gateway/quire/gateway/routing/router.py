@@ -45,7 +45,7 @@ from quire.client.worker_client import WorkerClient
 from quire.gateway.routing.backend import BackendStatistics, has_outage
 from quire.gateway.routing.choosing import OpenRequest, OutputLength, cheapest
 from quire.gateway.routing.members import Member, Members, RouterConfig
-from quire.serving.runtime_folder import default_cachemgr
+from quire.serving.runtime_folder import given_cachemgr
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Router:
         callers; none: the worker's. engine_config is for each engine, but for its pool and its page of metrics. weights
         are the tenants' (PriorityPolicy); the others are as in Engine.
         """
-        self._address = cachemgr or default_cachemgr()
+        self._address = cachemgr or given_cachemgr()
         self._model_names = tuple(model_names)
         self._config = config or RouterConfig()
         self._credentials = credentials

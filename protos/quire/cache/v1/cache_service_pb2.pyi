@@ -2059,8 +2059,8 @@ class ExplainPrefixRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, at least one, and at most as many as a sequence of the pool can
-        have.
+        """The tokens, at least one. Those beyond the longest sequence of the pool are
+        ignored: no cached prefix is longer.
         """
 
     def __init__(
@@ -2540,9 +2540,9 @@ class LookupPrefixRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, at least one, and at most as many as a sequence of one of these
-        pools can have. A token that is in no vocabulary of these pools is refused
-        (TOKEN_OUT_OF_RANGE).
+        """The tokens, at least one. Those beyond the longest sequence of these pools are
+        ignored: no cached prefix is longer. Another token that is in no vocabulary of
+        these pools is refused (TOKEN_OUT_OF_RANGE).
         """
 
     def __init__(

@@ -3829,8 +3829,8 @@ type ExplainPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The tokens, at least one, and at most as many as a sequence of the pool can
-	// have.
+	// The tokens, at least one. Those beyond the longest sequence of the pool are
+	// ignored: no cached prefix is longer.
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
@@ -4749,9 +4749,9 @@ type LookupPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only this pool. Empty: all pools.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The tokens, at least one, and at most as many as a sequence of one of these
-	// pools can have. A token that is in no vocabulary of these pools is refused
-	// (TOKEN_OUT_OF_RANGE).
+	// The tokens, at least one. Those beyond the longest sequence of these pools are
+	// ignored: no cached prefix is longer. Another token that is in no vocabulary of
+	// these pools is refused (TOKEN_OUT_OF_RANGE).
 	TokenIds []int32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// As in Admission.
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
