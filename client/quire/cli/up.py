@@ -23,6 +23,7 @@ from quire.serving.addresses import DEFAULT_HTTP_LISTEN, TcpAddress, explain_bin
 from quire.serving.runtime_folder import RuntimeFolderError, default_cachemgr, make_serving_folder
 
 CHECK_TIMEOUT_S = 120.0
+DEMO_MODEL = Path("deploy", "demo", "model")
 DEFAULT_URL = f"http://{DEFAULT_HTTP_LISTEN}"
 
 
@@ -57,6 +58,8 @@ def run_up(
         with started(services, Console(stderr=True, highlight=False), model=model):
             listening = (_values_of("--listen", flags.arguments[service]) for service in ("cachemgr", "worker"))
             click.echo(_describe(services, *listening, has_keys=flags.has_keys, has_logs=not logs_here))
+            if Path(model).resolve().parts[-3:] == DEMO_MODEL.parts:
+                click.echo("\nThis is the demo's model: its answers are English, and mean nothing.")
             sys.stdout.flush()
             try:
                 keep_running(services, lambda text: click.echo(text, err=True))
