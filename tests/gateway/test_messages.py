@@ -6,19 +6,23 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
+import pages
 import pytest
 from deadlines import DEADLINE_S
 from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model
 from gateway.chat_templates import CHATML
 from gateway.conftest import ROOT, Gateway
+from gateway.test_docs import DEFAULT
 from package_environments import environment
 
 from quire.cli.launch import LocalServices
 
+PAGE = "docs/how-to/use-your-client.md"
 ANTHROPIC = "anthropic==2.10.0"
 PLACE = {
     "type": "object",
@@ -430,6 +434,21 @@ def test_a_key_is_in_either_header(keyed: Gateway, header: str) -> None:
 @pytest.mark.verify
 def test_the_package_of_anthropic(keyed: Gateway) -> None:
     program = ROOT / "tests/gateway/anthropic_program.py"
-    command = [environment("anthropic", ANTHROPIC) / "python", program, keyed.url, MODEL, KEYS["alice"], KEYS["bob"]]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    said = run_with_package(program, keyed.url, MODEL, KEYS["alice"], KEYS["bob"])
     assert (said.returncode, said.stdout) == (0, "done\n"), said.stderr
+
+
+@pytest.mark.verify
+def test_the_example_of_the_page(keyed: Gateway, tmp_path: Path) -> None:
+    block = pages.block(PAGE, test="tests/gateway/test_messages.py")
+    text = block.text.replace(DEFAULT, keyed.url).replace('model="model"', f'model="{MODEL}"')
+    program = tmp_path / "program.py"
+    program.write_text(text.replace('api_key="none"', f'api_key="{KEYS["alice"]}"'))
+    said = run_with_package(program)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.strip()
+
+
+def run_with_package(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [environment("anthropic", ANTHROPIC) / "python", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -19,6 +19,8 @@ from package_environments import environment
 from quire.cli.launch import LocalServices
 
 TYPES = "openresponses-types==2.4.0"
+KEPT_BYTES = 20_000
+"""Of each tenant."""
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
 SHELL = {
     "type": "function",
@@ -83,7 +85,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     )
     with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
         gateway = Gateway(
-            *(services.cachemgr_address, "--api-keys", str(keys), "--responses-kept-bytes", "20000"),
+            *(services.cachemgr_address, "--api-keys", str(keys), "--responses-kept-bytes", str(KEPT_BYTES)),
             log=model / "gateway.log",
         )
         try:
@@ -139,6 +141,14 @@ def test_the_request_of_codex_is_answered(gateway: Gateway, alice: openai.OpenAI
     fields = {"instructions": CODEX["instructions"], "tools": CODEX["tools"]}
     plain = [item for item in items if item["type"] not in ("reasoning", "web_search_call")]
     assert num_tokens(alice, items, **fields) == num_tokens(alice, plain, **fields) == response["usage"]["input_tokens"]
+
+
+def test_a_developers_message_behind_the_instructions_belongs_to_them(alice: openai.OpenAI) -> None:
+    """Codex sends both, and Qwen's templates take a system's message at the beginning alone."""
+    developer, *rest = CODEX["input"]
+    joined = f"{CODEX['instructions']}\n{developer['content'][0]['text']}"
+    num_apart = num_tokens(alice, CODEX["input"], instructions=CODEX["instructions"])
+    assert num_apart == num_tokens(alice, rest, instructions=joined)
 
 
 @pytest.mark.parametrize("tool", [SHELL, PATCH], ids=lambda tool: str(tool["type"]))
@@ -240,7 +250,7 @@ def test_the_id_of_a_request_makes_no_two_responses_one(alice: openai.OpenAI) ->
     assert alice.responses.retrieve(first.id) == first
 
 
-def test_the_oldest_responses_of_a_tenant_make_room(alice: openai.OpenAI, bob: openai.OpenAI) -> None:
+def test_the_oldest_responses_of_a_tenant_make_room(gateway: Gateway, alice: openai.OpenAI, bob: openai.OpenAI) -> None:
     others = ask(bob)
     first = ask(alice)
     for _ in range(20):
@@ -248,6 +258,9 @@ def test_the_oldest_responses_of_a_tenant_make_room(alice: openai.OpenAI, bob: o
     with pytest.raises(openai.NotFoundError):
         alice.responses.retrieve(first.id)
     assert bob.responses.retrieve(others.id) == others
+    assert gateway.metric("quire_gateway_kept_responses") > 1
+    assert 0 < gateway.metric("quire_gateway_kept_response_bytes") <= len(KEYS) * KEPT_BYTES
+    assert gateway.metric("quire_gateway_kept_responses_dropped_total") > 0
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=none"])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import click
@@ -32,7 +33,7 @@ from quire.gateway.grpc.service import engine_server
 from quire.gateway.http.browsers import browser_rules
 from quire.gateway.http.server import HttpServer
 from quire.gateway.keys import GivenKeys, KeyFile, check_exposure
-from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.metrics import GatewayMetrics, kept_families
 from quire.gateway.routing.backend import Backend, EngineBackend
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
@@ -159,7 +160,7 @@ async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> 
 
 
 def _read_metrics(gateway: Gateway) -> Any:
-    return gateway.metrics.families(gateway.models)
+    return chain(gateway.metrics.families(gateway.models), kept_families(gateway.responses.statistics()))
 
 
 def secure(options: ServerOptions, flags: GatewayOptions) -> tuple[Security, Keys | None, TenantRateLimiter | None]:

@@ -21,6 +21,7 @@ from quire.client.engine.metrics import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S,
 from quire.client.engine.outputs import Chunk
 from quire.client.errors import QuireError
 from quire.gateway.errors import HttpError, http_error_of
+from quire.gateway.kept_responses import KeptStatistics
 from quire.gateway.routing.backend import Backend
 
 
@@ -149,6 +150,18 @@ class GatewayMetrics:
         for (path, status), count in self._answers.items():
             answers.add_metric((path, str(status)), count)
         yield answers
+
+
+def kept_families(kept: KeptStatistics) -> Iterator[Metric]:
+    """Metrics of the responses that are kept for their callers."""
+    yield GaugeMetricFamily("quire_gateway_kept_responses", "Responses kept for their callers.", kept.num_responses)
+    yield GaugeMetricFamily("quire_gateway_kept_response_bytes", "Bytes of these, with their inputs.", kept.num_bytes)
+    dropped = CounterMetricFamily(
+        "quire_gateway_kept_responses_dropped", "Kept responses that were dropped.", labels=("reason",)
+    )
+    dropped.add_metric(("expired",), kept.num_expired)
+    dropped.add_metric(("evicted",), kept.num_evicted)
+    yield dropped
 
 
 def _outcome_of(error: BaseException, *, has_tokens: bool) -> tuple[str, str]:

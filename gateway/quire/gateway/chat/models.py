@@ -43,10 +43,21 @@ class ChatModel:
         return await encode_field(param, text, tokenizer, add_special_tokens=False)
 
     def _for_template(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with the developer's as the system's, if the template has no developer role."""
+        """Return messages with the developer's as the system's, if the template has no developer role.
+
+        One behind a system's message is joined to it: some templates take a system's message at the beginning alone.
+        """
         if "developer" in self.templates.source.text:
             return list(messages)
-        return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+        made: list[Message] = []
+        for each in messages:
+            if each["role"] != "developer":
+                made.append(each)
+            elif made and made[-1]["role"] == "system":
+                made[-1] = made[-1] | {"content": f"{made[-1]['content']}\n{each['content']}"}
+            else:
+                made.append(each | {"role": "system"})
+        return made
 
     def params_of(self, params: SamplingParams, offer: OfferedTools) -> SamplingParams:
         """Return the parameters of an answer that may have calls. Raises HttpError: 400."""

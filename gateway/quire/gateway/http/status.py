@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import json_response
+from quire.gateway.metrics import kept_families
 from quire.serving.metrics import build_family, version
 
 
@@ -54,7 +55,8 @@ class _GatewayCollector(Collector):
         self._tenant = tenant
 
     def collect(self) -> list[Metric]:
-        return [*self._gateway.metrics.families(self._gateway.models, tenant=self._tenant), build_family()]
+        kept = kept_families(self._gateway.responses.statistics())
+        return [*self._gateway.metrics.families(self._gateway.models, tenant=self._tenant), *kept, build_family()]
 
     def describe(self) -> list[Metric]:
         return []
