@@ -23,7 +23,7 @@ TOOL = {
 
 
 def must_raise(kind: type[anthropic.APIStatusError], client: anthropic.Anthropic, **fields: object) -> None:
-    """Fail unless a request raises this error, whose type and request id the package has read."""
+    """Fail unless a request raises this error, and the package has read its type and request id."""
     found = None
     try:
         client.messages.create(**{"model": MODEL, "max_tokens": 4, "messages": HELLO, **fields})

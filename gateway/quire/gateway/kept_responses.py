@@ -137,7 +137,7 @@ class KeptResponses:
             self._tenants[tenant].move_to_end(response.id)
 
     def _expire(self) -> None:
-        """Drop the responses whose time is over."""
+        """Drop the responses that have outlived their time."""
         last = self._clock() - self.keep_s
         while self._used_at:
             (tenant, response_id), used_at = next(iter(self._used_at.items()))

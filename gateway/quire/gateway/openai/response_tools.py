@@ -1,6 +1,6 @@
 """The tools of a request to /v1/responses. Pure.
 
-A function is offered as it is. A `custom` tool, whose input is free text, is offered as a function of one string. All
+A function is offered as it is. A `custom` tool takes free text, and is offered as a function of one string. All
 other kinds are of services that OpenAI runs, or of built-in knowledge of OpenAI's models: they are not offered.
 """
 

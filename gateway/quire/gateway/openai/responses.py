@@ -71,7 +71,7 @@ class ResponsesRequest(ConversationRequest):
     """A request as it was read.
 
     items          of its own input
-    custom_names   of the tools whose input is free text
+    custom_names   of the tools that take free text
     shown          fields that the answer repeats
     """
 
@@ -309,7 +309,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _CustomCall(_Call):
-    """A call of a tool whose input is free text: the one argument of its function."""
+    """A call of a tool that takes free text: the one argument of its function."""
 
     @property
     def input(self) -> str:
@@ -449,7 +449,7 @@ class _ResponsesAnswer:
     def _take_arguments(self, event: Arguments) -> Iterator[bytes]:
         assert isinstance(self._open, _Call)
         self._open.arguments += event.text
-        if not isinstance(self._open, _CustomCall):  # whose input is known at its end
+        if not isinstance(self._open, _CustomCall):  # its input is known at its end
             yield self._item_event("function_call_arguments.delta", delta=event.text)
 
     def _id(self, kind: str) -> str:
