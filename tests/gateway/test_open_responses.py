@@ -197,6 +197,8 @@ def test_only_allowed_tools_are_called(alice: openai.OpenAI) -> None:
 def test_a_response_is_fetched_continued_and_deleted(alice: openai.OpenAI) -> None:
     first = ask(alice, instructions="Be brief.")
     assert alice.responses.retrieve(first.id) == first
+    with pytest.raises(openai.BadRequestError):
+        alice.responses.retrieve(first.id, stream=True)
     second = ask(alice, input="And now?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
     items = [

@@ -7,6 +7,7 @@
 
     __main__.py        the process: flags (config.py), wiring, start to exit
     app.py             the HTTP application: all endpoints
+    anthropic/         Anthropic's endpoints, on parts of OpenAI's
     openai/, grpc/     the endpoints
     http/              the frame of each HTTP endpoint, the server, the page and the process's state
     gateway.py         the state that all endpoints share; each request passes Gateway.generate
@@ -15,6 +16,7 @@
     metrics.py         measurements
     chat/              from a conversation to a prompt, and from text to tool calls
     routing/           the backend that generates: an engine, or a router over several pools
+    kept_responses.py  answers of /v1/responses, for their callers
     limits.py, fields.py, texts.py, token_texts.py, callers.py, errors.py   values that all levels share
 
 Each module imports modules of the lines below it alone. The contract "gateway" in pyproject.toml has the levels.

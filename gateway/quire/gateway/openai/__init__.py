@@ -3,8 +3,10 @@
 models.py          GET /v1/models, POST /tokenize and /detokenize
 completions.py     POST /v1/completions
 chat.py            POST /v1/chat/completions
-responses.py       POST /v1/responses
-conversations.py   the part that the last two share: a conversation's prompt, and its answer with tool calls
+responses.py       /v1/responses
+response_items.py  items of its inputs, given and kept
+response_tools.py  its tools
+conversations.py   the part that chats, responses and Anthropic's messages share: a prompt, an answer with tool calls
 parameters.py      fields of a body: sampling, grammar, cache
 answers.py         parts of an answer: usage, log-probabilities, ids of calls
 """

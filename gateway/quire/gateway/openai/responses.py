@@ -86,6 +86,10 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
     async def response(request: Request) -> Response:
         tenant, found = _kept(gateway, request)
+        if request.query_params.get("stream") == "true":
+            raise HttpError(
+                400, "stream is true, must be false: the answer has ended", code="invalid_value", param="stream"
+            )
         if request.method == "GET":
             return Response(found.body, media_type="application/json")
         gateway.responses.forget(tenant, found.id)
