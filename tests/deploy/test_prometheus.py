@@ -48,7 +48,7 @@ from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.metrics import GatewayMetrics
-from quire.gateway.routing.backend import BackendStatistics
+from quire.gateway.routing.backend import BackendStatistics, PoolUse
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, build_family, certificate_family
 
@@ -69,6 +69,9 @@ UNSHOWN = {
     "quire_worker_rank_orders_total",
     "quire_worker_ranks",
     "quire_worker_sequences",
+    # For routers, which read them of each gateway.
+    "vllm:cache_config_info",
+    "vllm:kv_cache_usage_perc",
 }
 ALERTS = {rule["alert"]: rule for rule in rules("alerts.yml")}
 BOARDS = dashboards()
@@ -98,6 +101,7 @@ class OneModel:
 
     model_names = ("m",)
     is_ready = True
+    pool_uses = (PoolUse(block_size=16, num_blocks=8, num_used=2),)
 
     def statistics(self) -> BackendStatistics:
         return BackendStatistics(num_running=0, num_waiting=0, preemptions=0, prompt_tokens=0, cached_tokens=0)

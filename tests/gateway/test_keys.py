@@ -89,12 +89,14 @@ def test_metrics_name_no_tenant_without_a_key_and_with_one_this_tenant_alone(
             public = client.get("/metrics").text
             of_alice = client.get("/metrics", headers={"Authorization": f"Bearer {KEYS['alice']}"}).text
             assert client.get("/metrics", headers={"Authorization": "Bearer no-key"}).status_code == 401
-        of_all = httpx.get(f"http://127.0.0.1:{own_port}/metrics", timeout=DEADLINE_S).text
+        accepted = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}  # as Prometheus
+        of_all = httpx.get(f"http://127.0.0.1:{own_port}/metrics", headers=accepted, timeout=DEADLINE_S).text
     finally:
         gateway.close()
     assert "vllm:num_requests_running" in public
     assert [name in public for name in ("alice", "bob")] == [False, False]
     assert [name in of_alice for name in ("alice", "bob")] == [True, False]
+    assert "vllm:num_requests_running{" in of_all
     assert [name in of_all for name in ("alice", "bob")] == [True, True]
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import httpx
 import pytest
+from deadlines import DEADLINE_S
+from gateway.conftest import Gateway
+from integration.protocol_client import await_that
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from quire.client.engine.outputs import Chunk
 from quire.client.errors import InvalidRequest, OutOfRoom, WorkerUnavailable
@@ -72,3 +78,23 @@ def test_requests_are_counted_by_their_outcome(
     found = {key: value for key, value in samples(metrics).items() if key[0] == "quire_gateway_requests_ended_total"}
     assert found == {("quire_gateway_requests_ended_total", "m", *(after if has_token else before)): 1}
     assert samples(metrics)["quire_gateway_requests", "m"] == 0
+
+
+def test_routers_read_the_use_the_size_and_the_number_of_blocks(gateway: Gateway) -> None:
+    """All four metrics that routers need are on the gateway's page; a sequence that holds blocks shows in the use."""
+
+    def page() -> dict[str, Sample]:
+        text = httpx.get(f"{gateway.url}/metrics", timeout=DEADLINE_S).text
+        return {sample.name: sample for each in text_string_to_metric_families(text) for sample in each.samples}
+
+    await_that("the pool was seen", lambda: "vllm:cache_config_info" in page())
+    found = page()
+    assert found["vllm:cache_config_info"].value == 1
+    assert found["vllm:cache_config_info"].labels == {"model_name": "demo", "block_size": "16", "num_gpu_blocks": "511"}
+    assert {"vllm:num_requests_waiting", "vllm:num_requests_running"} <= found.keys()
+    body = {"prompt": [7] * 1000, "max_tokens": 900, "ignore_eos": True, "n": 4, "stream": True}
+    with gateway.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        await_that("blocks are in use", lambda: 62 / 511 <= page()["vllm:kv_cache_usage_perc"].value <= 1)
+    await_that("no block is in use", lambda: page()["vllm:kv_cache_usage_perc"].value == 0)

@@ -141,6 +141,7 @@ class GatewayMetrics:
             "quire_gateway_ready", "Whether a request for any served model would be computed now.", value=int(is_ready)
         )
         yield from _of_backends(each)
+        yield from _of_pools(each)
         yield from _of_models(self._models)
         shown = {key: each for key, each in self._tenants.items() if tenant is None or key[1] == tenant}
         yield from _of_tenants(shown)
@@ -193,6 +194,24 @@ def _of_backends(backends: Sequence[Backend]) -> Iterator[Metric]:
     for model, each in statistics.items():
         preemptions.add_metric((model,), each.preemptions)
     yield preemptions
+
+
+def _of_pools(backends: Sequence[Backend]) -> Iterator[Metric]:
+    """The blocks of a model's pools together, as routers read them of an engine."""
+    usage = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc",
+        "Part of the blocks that is in use, 0 to 1; cached ones are not.",
+        labels=("model_name",),
+    )
+    labels = ("model_name", "block_size", "num_gpu_blocks")
+    config = GaugeMetricFamily("vllm:cache_config_info", "Size and number of blocks, as labels; 1.", labels=labels)
+    for backend in backends:
+        uses, model = backend.pool_uses, backend.model_names[0]
+        if num_blocks := sum(use.num_blocks for use in uses):
+            usage.add_metric((model,), sum(use.num_used for use in uses) / num_blocks)
+            config.add_metric((model, str(min(use.block_size for use in uses)), str(num_blocks)), 1)
+    yield usage
+    yield config
 
 
 _COUNTERS = (

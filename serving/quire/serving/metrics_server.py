@@ -58,7 +58,8 @@ def _pages(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> Appl
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
-            return metrics(environ, start_response)
+            # Always as text: in OpenMetrics the library writes the colon of vLLM's names as an underscore.
+            return metrics({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
         if path != "/healthz":
             return _text("404 Not Found", "no such page; /metrics and /healthz are", start_response)
         if not _is_running(loop):

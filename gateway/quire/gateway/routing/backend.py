@@ -30,6 +30,30 @@ class BackendStatistics:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """A pool's blocks, as they were seen last, a second ago or less.
+
+    block_size   tokens of a block
+    num_blocks   all blocks that sequences can have
+    num_used     of these, blocks that a sequence holds or a step in flight may touch; cached ones are free
+    """
+
+    block_size: int
+    num_blocks: int
+    num_used: int
+
+
+def pool_use(pool: pb.Pool) -> PoolUse:
+    """Return the use of a pool's blocks; block 0 is nobody's."""
+    counts, geometry = pool.block_counts, pool.geometry
+    return PoolUse(
+        block_size=geometry.block_size_tokens,
+        num_blocks=max(0, geometry.block_count - 1),
+        num_used=counts.active_count + counts.retired_count,
+    )
+
+
 class Backend(Protocol):
     """A served model: one engine, or a router over the engines of several pools."""
 
@@ -58,6 +82,10 @@ class Backend(Protocol):
         """Names of the pools behind it."""
 
     @property
+    def pool_uses(self) -> Sequence[PoolUse]:
+        """The use of each attached pool's blocks."""
+
+    @property
     def is_ready(self) -> bool:
         """Return whether a request would be computed now; False while it would wait for a service."""
 
@@ -81,7 +109,7 @@ class EngineBackend:
         self._pool = engine.pool
         self._tokenizer_source = tokenizer_source or engine.model.tokenizer
         self._is_attached = True
-        self._block_counts = pb.BlockCounts()
+        self._seen = pb.Pool()
 
     @property
     def model(self) -> worker_service_pb2.GetModelResponse:
@@ -96,7 +124,7 @@ class EngineBackend:
     @property
     def block_counts(self) -> pb.BlockCounts:
         """The pool's blocks by state, as watch() saw them last; zeros before it did."""
-        return self._block_counts
+        return self._seen.block_counts
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -129,6 +157,11 @@ class EngineBackend:
         return (self._pool,)
 
     @property
+    def pool_uses(self) -> Sequence[PoolUse]:
+        """That of the pool, as watch() saw it last; none before it did."""
+        return (pool_use(self._seen),) if self._seen.attached else ()
+
+    @property
     def is_ready(self) -> bool:
         """Return whether the services can be used, as far as watch() and the requests that are open know."""
         return self._is_attached and not has_outage(self._engine)
@@ -138,7 +171,7 @@ class EngineBackend:
         while True:
             try:
                 pool = await cache.get_pool(self._pool)
-                self._is_attached, self._block_counts = pool.attached, pool.block_counts
+                self._is_attached, self._seen = pool.attached, pool
             except QuireError:
                 self._is_attached = False
             await asyncio.sleep(WATCH_S)

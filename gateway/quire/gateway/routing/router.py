@@ -42,7 +42,7 @@ from quire.client.errors import (
     Unavailable,
 )
 from quire.client.worker_client import WorkerClient
-from quire.gateway.routing.backend import BackendStatistics, has_outage
+from quire.gateway.routing.backend import BackendStatistics, PoolUse, has_outage, pool_use
 from quire.gateway.routing.choosing import OpenRequest, OutputLength, cheapest
 from quire.gateway.routing.members import Member, Members, RouterConfig
 from quire.serving.runtime_folder import given_cachemgr
@@ -211,6 +211,11 @@ class Router:
     def pools(self) -> Sequence[str]:
         """Names of the pools that are attached."""
         return sorted(name for name, member in self._members.items() if member.pool.attached)
+
+    @property
+    def pool_uses(self) -> Sequence[PoolUse]:
+        """Those of the pools that are attached."""
+        return [pool_use(member.pool) for member in self._members.values() if member.pool.attached]
 
     @property
     def is_ready(self) -> bool:
