@@ -47,6 +47,19 @@ def test_the_files_are_served_and_may_load_nothing_from_elsewhere(http_client: h
     assert http_client.get("/page/../page.py").status_code == 404
 
 
+def test_openapi_names_each_endpoint_and_its_page_loads_nothing_from_elsewhere(http_client: httpx.Client) -> None:
+    document = http_client.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/models", "/health"):
+        assert document["paths"][path]
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["prompt"]
+    page_of_docs = http_client.get("/docs")
+    assert "default-src 'self'" in page_of_docs.headers["content-security-policy"]
+    assert "://" not in page_of_docs.text
+    assert http_client.get("/page/docs.js").status_code == 200
+
+
 @pytest.mark.parametrize("path", ["nothing.js", "", "%00", "..%2fpage.py", "x" * 5000, "a/b/c", "page.js/x"])
 def test_a_file_that_is_not_there_is_not_found(http_client: httpx.Client, path: str) -> None:
     answer = http_client.get(f"/page/{path}")
@@ -130,10 +143,12 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
             }"""
         )
         draws = int(tab.locator("#map").get_attribute("data-draws") or "0")
+        tab.click("#examples button >> nth=0")
+        expect(tab.locator("#prompt")).to_have_value("Once upon a time")
         tab.fill("#prompt", PROMPT)
         tab.fill("#max_tokens", "480")  # a quiet machine gives 120 in half a second, and the map is drawn six times
         tab.fill("#n", "3")
-        tab.click("#send")
+        tab.press("#prompt", "Enter")
         expect(tab.locator("#send")).to_be_disabled()
         expect(tab.locator("#send")).to_be_enabled()
         lengths = tab.evaluate("window.lengths")

@@ -4,7 +4,7 @@ from starlette.routing import BaseRoute
 
 from quire.gateway.anthropic import errors, messages
 from quire.gateway.gateway import Gateway
-from quire.gateway.http import page, status
+from quire.gateway.http import openapi, page, status
 from quire.gateway.http.browsers import BrowserRules
 from quire.gateway.http.endpoint import HttpApp
 from quire.gateway.openai import chat, completions, models, responses
@@ -15,4 +15,5 @@ def make_app(gateway: Gateway, rules: BrowserRules) -> HttpApp:
     routes: list[BaseRoute] = []
     for module in (models, status, completions, chat, responses, messages, page):
         routes += module.routes(gateway)
+    routes += openapi.routes(routes)
     return HttpApp(gateway, routes, rules, error_responses={messages.PATH: errors.error_response})

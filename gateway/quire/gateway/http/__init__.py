@@ -6,5 +6,6 @@ endpoint.py   the application: a request's id, its caller, errors, a line in the
 bodies.py     the body, within a limit and a time
 streams.py    answers as server-sent events; work ends when its caller disconnects
 status.py     /health, /ready, /metrics, /version
+openapi.py    /openapi.json, and its page at /docs
 page.py       the page at `/`, with its files in page/
 """

@@ -44,7 +44,7 @@ MAX_BLOCKS = 1_000_000
 """The most blocks of a pool that is drawn."""
 UNSEEN = max(BlockKind) + 1
 _INTERVAL_S = 1.0
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -67,7 +67,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 
 async def _index(_: Request) -> Response:
-    return FileResponse(FOLDER / "index.html", headers=_HEADERS)
+    return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Files(StaticFiles):
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """Add the page's headers to each answer."""
         response = super().file_response(*args, **kwargs)
-        response.headers.update(_HEADERS)
+        response.headers.update(HEADERS)
         return response
 
 

@@ -363,7 +363,14 @@ byId("ask").addEventListener("submit", (event) => {
   if (running === null) generate(byId("prompt").value);
 });
 byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("ask").requestSubmit();
+});
+byId("examples").addEventListener("click", ({ target }) => {
+  if (!(target instanceof HTMLButtonElement)) return;
+  byId("prompt").value = target.textContent;
+  byId("prompt").focus();
 });
 byId("key-form").addEventListener("submit", (event) => event.preventDefault());
 byId("key").addEventListener("change", () => { byId("model").replaceChildren(); follow(); });

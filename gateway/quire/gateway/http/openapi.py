@@ -1,0 +1,100 @@
+"""GET /openapi.json and its page at /docs: the endpoints, with the fields that most callers use.
+
+docs/reference/http.md has all fields. So bodies allow further ones. The page loads nothing from elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from quire.gateway.http.endpoint import json_response
+from quire.gateway.http.page import FOLDER, HEADERS
+from quire.serving.metrics import version
+
+_TEXT, _NUMBER, _FLAG = {"type": "string"}, {"type": "number"}, {"type": "boolean"}
+_COUNT, _OBJECTS = {"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "object"}}
+_SAMPLING = {
+    "model": _TEXT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "seed": {"type": "integer"},
+    "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT}]},
+    "n": _COUNT,
+    "stream": _FLAG,
+}
+# What an endpoint does, its required fields, and its fields.
+_BODIES: Mapping[str, tuple[str, Sequence[str], Mapping[str, Any]]] = {
+    "/v1/completions": (
+        "Continue a text",
+        ("prompt",),
+        {"prompt": {"oneOf": [_TEXT, {"type": "array"}]}, "max_tokens": _COUNT, **_SAMPLING},
+    ),
+    "/v1/chat/completions": (
+        "Write the next message of a chat",
+        ("messages",),
+        {"messages": _OBJECTS, "max_completion_tokens": _COUNT, "tools": _OBJECTS, **_SAMPLING},
+    ),
+    "/v1/responses": (
+        "Write the next items of a response",
+        ("input",),
+        {"input": {"oneOf": [_TEXT, _OBJECTS]}, "instructions": _TEXT, "max_output_tokens": _COUNT, **_SAMPLING},
+    ),
+    "/tokenize": ("Return the tokens of a text", ("prompt",), {"prompt": _TEXT, "model": _TEXT}),
+    "/detokenize": ("Return the text of tokens", ("tokens",), {"tokens": {"type": "array", "items": _COUNT}}),
+}
+_SUMMARIES = {
+    "/v1/models": "List the served models",
+    "/health": "Answer while the process can",
+    "/ready": "Tell whether a request can be computed now",
+    "/metrics": "Metrics for Prometheus",
+    "/version": "The version of Quire",
+}
+
+
+def routes(others: Sequence[BaseRoute]) -> list[BaseRoute]:
+    """Return the endpoints, which describe the others."""
+    document = describe(others)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document)
+
+    async def docs(request: Request) -> Response:
+        return FileResponse(FOLDER / "docs.html", headers=HEADERS)
+
+    return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
+
+
+def describe(endpoints: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Return the OpenAPI document of these endpoints."""
+    paths: dict[str, dict[str, Any]] = {}
+    for each in endpoints:
+        if isinstance(each, Route):
+            for method in sorted((each.methods or {"GET"}) - {"HEAD"}):
+                paths.setdefault(each.path.replace(":path}", "}"), {})[method.lower()] = _operation(each, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version()},
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+        "paths": paths,
+    }
+
+
+def _operation(route: Route, method: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": _SUMMARIES.get(route.path, route.path),
+        "responses": {"200": {"description": "The answer"}, "default": {"description": "An error, {error: {...}}"}},
+    }
+    if parameters := list(route.param_convertors):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in parameters
+        ]
+    if method == "POST":
+        summary, required, properties = _BODIES.get(route.path, (route.path, (), {}))
+        schema = {"type": "object", "required": list(required), "properties": dict(properties)}
+        operation["summary"] = summary
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
