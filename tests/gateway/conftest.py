@@ -25,12 +25,14 @@ MODEL = "demo"
 class Gateway:
     """A `quire serve` process; its base URL is on a free port of loopback."""
 
-    def __init__(self, cachemgr: str, *arguments: str, log: Path) -> None:
+    def __init__(
+        self, cachemgr: str, *arguments: str, log: Path, program: tuple[str, ...] = ("-m", "quire.gateway")
+    ) -> None:
         self.log = log
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "quire.gateway", "--cachemgr", cachemgr),
+                    *(sys.executable, "-P", *program, "--cachemgr", cachemgr),
                     *("--listen", "127.0.0.1:0", "--served-model-name", MODEL, *arguments),
                 ],
                 stdout=subprocess.PIPE,

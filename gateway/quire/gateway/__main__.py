@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -80,7 +80,7 @@ async def serve(
             read = partial(_read_metrics, gateway)
             stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
         rules = browser_rules(
-            options.listen, has_keys=names_tenants, origins=flags.allowed_origins, hosts=flags.allowed_hosts
+            options.listen, has_keys=flags.has_keys, origins=flags.allowed_origins, hosts=flags.allowed_hosts
         )
         server = HttpServer(make_app(gateway, rules), gateway, tls=security.tls)
         stack.push_async_callback(server.close)  # after the engines: requests that are still open get their errors
@@ -112,8 +112,32 @@ async def serve(
             await worker.announce_serving()
             print(f"a worker of Shepherd Model Gateway at grpc://{worker.addresses[0]}", flush=True)
         manager.ready(f"serving at {' '.join(gateway.addresses)}")
-        await asyncio.gather(*(stop() for stop in stops))
+        await _until_stopped(stops, gateway, backend, manager)
         log.info("stopped")
+
+
+class GatewayFailedError(Exception):
+    """A task that every request needs has died: the cause. Whoever started the process starts it again."""
+
+
+async def _until_stopped(
+    stops: Sequence[Callable[[], Awaitable[None]]], gateway: Gateway, backend: Backend, manager: ServiceManager
+) -> None:
+    """Wait until all servers have stopped after a signal. Raises GatewayFailedError when the backend has failed."""
+    stopping: asyncio.Future[Any] = asyncio.gather(*(stop() for stop in stops))
+    failing: asyncio.Future[BaseException] = asyncio.create_task(backend.failed(), name="quire-await-failure")
+    try:
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            error = failing.result()
+            gateway.failure = str(error)
+            manager.stopping("failed, see the log")
+            raise GatewayFailedError(f"no request can be computed any more: {error}") from error
+        await stopping
+    finally:
+        stopping.cancel()
+        failing.cancel()
+        await asyncio.gather(stopping, failing, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ class Gateway:
 
     backends     by each of their names
     is_draining  new requests are refused
+    failure      the reason why no request can be computed any more: the process ends; "": there is none
     addresses    the URLs at which it serves
     began_s      when it began, seconds since 1970
     chat_models  templates and tool formats of the models; set before the first request
@@ -49,6 +50,7 @@ class Gateway:
     keys: Keys = field(default_factory=NoKeys)
     rate_limiter: RateLimiter = field(default_factory=NoRateLimits)
     is_draining: bool = False
+    failure: str = ""
     addresses: list[str] = field(default_factory=list)
     began_s: int = field(default_factory=lambda: int(time.time()))
     chat_models: ChatModels | None = None

@@ -42,6 +42,16 @@ _BODIES: Mapping[str, tuple[str, Sequence[str], Mapping[str, Any]]] = {
         ("input",),
         {"input": {"oneOf": [_TEXT, _OBJECTS]}, "instructions": _TEXT, "max_output_tokens": _COUNT, **_SAMPLING},
     ),
+    "/v1/messages": (
+        "Write the next message of a chat, in Anthropic's form",
+        ("messages", "max_tokens"),
+        {"messages": _OBJECTS, "max_tokens": _COUNT, "system": _TEXT, "tools": _OBJECTS, "stream": _FLAG},
+    ),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of a chat, in Anthropic's form",
+        ("messages",),
+        {"messages": _OBJECTS, "system": _TEXT, "tools": _OBJECTS},
+    ),
     "/tokenize": ("Return the tokens of a text", ("prompt",), {"prompt": _TEXT, "model": _TEXT}),
     "/detokenize": ("Return the text of tokens", ("tokens",), {"tokens": {"type": "array", "items": _COUNT}}),
 }

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Gateway
-from quire.gateway.http.endpoint import json_response
+from quire.gateway.http.endpoint import authorization_of, json_response
 from quire.gateway.metrics import kept_families
 from quire.serving.metrics import build_family, version
 
@@ -23,9 +23,13 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoints."""
 
     async def health(request: Request) -> Response:
+        if gateway.failure:
+            raise HttpError(503, f"this server has failed, and ends: {gateway.failure}", code="failed")
         return json_response({"status": "ok"})
 
     async def ready(request: Request) -> Response:
+        if gateway.failure:
+            raise HttpError(503, f"this server has failed, and ends: {gateway.failure}", code="failed")
         if gateway.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         away = [backend.model_names[0] for backend in gateway.models if not backend.is_ready]
@@ -34,7 +38,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         return json_response({"status": "ready", "addresses": gateway.addresses})
 
     async def metrics(request: Request) -> Response:
-        shown = request.headers.get("authorization")
+        shown = authorization_of(request.headers)
         tenant = "" if shown is None else gateway.caller_of(shown).tenant
         return Response(generate_latest(_registry_of(gateway, tenant)), media_type=CONTENT_TYPE_LATEST)
 

@@ -1,6 +1,7 @@
 """The protocol through which every endpoint generates, and a single engine behind it."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,8 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import QuireError
 from quire.compute.v1 import worker_service_pb2
+
+log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Without requests, a change of a service is noticed after this time and the time of one call."""
@@ -97,6 +100,9 @@ class Backend(Protocol):
     def statistics(self) -> BackendStatistics:
         """Present numbers and counters."""
 
+    async def failed(self) -> BaseException:
+        """Wait until a task that every request needs has died; return its error. Then the process should end."""
+
 
 class EngineBackend:
     """A single engine as a backend. The caller starts and closes the engine."""
@@ -166,6 +172,10 @@ class EngineBackend:
         """Return whether the services can be used, as far as watch() and the requests that are open know."""
         return self._is_attached and not has_outage(self._engine)
 
+    async def failed(self) -> BaseException:
+        """Wait until the engine's loop has died."""
+        return await self._engine.failed()
+
     async def watch(self, cache: CacheClient) -> None:
         """Ask cachemgr for the pool again and again: an engine without requests does not notice that a service went."""
         while True:
@@ -173,6 +183,9 @@ class EngineBackend:
                 pool = await cache.get_pool(self._pool)
                 self._is_attached, self._seen = pool.attached, pool
             except QuireError:
+                self._is_attached = False
+            except Exception:
+                log.exception("the pool can't be looked at")
                 self._is_attached = False
             await asyncio.sleep(WATCH_S)
 

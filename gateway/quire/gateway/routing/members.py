@@ -133,6 +133,8 @@ class Members(Mapping[str, Member]):
         self._join_error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._has_failed = asyncio.Event()
         self._past = BackendStatistics(0, 0, 0, 0, 0)
         self.is_stale = asyncio.Event()
         """Set it to have the pools listed at once."""
@@ -290,6 +292,7 @@ class Members(Mapping[str, Member]):
         before = self._by_name.get(pool.name)
         self._by_name[pool.name] = member
         member.watcher = asyncio.create_task(self._watch(member), name=f"quire-watch-{pool.name}")
+        member.watcher.add_done_callback(self._note_end)
         _log.info("pool %s joined", pool.name)
         if before is not None:
             await self._retire(before)
@@ -355,6 +358,19 @@ class Members(Mapping[str, Member]):
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = self._failure or error
+            self._has_failed.set()
+
+    async def failed(self) -> BaseException:
+        """Wait until a task that keeps the list of pools, or watches one, has died; return its error."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        return self._failure
 
 
 class SameModel:

@@ -228,6 +228,10 @@ class Router:
         """The sums of all engines; counters include those of pools that have gone."""
         return self._members.statistics()
 
+    async def failed(self) -> BaseException:
+        """Wait until a task that watches the pools has died. An engine whose loop has died is replaced."""
+        return await self._members.failed()
+
     def router_statistics(self) -> RouterStatistics:
         """The requests by pool."""
         members = self._members.values()

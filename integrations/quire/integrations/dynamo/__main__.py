@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -338,6 +339,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
     async def start(self, worker_id: int) -> DynamoConfig:
         """Return the pool's data for the router."""
         model = self._engine.model
+        self._begin(self._end_with_engine(), "engine")
         log.info("pool %s is Dynamo's worker %d", self._engine.pool, worker_id)
         return DynamoConfig(
             model=self._model_path,
@@ -350,6 +352,11 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
                 max_num_batched_tokens=model.max_step_tokens,
             ),
         )
+
+    async def _end_with_engine(self) -> None:
+        """End the process, which can serve nothing any more, when the engine's loop has died."""
+        log.critical("the backend ends: %s", await self._engine.failed())
+        os._exit(1)
 
     async def kv_event_sources(self) -> list[PushSource]:
         """Return the one source of events. It publishes from the moment on at which Dynamo is ready for it."""
