@@ -111,3 +111,94 @@ GEMMA = """\
 '}}{% endif %}"""
 
 BY_NAME = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA}
+
+
+def _formatted(call: str, *, before: str = "", after: str = "", between: str = "", opens: str = "") -> str:
+    """Return a template that writes calls in a given form, with `name` and `arguments` of each."""
+    return (
+        "{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}"
+        "{%- for message in messages %}<|{{ message.role }}|>"
+        "{%- if message.tool_calls %}{{ message.content or '' }}" + before + "{%- for call in message.tool_calls %}"
+        "{%- set name = call.function.name %}{%- set arguments = call.function.arguments %}"
+        + call
+        + "{%- if not loop.last"
+        " %}"
+        + between
+        + "{%- endif %}{%- endfor %}"
+        + after
+        + "{%- else %}{{ message.content }}{%- endif %}<|end|>{%- endfor"
+        " %}{%- if add_generation_prompt %}<|assistant|>" + opens + "{%- endif %}"
+    )
+
+
+MISTRAL_ARGS = _formatted("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments | tojson }}")
+QWEN3_CODER = _formatted(
+    "<tool_call>\n<function={{ name }}>\n{%- for key, value in arguments | items %}"
+    "{{ '\\n<parameter=' + key + '>\\n' }}{{ value if value is string else value | tojson }}{{ '\\n</parameter>' }}"
+    "{%- endfor %}{{ '\\n</function>\\n</tool_call>' }}",
+    between="{{ '\\n' }}",
+)
+GLM = _formatted(
+    "<tool_call>{{ name }}{%- for key, value in arguments | items %}"
+    "{{ '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}{{ value if value is string else value | tojson }}"
+    "{{ '</arg_value>' }}{%- endfor %}{{ '\\n</tool_call>' }}",
+    opens="<think>",
+)
+DEEPSEEK_V3 = """\
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+{%- for call in message['tool_calls'] %}
+{{- '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] + '\\n```json\\n' }}
+{{- call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+{%- elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜User｜>' + message['content'] }}{%- endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
+DEEPSEEK_V31 = _formatted(
+    "<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments if arguments is string else arguments | tojson }}"
+    "<｜tool▁call▁end｜>",
+    before="<｜tool▁calls▁begin｜>",
+    after="<｜tool▁calls▁end｜>",
+    opens="{{ '<think>' if thinking else '</think>' }}",
+)
+KIMI = _formatted(
+    "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ arguments | tojson }}<|tool_call_end|>",
+    before="<|tool_calls_section_begin|>",
+    after="<|tool_calls_section_end|>",
+)
+PYTHONIC = _formatted(
+    "{{ name }}({%- for key, value in arguments | items %}{{ key }}={{ value | tojson }}"
+    "{%- if not loop.last %}, {% endif %}{%- endfor %})",
+    before="[",
+    between=", ",
+    after="]",
+)
+# It asks for pythonic calls, and shows those before as JSON.
+LLAMA4 = "Call functions as [func_name1(name=value), func_name2()].\n" + _formatted(
+    '{"name": "{{ name }}", "parameters": {{ arguments | tojson }}}'
+)
+HARMONY = """\
+{%- for message in messages %}
+{%- if message.tool_calls %}{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson }}{{ '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+UNKNOWN = _formatted('<call tool="{{ name }}">{{ arguments | tojson }}</call>')
+
+BY_FORMAT = {
+    "hermes": CHATML,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral-args": MISTRAL_ARGS,
+    "qwen3-coder": QWEN3_CODER,
+    "glm": GLM,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.1": DEEPSEEK_V31,
+    "kimi-k2": KIMI,
+    "pythonic": PYTHONIC,
+    "harmony": HARMONY,
+}
+"""Templates by the name of the format in which they write calls."""

@@ -13,7 +13,7 @@ import openai
 import pytest
 from deadlines import DEADLINE_S
 from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
-from gateway.chat_templates import CHATML
+from gateway.chat_templates import BY_FORMAT, CHATML, GLM, UNKNOWN
 
 from quire.cli.launch import LocalServices
 
@@ -335,10 +335,115 @@ def test_a_template_that_can_not_be_compiled_ends_the_start(
 
 
 def test_the_format_of_calls_can_be_given(services: LocalServices, model: Path, tmp_path: Path) -> None:
-    with serve_chats(services, "--tool-format", "llama3", log=tmp_path / "gateway.log") as client:
+    with serve_chats(services, "--tool-parser", "llama3", log=tmp_path / "gateway.log") as client:
         fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
         answer = ask(client, max_tokens=200, logprobs=True, **fields)
         assert answer.choices[0].message.tool_calls
         spelled = "".join(entry.token for entry in answer.choices[0].logprobs.content)
         assert spelled.startswith('{"name": ')
         assert '"parameters": {' in spelled
+
+
+def test_a_format_of_calls_that_is_not_known_is_refused_with_the_list(services: LocalServices, tmp_path: Path) -> None:
+    log, template = tmp_path / "gateway.log", tmp_path / "template.jinja"
+    with (
+        pytest.raises(AssertionError, match=r"'xml' is not one of 'hermes', 'llama3', .*'harmony'"),
+        serve_chats(services, "--tool-parser", "xml", log=log),
+    ):
+        pass
+    template.write_text(UNKNOWN)
+    with serve_chats(services, "--chat-template", str(template), log=log) as client:
+        for choice in ("auto", "required"):
+            error = refusal(client, tools=TOOLS, tool_choice=choice)
+            assert error.param == "tools"
+            assert "--tool-parser hermes | llama3" in error.message
+        assert ask(client, tools=TOOLS, tool_choice="none").choices[0].message.content
+    with serve_chats(services, "--chat-template", str(template), "--tool-parser", "hermes", log=log) as client:
+        answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+        assert answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "deepseek-v3", "pythonic", "harmony"])
+def test_a_forced_call_has_the_template_s_format(
+    name: str, services: LocalServices, model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(BY_FORMAT[name])
+    with serve_chats(services, "--chat-template", str(template), log=tmp_path / "gateway.log") as client:
+        fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        [choice] = ask(client, max_tokens=300, **fields).choices
+        [call] = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        jsonschema.validate(json.loads(call.function.arguments), {"weather": WEATHER, "time": TIME}[call.function.name])
+        result = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+        assert ask(client, [*HELLO, choice.message.model_dump(), result], tools=TOOLS).choices
+
+
+def test_a_call_that_max_tokens_cut_off_says_so_and_can_be_sent_back(client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    for stream in (False, True):
+        fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 42}
+        answer = ask(client, stream=stream, **fields)
+        reasons = [each.choices[0].finish_reason for each in answer] if stream else [answer.choices[0].finish_reason]
+        assert reasons[-1] == "length"
+    message = ask(client, **fields).choices[0].message
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(message.tool_calls[0].function.arguments)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12 degrees"}
+    assert ask(client, [*HELLO, message.model_dump(), result], tools=TOOLS).choices[0].message
+
+
+# -- reasoning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinking(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of a gateway whose template ends its prompts with <think>."""
+    folder = tmp_path_factory.mktemp("thinking")
+    (folder / "template.jinja").write_text(GLM)
+    with serve_chats(services, "--chat-template", str(folder / "template.jinja"), log=folder / "log") as client:
+        yield client
+
+
+def test_reasoning_has_a_field_of_its_own(thinking: openai.OpenAI, services: LocalServices, tmp_path: Path) -> None:
+    message = ask(thinking).choices[0].message
+    assert message.content is None
+    assert message.reasoning_content
+    deltas = [chunk.choices[0].delta for chunk in ask(thinking, stream=True)]
+    pieces = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(pieces) == message.reasoning_content
+    assert not any(delta.content for delta in deltas)
+    template = tmp_path / "template.jinja"
+    template.write_text(GLM)
+    arguments = ("--chat-template", str(template), "--reasoning-parser", "none")
+    with serve_chats(services, *arguments, log=tmp_path / "log") as client:
+        whole = ask(client).choices[0].message
+        assert whole.content.strip() == message.reasoning_content
+        assert not hasattr(whole, "reasoning_content")
+
+
+def test_an_answer_by_a_grammar_is_content_though_the_prompt_began_reasoning(thinking: openai.OpenAI) -> None:
+    message = ask(thinking, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}).choices[0].message
+    assert message.content in ("yes", "no")
+
+
+def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_began(thinking: openai.OpenAI) -> None:
+    [choice] = ask(thinking, tools=TOOLS, tool_choice="required").choices
+    assert choice.finish_reason == "length"
+    assert choice.message.reasoning_content
+    assert choice.message.tool_calls is None
+
+
+def test_responses_have_reasoning_as_an_item(thinking: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 8, "extra_body": {"seed": 3}}
+    answer = thinking.responses.create(**fields)
+    [item] = answer.output
+    assert (answer.status, item.type, item.summary) == ("incomplete", "reasoning", [])
+    assert item.content[0].type == "reasoning_text"
+    events = list(thinking.responses.create(stream=True, **fields))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"reasoning_text.delta"}
+    assert kinds[-4:] == ["reasoning_text.done", "content_part.done", "output_item.done", "incomplete"]
+    text = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert text == item.content[0].text == events[-4].text

@@ -369,6 +369,7 @@ AT_BOUNDS: dict[str, list[Any]] = {
     "min_tokens": [0, 2],
     "include_stop_str_in_output": [False, True],
     "skip_special_tokens": [False, True],
+    "kept_special_tokens": [(), (0,)],
     "prompt_logprobs": [0, 20, None],
     "top_k": [0, 2**31 - 1],
     "seed": [-(2**63), 2**63 - 1, None],

@@ -26,7 +26,6 @@ from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
 from quire.gateway.app import make_app
 from quire.gateway.callers import Keys
 from quire.gateway.chat.models import ChatModels
-from quire.gateway.chat.tools import ToolFormat
 from quire.gateway.config import NO_FLAGS_OF_GATEWAY, OWN_FLAGS, GatewayOptions
 from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
@@ -155,9 +154,8 @@ async def _open_shepherd(
 
 async def _load_chat_models(flags: GatewayOptions, backend: Backend) -> ChatModels:
     """Return the model's chat templates. Raises CannotStartError for a template that can't be used."""
-    tool_format = None if flags.tool_format is None else ToolFormat(flags.tool_format)
     try:
-        return await ChatModels.load([backend], template_file=flags.chat_template, tool_format=tool_format)
+        return await ChatModels.load([backend], flags.chat)
     except (OSError, ValueError) as error:
         raise CannotStartError(f"the chat template: {error}") from error
 

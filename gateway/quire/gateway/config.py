@@ -9,11 +9,15 @@ from typing import Any
 import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
-from quire.gateway.chat.tools import ToolFormat
+from quire.gateway.chat.models import ChatOptions
+from quire.gateway.chat.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import RequestLimits
 from quire.serving.addresses import Address
 from quire.serving.flags import FILE, HOST_FLAGS, LISTEN_ADDRESS, Flag, cachemgr_option, option
+
+NO_REASONING = "none"
+"""The value of --reasoning-parser that leaves reasoning in the content."""
 
 _DEFAULTS = RequestLimits()
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([^\s/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
@@ -31,7 +35,9 @@ class GatewayOptions:
     pool: str
     tokenizer: str | None
     chat_template: Path | None
-    tool_format: str | None
+    tool_parser: str | None
+    reasoning_parser: str | None
+    special_tokens_in_content: bool
     api_key: tuple[str, ...] = field(repr=False)
     api_keys: Path | None
     tenant_limits: Path | None
@@ -72,6 +78,17 @@ class GatewayOptions:
         """Return an empty store of responses."""
         return KeptResponses(
             keep_s=self.responses_kept_s, max_tenant_bytes=self.responses_kept_bytes, clock=time.monotonic
+        )
+
+    @property
+    def chat(self) -> ChatOptions:
+        """Return the choices for chats."""
+        return ChatOptions(
+            template_file=self.chat_template,
+            tools=None if self.tool_parser is None else TOOL_FORMATS[self.tool_parser],
+            reasoning=REASONING_FORMATS.get(self.reasoning_parser or ""),
+            has_reasoning=self.reasoning_parser != NO_REASONING,
+            special_tokens_in_content=self.special_tokens_in_content,
         )
 
     @property
@@ -131,10 +148,21 @@ OWN_FLAGS: list[Flag] = [
         help="A Jinja template of chats, in place of the model's own.",
     ),
     option(
-        "--tool-format",
-        type=click.Choice([each.value for each in ToolFormat]),
-        show_default="as the chat template has it",
+        "--tool-parser",
+        type=click.Choice(list(TOOL_FORMATS)),
+        show_default="as the chat template writes calls",
         help="Format in which the model writes calls of tools.",
+    ),
+    option(
+        "--reasoning-parser",
+        type=click.Choice([*REASONING_FORMATS, NO_REASONING]),
+        show_default="as the chat template has it",
+        help=f"Format in which the model writes reasoning; {NO_REASONING}: it is part of the content.",
+    ),
+    option(
+        "--special-tokens-in-content/--no-special-tokens-in-content",
+        default=False,
+        help="Whether a special token's text within a chat's messages and tools is that token, or ordinary text.",
     ),
     option(
         "--api-key",

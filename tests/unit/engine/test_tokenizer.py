@@ -252,3 +252,30 @@ def test_says_what_is_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="no tokenizer"):
         Tokenizer.load(str(tmp_path))
+
+
+def test_special_tokens_that_are_kept_are_part_of_the_text() -> None:
+    end, other = BYTES.encode("<end>"), BYTES.encode("b")
+    kept = BYTES.detokenizer(kept_special_tokens=end)
+    assert "".join(kept.push([token_id]) for token_id in [*other, *end, *other]) == "b<end>b"
+    assert BYTES.detokenizer(kept_special_tokens=other).push([*other, *end]) == "b"
+
+
+def test_an_ordinary_part_of_a_text_has_no_special_tokens() -> None:
+    [end] = BYTES.encode("<end>")
+    token_ids = BYTES.encode_parts(["a<end>", "<end>", "b", "", "<end>c"])
+    assert BYTES.decode(token_ids, skip_special_tokens=False) == "a<end><end>b<end>c"
+    assert token_ids.count(end) == 2
+    assert BYTES.encode_parts(["a<end>b"]) == BYTES.encode("a<end>b", add_special_tokens=False)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        BYTES.encode_parts(["", "\ud800", ""])
+
+
+def test_a_vocabulary_that_has_a_special_token_as_a_word_is_refused_for_its_text() -> None:
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as RawTokenizer
+
+    raw = RawTokenizer(models.Unigram([("<unk>", 0.0), ("<end>", -1.0), ("a", -1.0)], unk_id=0))
+    raw.add_special_tokens([AddedToken("<end>", special=True)])
+    with pytest.raises(InvalidRequest, match="without special tokens"):
+        Tokenizer(raw).encode_parts(["a", "<end>", "a"])

@@ -310,7 +310,11 @@ class Requests:
     def _text_of(self, token_ids: list[int], params: SamplingParams) -> SampleText:
         """The text that is to follow a prompt."""
         return SampleText(
-            self.tokenizer.detokenizer(token_ids, skip_special_tokens=params.skip_special_tokens)
+            self.tokenizer.detokenizer(
+                token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                kept_special_tokens=params.kept_special_tokens,
+            )
             if self.tokenizer
             else None,
             params.stop,

@@ -71,6 +71,7 @@ class SamplingParams:
     stop_token_ids       tokens of the model's vocabulary at which a sample ends, beside the model's own end tokens
     ignore_eos           do not end at the model's end tokens
     skip_special_tokens  leave special tokens out of the text
+    kept_special_tokens  those that are part of the text nevertheless
     logprobs             most probable tokens to report per token, beside the one chosen: 0 (that one only) to the
                          worker's max_logprob_count; None: none
     grammar              the form of the text; None: any. The sample ends with the text, or at max_tokens
@@ -104,6 +105,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
@@ -117,6 +119,7 @@ class SamplingParams:
         checked = {
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "kept_special_tokens": _token_ids("kept_special_tokens", self.kept_special_tokens),
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
             "min_tokens": checked_integer("min_tokens", self.min_tokens, 0, _INT32[1]),

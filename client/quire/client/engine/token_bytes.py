@@ -81,11 +81,15 @@ class Pieces:
     __slots__ = ("_bytes", "_is_beginning", "_left_out")
 
     def __init__(
-        self, token_bytes: TokenBytes, prompt_token_ids: Iterable[int] = (), *, skip_special_tokens: bool = True
+        self,
+        token_bytes: TokenBytes,
+        prompt_token_ids: Iterable[int] = (),
+        *,
+        left_out: frozenset[int] = frozenset(),
     ) -> None:
-        """Take the tokens that follow a prompt."""
+        """Take the tokens that follow a prompt. Special tokens in left_out are no part of the text."""
         self._bytes = token_bytes
-        self._left_out: frozenset[int] = token_bytes.special_ids if skip_special_tokens else frozenset()
+        self._left_out = left_out
         self._is_beginning = all(map(self.leaves_out, prompt_token_ids))
 
     def next(self, token_id: int) -> bytes:

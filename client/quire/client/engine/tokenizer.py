@@ -6,7 +6,9 @@ possible beginning of a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -50,6 +52,12 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"{path} is no tokenizer: {error}") from error
 
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens' ids by their texts."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens, added ones included."""
@@ -60,12 +68,21 @@ class Tokenizer:
 
         Raises InvalidRequest for a lone surrogate, which is no character and which UTF-8 can't encode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"{text[error.start]!a} at {error.start}"
-            raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
+        _check_characters(text)
         return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_parts(self, parts: Sequence[str]) -> list[int]:
+        """The tokens of a text in parts, of which every second one is ordinary: no special token is found in it.
+
+        Raises InvalidRequest for a lone surrogate, and if the vocabulary itself has a special token's text as a word.
+        The first call makes a second tokenizer, which takes as long as loading one.
+        """
+        _check_characters("".join(parts))
+        return self._ordinary.encode(parts)
+
+    @cached_property
+    def _ordinary(self) -> _OrdinaryText:
+        return _OrdinaryText(self._raw, self.special_tokens)
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """The tokens of a text in the middle of another, without a space before it and with one, if these differ.
@@ -93,22 +110,88 @@ class Tokenizer:
         r"""The text of one token within a text, special tokens' too; `bytes:\xf0\x9f` for a part of a character."""
         return text_of(self.token_bytes.of(token_id))
 
-    def pieces(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Pieces:
+    def pieces(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_tokens: Collection[int] = (),
+    ) -> Pieces:
         """The bytes of the tokens that follow a prompt."""
-        return Pieces(self.token_bytes, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        left_out = self._left_out(skip_special_tokens, kept_special_tokens)
+        return Pieces(self.token_bytes, prompt_token_ids, left_out=left_out)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For the tokens that follow a prompt."""
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_tokens: Collection[int] = (),
+    ) -> Detokenizer:
+        """For the tokens that follow a prompt. kept_special_tokens are part of the text, though others are skipped."""
+        left_out = self._left_out(skip_special_tokens, kept_special_tokens)
         if self.token_bytes.is_exact:
-            pieces = self.pieces(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+            pieces = Pieces(self.token_bytes, prompt_token_ids, left_out=left_out)
             return _ByteDetokenizer(pieces, self.token_bytes.decoder())
-        return _WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
+        return _WindowDetokenizer(partial(self._decode_without, left_out), prompt_token_ids)
+
+    def _left_out(self, skip_special_tokens: bool, kept: Collection[int]) -> frozenset[int]:
+        """The special tokens that have no part in a text."""
+        return self.token_bytes.special_ids.difference(kept) if skip_special_tokens else frozenset()
+
+    def _decode_without(self, left_out: frozenset[int], token_ids: Sequence[int]) -> str:
+        shown = [each for each in token_ids if each not in left_out]
+        return self._raw.decode(shown, skip_special_tokens=False)
 
 
 def _download(hub_id: str) -> Path:
     from huggingface_hub import hf_hub_download  # only here: importing it takes long
 
     return Path(hf_hub_download(hub_id, _FILE))
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!a} at {error.start}"
+        raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
+
+
+class _OrdinaryText:
+    """A tokenizer that finds no special tokens, but stand-ins for them: texts that no caller can know."""
+
+    def __init__(self, raw: RawTokenizer, special_tokens: Mapping[str, int]) -> None:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as RawTokenizer
+
+        self._raw = RawTokenizer.from_str(raw.to_str())
+        self._raw.encode_special_tokens = True
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        nonce = secrets.token_hex(8)
+        self._stand_ins = {text: f"<{nonce}:{index}>" for index, text in enumerate(longest_first)}
+        stripping = {token.content: token for token in raw.get_added_tokens_decoder().values() if token.special}
+        self._raw.add_tokens(
+            [
+                AddedToken(stand_in, lstrip=stripping[text].lstrip, rstrip=stripping[text].rstrip, normalized=False)
+                for text, stand_in in self._stand_ins.items()
+            ]
+        )
+        self._ids = {self._raw.token_to_id(self._stand_ins[text]): special_tokens[text] for text in longest_first}
+        self._special_ids = frozenset(special_tokens.values())
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Return the tokens of texts, of which every second one is ordinary."""
+        text = "".join(
+            part if index % 2 else self._pattern.sub(lambda found: self._stand_ins[found[0]], part)
+            for index, part in enumerate(parts)
+        )
+        token_ids = self._raw.encode(text, add_special_tokens=False).ids
+        if not self._special_ids.isdisjoint(token_ids):
+            found = next(each for each in parts[1::2] if self._pattern.search(each))
+            raise InvalidRequest.of_field("prompt", found, "text that this tokenizer can write without special tokens")
+        return [self._ids.get(each, each) for each in token_ids]
 
 
 class Detokenizer(Protocol):

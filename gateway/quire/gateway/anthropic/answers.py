@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.sequence import FinishReason
-from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
+from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
 from quire.gateway.http.streams import event_of
 from quire.gateway.openai.answers import TokenUsage, call_id
 from quire.gateway.openai.conversations import Piece
@@ -28,6 +28,20 @@ class _TextBlock:
         """Add text; return its delta."""
         self.text += text
         return {"type": "text_delta", "text": text}
+
+
+@dataclass(slots=True)
+class _Thinking:
+    text: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": self.text, "signature": ""}  # nobody signs it here
+
+    def take(self, text: str) -> dict[str, Any]:
+        """Add text; return its delta."""
+        self.text += text
+        return {"type": "thinking_delta", "thinking": text}
 
 
 @dataclass(slots=True)
@@ -62,7 +76,7 @@ class MessageAnswer:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._usage = TokenUsage(num_prompt_tokens)
-        self._blocks: list[_TextBlock | _ToolUse] = []
+        self._blocks: list[_TextBlock | _Thinking | _ToolUse] = []
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     @property
@@ -106,12 +120,13 @@ class MessageAnswer:
         if isinstance(event, CallBegan):
             yield from self._begin(_ToolUse(event.name))
             return
-        if isinstance(event, Text) and not (self._blocks and isinstance(self._blocks[-1], _TextBlock)):
-            yield from self._begin(_TextBlock())
-        assert isinstance(event, Text | Arguments)
+        kind = _TextBlock if isinstance(event, Text) else _Thinking if isinstance(event, Reasoning) else None
+        if kind is not None and not (self._blocks and isinstance(self._blocks[-1], kind)):
+            yield from self._begin(kind())
+        assert isinstance(event, Text | Reasoning | Arguments)
         yield _event("content_block_delta", index=len(self._blocks) - 1, delta=self._blocks[-1].take(event.text))
 
-    def _begin(self, block: _TextBlock | _ToolUse) -> Iterator[bytes]:
+    def _begin(self, block: _TextBlock | _Thinking | _ToolUse) -> Iterator[bytes]:
         if self._blocks:
             yield _event("content_block_stop", index=len(self._blocks) - 1)
         self._blocks.append(block)

@@ -59,8 +59,13 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     headers = {REQUEST_ID_HEADER: request.id}
     if asked.stream:
         events = await primed(answer.events(pieces))
-        timeout_s = gateway.limits.send_timeout_s
-        return EventStream(events, send_timeout_s=timeout_s, headers=headers, encode_error=error_event)
+        return EventStream(
+            events,
+            send_timeout_s=gateway.limits.send_timeout_s,
+            ping_s=gateway.limits.stream_ping_s,
+            headers=headers,
+            encode_error=error_event,
+        )
     async with aclosing(answer.events(pieces)) as whole:
         async for _ in whole:
             pass
@@ -78,7 +83,7 @@ async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
     prompt = await chat_model_of(gateway, backend).prompt_of(
         tokenizer_of(backend), conversation, param=_NAMES["prompt"]
     )
-    return json_response({"input_tokens": len(prompt)}, headers={REQUEST_ID_HEADER: request.id})
+    return json_response({"input_tokens": len(prompt.token_ids)}, headers={REQUEST_ID_HEADER: request.id})
 
 
 def read_request(gateway: Gateway, fields: Fields) -> MessageRequest:

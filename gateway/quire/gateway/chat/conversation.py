@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.gateway.chat.arguments import arguments_of
 from quire.gateway.chat.json_schemas import closed
 from quire.gateway.chat.tools import Tool
 from quire.gateway.errors import HttpError, invalid
@@ -147,13 +147,8 @@ def _call(fields: Fields) -> dict[str, Any]:
 
 
 def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as templates expect it. Arguments that are no JSON object stay as they are."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    kept = value if isinstance(value, dict) else arguments
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": kept}}
+    """Return a call as templates expect it: its arguments are an object, also if they were cut off."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 # -- tools --------------------------------------------------------------------------------------------------------

@@ -112,8 +112,13 @@ def render(template: Template, values: Mapping[str, Any], *, continues: bool = F
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls, and with its reasoning under the names that templates read."""
+    """Return a message without nulls, and with its reasoning under the names that templates read.
+
+    A content that is null beside calls stays: templates ask for it.
+    """
     given = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in given and "content" in message:
+        given["content"] = message["content"]
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 

@@ -14,7 +14,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
-from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
+from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
@@ -162,6 +162,7 @@ def _num_logprobs(fields: Fields, backend: Backend) -> int | None:
 class _Message:
     """One sample's message, as far as it has come."""
 
+    reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -175,14 +176,22 @@ class _Message:
             if isinstance(event, Text):
                 self.content.append(event.text)
                 delta["content"] = delta.get("content", "") + event.text
+            elif isinstance(event, Reasoning):
+                self.reasoning.append(event.text)
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
             elif isinstance(event, CallBegan):
-                head = {"id": call_id(), "type": "function"}
+                head = {"id": self._call_id(event), "type": "function"}
                 self.calls.append({**head, "function": {"name": event.name, "arguments": ""}})
                 begun = {"index": len(self.calls) - 1, **head, "function": {"name": event.name, "arguments": ""}}
                 delta.setdefault("tool_calls", []).append(begun)
             else:
                 self._take_arguments(event, delta.setdefault("tool_calls", []))
         return delta
+
+    def _call_id(self, event: CallBegan) -> str:
+        """Return the model's own id of a call, unless an earlier one has it, or a new id."""
+        is_free = event.id is not None and all(call["id"] != event.id for call in self.calls)
+        return event.id if event.id is not None and is_free else call_id()
 
     def _take_arguments(self, event: Arguments, delta: list[dict[str, Any]]) -> None:
         self.calls[-1]["function"]["arguments"] += event.text
@@ -200,10 +209,11 @@ class _Message:
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the message whole. Its content is null if it has only calls."""
-        content = "".join(self.content)
-        body: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None}
-        body |= {"refusal": None}
+        """Return the message whole. Its content is null if it has only calls, or only reasoning."""
+        content, reasoning = "".join(self.content), "".join(self.reasoning)
+        is_null = not content and bool(self.calls or reasoning)
+        body: dict[str, Any] = {"role": "assistant", "content": None if is_null else content, "refusal": None}
+        body |= {"reasoning_content": reasoning} if reasoning else {}
         return body | {"tool_calls": self.calls} if self.calls else body
 
 

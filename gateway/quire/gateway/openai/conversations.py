@@ -1,4 +1,4 @@
-"""A conversation's answer, as chat completions and responses generate it: chunks, with the calls in their text."""
+"""A conversation's answer, as chat completions and responses generate it: chunks, with what their text has."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -10,8 +10,9 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import QuireError
 from quire.gateway.callers import Caller
 from quire.gateway.chat.conversation import Conversation
-from quire.gateway.chat.models import ChatModel, NoCalls, tokenizer_of
-from quire.gateway.chat.tools import CallParser, Event
+from quire.gateway.chat.models import ChatModel, tokenizer_of
+from quire.gateway.chat.tools import Event
+from quire.gateway.chat.tools.answers import AnswerParser
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.routing.backend import Backend
@@ -25,7 +26,7 @@ def chat_model_of(gateway: Gateway, backend: Backend) -> ChatModel:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The news of one sample: a chunk, and the calls that were found in its text."""
+    """The news of one sample: a chunk, and the reasoning, content and calls that were found in its text."""
 
     chunk: Chunk
     events: list[Event]
@@ -49,13 +50,14 @@ async def begin(
     names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
     """
     model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
-    params = model.params_of(asked.params, offer)
     prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
-    params = gateway.within_room(asked.backend, params, len(prompt))
-    parsers = [model.parser_of(offer) for _ in range(params.n)]
+    params = model.params_of(asked.params, offer, prompt)
+    params = gateway.within_room(asked.backend, params, len(prompt.token_ids))
+    parsers = [model.parser_of(asked.params, offer, prompt) for _ in range(params.n)]
     if offer.is_forced:
         names = {**names, "grammar": "tools"}
-    return prompt, _pieces(gateway, caller, asked, prompt, params, parsers=parsers, names=names)
+    token_ids = prompt.token_ids
+    return token_ids, _pieces(gateway, caller, asked, token_ids, params, parsers=parsers, names=names)
 
 
 async def _pieces(
@@ -65,7 +67,7 @@ async def _pieces(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
     *,
-    parsers: Sequence[CallParser | NoCalls],
+    parsers: Sequence[AnswerParser],
     names: Mapping[str, str],
 ) -> AsyncGenerator[Piece, None]:
     """Answers as they come, sample i read by parser i. Raises HttpError."""

@@ -21,7 +21,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, Message
 from quire.gateway.chat.json_schemas import closed
-from quire.gateway.chat.tools import Arguments, CallBegan, Event, Text
+from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
@@ -296,6 +296,24 @@ class _Text:
 
 
 @dataclass(slots=True)
+class _Reasoning:
+    """Reasoning of the answer, as far as it has come."""
+
+    id: str
+    text: str = ""
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return its content."""
+        return {"type": "reasoning_text", "text": self.text}
+
+    def body(self, status: str) -> dict[str, Any]:
+        """Return the item; it has no content while it is in progress."""
+        content = [] if status == "in_progress" else [self.part]
+        return {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+@dataclass(slots=True)
 class _Call:
     """A call of the answer, as far as it has come."""
 
@@ -347,7 +365,7 @@ class _ResponsesAnswer:
         self.keep: Callable[[KeptResponse], None] = lambda response: None
         self._usage = TokenUsage(len(prompt_token_ids))
         self._numbers = count()
-        self._open: _Text | _Call | None = None
+        self._open: _Text | _Reasoning | _Call | None = None
         self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens before their text comes
         self._done: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -443,12 +461,24 @@ class _ResponsesAnswer:
             self._open.text += event.text
             self._open.logprobs += logprobs
             yield self._item_event("output_text.delta", content_index=0, delta=event.text, logprobs=logprobs)
+        elif isinstance(event, Reasoning):
+            yield from self._take_reasoning(event)
         elif isinstance(event, CallBegan):
             yield from self._close("completed")
-            is_custom = event.name in self._asked.custom_names
-            yield self._begin((_CustomCall if is_custom else _Call)(self._id("ctc" if is_custom else "fc"), event.name))
+            kind, prefix = (_CustomCall, "ctc") if event.name in self._asked.custom_names else (_Call, "fc")
+            yield self._begin(kind(self._id(prefix), event.name, event.id or call_id()))
         else:
             yield from self._take_arguments(event)
+
+    def _take_reasoning(self, event: Reasoning) -> Iterator[bytes]:
+        if not isinstance(self._open, _Reasoning):
+            yield from self._close("completed")
+            item = _Reasoning(self._id("rs"))
+            yield self._begin(item)
+            yield self._item_event("content_part.added", content_index=0, part=item.part)
+        assert isinstance(self._open, _Reasoning)
+        self._open.text += event.text
+        yield self._item_event("reasoning_text.delta", content_index=0, delta=event.text)
 
     def _take_arguments(self, event: Arguments) -> Iterator[bytes]:
         assert isinstance(self._open, _Call)
@@ -465,7 +495,7 @@ class _ResponsesAnswer:
         yield self._begin(item)
         yield self._item_event("content_part.added", content_index=0, part=item.part | {"logprobs": []})
 
-    def _begin(self, item: _Text | _Call) -> bytes:
+    def _begin(self, item: _Text | _Reasoning | _Call) -> bytes:
         self._open = item
         return self._event("response.output_item.added", output_index=len(self._done), item=item.body("in_progress"))
 
@@ -486,6 +516,9 @@ class _ResponsesAnswer:
         elif isinstance(item, _CustomCall):
             yield self._item_event("custom_tool_call_input.delta", delta=item.input)
             yield self._item_event("custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, _Reasoning):
+            yield self._item_event("reasoning_text.done", content_index=0, text=item.text)
+            yield self._item_event("content_part.done", content_index=0, part=item.part)
         else:
             yield self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         body = item.body(status)
