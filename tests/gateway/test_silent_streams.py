@@ -38,7 +38,7 @@ def read_pings(lines: Iterator[str], count: int) -> None:
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["before the first token", "after it"])
-def test_a_stream_whose_worker_is_away_is_not_silent_and_goes_on(
+def test_a_stream_without_a_worker_is_not_silent_and_goes_on(
     own_services: LocalServices, waiting: Gateway, has_begun: bool
 ) -> None:
     if not has_begun:

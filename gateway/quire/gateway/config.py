@@ -194,7 +194,7 @@ OWN_FLAGS: list[Flag] = [
         type=OriginType(),
         multiple=True,
         metavar="ORIGIN",
-        help="Site whose pages may call from a browser, as https://chat.example; * for all. May be given several "
+        help="Site with pages that may call from a browser, as https://chat.example; * for all. May be given several "
         "times.",
     ),
     option(

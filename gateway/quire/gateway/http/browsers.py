@@ -8,7 +8,7 @@ Host     The name that the browser has resolved. A site may let its own name res
 Origin   The site of the page. A browser sends a POST without asking first if its body is text/plain, and withholds
          the answer alone. Without API keys a foreign origin is refused. With keys it is not: a foreign page has no key.
 
---allowed-origins names the sites whose pages may call and read: they get the headers of CORS, and an answer to the
+--allowed-origins names the sites with pages that may call and read: they get the headers of CORS, and an answer to the
 browser's preflight.
 """
 
@@ -32,7 +32,7 @@ _PREFLIGHT_S = 600
 class BrowserRules:
     """The rules for requests of browsers.
 
-    origins    sites whose pages may call, as "https://chat.example"; "*": all
+    origins    sites with pages that may call, as "https://chat.example"; "*": all
     hosts      names that Host may have, in lower case, beside those of loopback; None: any
     has_keys   callers show API keys, so that a page without a key can do nothing
     """
@@ -59,7 +59,7 @@ class BrowserRules:
         if not self.has_keys or "access-control-request-method" in headers:
             raise HttpError(
                 403,
-                f"Origin is {origin[:100]!r}, whose pages may not call this server: give it with --allowed-origins",
+                f"Origin is {origin[:100]!r}, and its pages may not call this server: give it with --allowed-origins",
                 code="origin_not_allowed",
             )
 

@@ -240,7 +240,7 @@ def _is_end(error: Exception) -> bool:
 
 
 class Primed(Generic[Item]):
-    """Items whose first one has come, or is awaited. Unlike a generator it can be closed before it is iterated."""
+    """Items, of which the first has come or is awaited. Unlike a generator it can be closed before it is iterated."""
 
     def __init__(self, first: "asyncio.Future[Item]", rest: AsyncGenerator[Item, None]) -> None:
         self._first: asyncio.Future[Item] | None = first
