@@ -199,10 +199,10 @@ def _tool(fields: Fields) -> GivenTool:
 
 def function_of(fields: Fields) -> GivenTool:
     """Return the function that fields describe. Raises HttpError: 400 with the field's path."""
-    return tool_of(fields, name_of(fields), schema="parameters", is_strict=fields.boolean("strict"))
+    return tool_of(fields, name_of(fields), schema="parameters", is_strict=fields.boolean("strict", True))
 
 
-def tool_of(fields: Fields, name: str, *, schema: str, is_strict: bool = False) -> GivenTool:
+def tool_of(fields: Fields, name: str, *, schema: str, is_strict: bool = True) -> GivenTool:
     """Return a tool of this name with the description in fields; `schema` is the field of its arguments' JSON schema.
 
     A strict tool takes no argument that its schema does not name.

@@ -153,7 +153,7 @@ def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
         asked.require("json_schema")
         raise AssertionError("require returned")
     schema.ignore("name", "description")
-    is_strict, wanted = schema.boolean("strict"), schema.mapping("schema")
+    is_strict, wanted = schema.boolean("strict", True), schema.mapping("schema")
     schema.end()
     wanted = {} if wanted is None else wanted
     return schema.path_of("schema"), {"json_schema": closed(wanted) if is_strict else wanted}

@@ -264,7 +264,7 @@ def _with_format(params: SamplingParams, text: Fields | None) -> SamplingParams:
         asked.require("schema")
         schema = asked.mapping("schema")
         asked.ignore("name", "description")
-        if asked.boolean("strict") and schema is not None:
+        if asked.boolean("strict", True) and schema is not None:
             schema = closed(schema)
     asked.end()
     if kind == "text":

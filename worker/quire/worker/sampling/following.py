@@ -5,32 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
 
 from quire.worker.sampling.grammar_trial import describe
-
-if TYPE_CHECKING:
-    from quire.worker.sampling.masks_aside import MasksAside
+from quire.worker.sampling.threads import Work
 
 Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 """A mask, [W] or [n, W]: bit i of byte j is token 8 j + i."""
+
+
+class Aside(Protocol):
+    """Takes masks that are late for their steps."""
+
+    def adopt(self, following: Following, bits: Bits, work: Work, *, tokens: Sequence[int]) -> None:
+        """Keep the mask behind these tokens when it is made."""
 
 
 @dataclass(slots=True, eq=False)
 class Compiled:
     """A grammar's matcher at the beginning of a text, to be copied.
 
-    aside       makes masks of the grammar beside the steps; None: they are made in the steps only
+    aside       takes the grammar's late masks; None: they are lost
     is_slow     True if a token took too long to check
     aside_s     seconds of a processor that masks made aside have taken
     """
 
     matcher: LLMatcher
     end_token_ids: frozenset[int]
-    aside: MasksAside | None = None
+    aside: Aside | None = None
     is_slow: bool = False
     aside_s: float = 0.0
 
