@@ -92,9 +92,9 @@ def up(words: list[str], runtime_dir: Path) -> LocalServices:
         quire.main(["up", *words], standalone_mode=False)
     return LocalServices.start(
         model=asked["model"],
-        extra_cachemgr_args=asked["cachemgr_flags"],
-        extra_worker_args=asked["worker_flags"],
-        extra_gateway_args=asked["gateway_flags"],
+        extra_cachemgr_args=asked["flags"].arguments["cachemgr"],
+        extra_worker_args=asked["flags"].arguments["worker"],
+        extra_gateway_args=asked["flags"].arguments["gateway"],
         http_listen=asked["http_listen"],
         runtime_dir=runtime_dir,
     )

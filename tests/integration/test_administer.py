@@ -138,8 +138,8 @@ def test_a_prompt_longer_than_the_pool_is_answered_and_can_never_be_admitted(cac
 
 def test_a_lookup_says_why_nothing_is_found(cachemgr: str) -> None:
     short = run(cachemgr, "lookup", "--token-ids", "1,2").stdout
-    assert "full blocks of 16 tokens are cached, and the prompt has 2 tokens" in short
-    assert "`quire explain` with the same arguments" in run(cachemgr, "lookup", TEXT).stdout
+    assert "Only full blocks of 16 tokens are cached, and the prompt has 2 tokens." in short
+    assert "`quire explain` shows why nothing" in run(cachemgr, "lookup", TEXT).stdout
     assert len(run(cachemgr, "lookup", "--token-ids", ids(PROMPT)).stdout.splitlines()) == 2
 
 

@@ -70,8 +70,10 @@ def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: boo
     async def look(cache: CacheClient) -> tuple[pb.LookupPrefixResponse, list[str]]:
         token_ids = await _tokens_of(place, prefix)
         answer = await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
-        notes = [note for match in answer.matches for note in await _notes_on(cache, match, len(token_ids))]
-        return answer, [*await _never_admitted(cache, token_ids, pool=place.pool), *notes]
+        notes = await _never_admitted(cache, token_ids, pool=place.pool)
+        if answer.matches and not any(match.cached_token_count for match in answer.matches):
+            notes.append(await _why_nothing(cache, answer.matches[0].pool, len(token_ids)))
+        return answer, notes
 
     answer, notes = _ask(place, look)
     table = _table("pool", "cached tokens", "worker")
@@ -80,15 +82,12 @@ def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: boo
     _print({"matches": answer.matches}, table, as_json=as_json, if_empty="There is no pool.", notes=notes)
 
 
-async def _notes_on(cache: CacheClient, match: pb.PrefixMatch, num_tokens: int) -> list[str]:
-    """Return why a pool holds nothing of a prompt; nothing if it holds some of it."""
-    if match.cached_token_count:
-        return []
-    block_size = (await cache.get_pool(match.pool)).geometry.block_size_tokens
+async def _why_nothing(cache: CacheClient, pool: str, num_tokens: int) -> str:
+    """Return why nothing of a prompt is cached."""
+    block_size = (await cache.get_pool(pool)).geometry.block_size_tokens
     if num_tokens < block_size:
-        count = counted(num_tokens, "token")
-        return [f"{match.pool}: full blocks of {block_size} tokens are cached, and the prompt has {count}."]
-    return [f"{match.pool}: `quire explain` with the same arguments shows why nothing of it is cached."]
+        return f"Only full blocks of {block_size} tokens are cached, and the prompt has {counted(num_tokens, 'token')}."
+    return "`quire explain` shows why nothing of it is cached."
 
 
 async def _never_admitted(cache: CacheClient, token_ids: list[int], *, pool: str) -> list[str]:
