@@ -398,7 +398,7 @@ def test_a_call_that_max_tokens_cut_off_says_so_and_can_be_sent_back(client: ope
 
 @pytest.fixture(scope="module")
 def thinking(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of a gateway whose template ends its prompts with <think>."""
+    """A client of a gateway with a template that ends its prompts with <think>."""
     folder = tmp_path_factory.mktemp("thinking")
     (folder / "template.jinja").write_text(GLM)
     with serve_chats(services, "--chat-template", str(folder / "template.jinja"), log=folder / "log") as client:

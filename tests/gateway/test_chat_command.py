@@ -41,9 +41,6 @@ def test_each_line_is_answered_in_one_conversation(chatty: Gateway) -> None:
 
 
 def test_what_is_wrong_is_one_line(chatty: Gateway, gateway: Gateway, tmp_path: Path) -> None:
-    said = chat(gateway.url, "hello\n")
-    assert said.returncode == 1
-    assert "--chat-template" in said.stderr
     said = chat(chatty.url, "hello\n", "--model", "another")
     assert said.returncode == 1
     assert "'another' is not served here" in said.stderr

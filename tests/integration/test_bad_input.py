@@ -364,14 +364,6 @@ WRONG_CALLS = {
         ),
     ),
     "lookup of a negative token": ("LookupPrefix", Wrong({"pool": "default", "token_ids": [-1]}, "TOKEN_OUT_OF_RANGE")),
-    "lookup of more than a sequence can have": (
-        "LookupPrefix",
-        Wrong(
-            {"pool": "default", "token_ids": [1] * (POOL_TOKENS + 1)},
-            "INVALID_ARGUMENT",
-            metadata={"field": "token_ids"},
-        ),
-    ),
     "explanation of a token beyond the vocabulary": (
         "ExplainPrefix",
         Wrong({"pool": "default", "token_ids": [VOCAB_SIZE]}, "TOKEN_OUT_OF_RANGE"),

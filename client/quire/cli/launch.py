@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -182,14 +182,17 @@ class LocalServices:
             service.start()
         service.wait_serving(self._start_timeouts_s[service.name])
 
-    def stop(self) -> None:
+    def stop(self, say: Callable[[], None] = lambda: None) -> None:
         """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.
+
+        `say` is called when a further signal will end all at once.
 
         Takes at most stop_timeout_s per service. A signal that comes meanwhile makes it SIGKILL, and is delivered
         afterwards.
         """
         with signals_held(self._kill_all), self._stop_lock:
             self._is_stopped = True
+            say()
             for service in reversed(self._services):
                 service.terminate(self._stop_timeout_s)
             self._remove_files()

@@ -64,7 +64,7 @@ def run_up(
             try:
                 keep_running(services, lambda text: click.echo(text, err=True))
             except (KeyboardInterrupt, SystemExit):
-                click.echo(_describe_stop(flags.drain_timeout_s), err=True)
+                services.stop(lambda: click.echo(_describe_stop(flags.drain_timeout_s), err=True))
             except LaunchError as error:
                 raise click.ClickException(f"{error}. The other processes are ended, too.") from error
 

@@ -99,6 +99,8 @@ async def serve(
         backend, set_weights = await stack.enter_async_context(_open_backend(flags, credentials))
         if rate_limiter is not None:
             rate_limiter.send_weights_to(set_weights)
+        if backend.tokenizer is not None:
+            await asyncio.to_thread(backend.tokenizer.least_tokens, "")  # the first call looks at each token
         gateway.chat_models = await _load_chat_models(flags, backend)
         stack.push_async_callback(gateway.chat_models.close)
         gateway.backends = dict.fromkeys(backend.model_names, backend)
@@ -116,7 +118,7 @@ async def serve(
 
 
 class GatewayFailedError(Exception):
-    """A task that every request needs has died: the cause. Whoever started the process starts it again."""
+    """A task that every request needs has died: the cause. A supervisor starts the process again."""
 
 
 async def _until_stopped(

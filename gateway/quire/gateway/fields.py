@@ -14,12 +14,16 @@ from quire.gateway.errors import HttpError, invalid
 
 MAX_INT32 = 2**31 - 1
 _MAX_SHOWN_NAMES = 20
+# Python parses JSON in one piece: 100 ns for a number, 600 ns for an object. Meanwhile the event loop stands.
+_MAX_COMMAS = 2**20
+_MAX_BRACKETS = 2**18
 
 Default = TypeVar("Default")
 
 
 def parse_body(body: bytes, *, ignores_unknown: bool = False) -> "Fields":
-    """Return the fields of a body. Raises HttpError if it is no JSON object."""
+    """Return the fields of a body. Raises HttpError if it is no JSON object, or has too many values."""
+    _check_values(body)
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -29,6 +33,16 @@ def parse_body(body: bytes, *, ignores_unknown: bool = False) -> "Fields":
     if not isinstance(value, dict):
         raise HttpError(400, f"the body is {_kind(value)}, must be a JSON object", code="invalid_json")
     return Fields(value, ignored=[] if ignores_unknown else None)
+
+
+def _check_values(body: bytes) -> None:
+    """Raise HttpError for a body of more values than are parsed in one piece. Signs within its texts count, too."""
+    for signs, limit in ((b",", _MAX_COMMAS), (b"[{", _MAX_BRACKETS)):
+        count = sum(body.count(sign) for sign in (signs[i : i + 1] for i in range(len(signs))))
+        if count > limit:
+            names = " and ".join(repr(chr(sign)) for sign in signs)
+            message = f"the body has {count} {names}, in texts too, must be at most {limit}"
+            raise HttpError(400, message, code="too_many_values")
 
 
 def _refuse_constant(name: str) -> Any:

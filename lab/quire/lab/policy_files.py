@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.cachemgr._core import POLICIES
 from quire.cachemgr.eviction_interface import EvictionPolicy
+from quire.client.engine.scheduling.faults import RequestFault
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.lab.errors import ConfigError
 from quire.lab.routers import ROUTERS, Router
@@ -163,7 +164,8 @@ def errors_of(*choices: str | Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except Exception as caught:
+        error = caught.__cause__ if isinstance(caught, RequestFault) and caught.__cause__ is not None else caught
         for choice in names:
             path = Path(folder) / str(choice).rpartition(":")[0]
             place = _place_in(error, path) if path.is_file() else str(path)

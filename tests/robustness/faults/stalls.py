@@ -3,10 +3,10 @@
     python tests/robustness/faults/stalls.py                         all cases
     python tests/robustness/faults/stalls.py --case largest_plans
 
-Each case is a function that gets an `Attacked` service and returns the answers it got. While it runs, another client
-renews a lease with a ttl of 1 s every 0.3 s, and a third one calls again and again. The table has the longest time
-that such a call took, and the longest before the attack. A lease that was renewed in time and is gone, an answer that
-is not one of the case's, and memory beyond the case's bound end the run with status 1. Times are
+Each case is a function that gets an `Attacked` service, or the URL of a gateway, and returns the answers it got. While
+it runs, another client renews a lease with a ttl of 1 s every 0.3 s, and a third one calls again and again. The table
+has the longest time that such a call took, and the longest before the attack. A lease that was renewed in time and is
+gone, an answer that is not one of the case's, and memory beyond the case's bound end the run with status 1. Times are
 figures, not bounds: they depend on what else runs on the machine. "CPU ms" is the processor time that the service used
 during the attack, for its bystanders too.
 """
@@ -14,13 +14,14 @@ during the attack, for its bystanders too.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "fra
 # isort: split
 import click
 import grpc
+import httpx
 import psutil
 from integration.lone_cachemgr import Bookkeeper, LoneCachemgr, Tenant
 from integration.protocol_client import CHANNEL_OPTIONS, RefusedError
@@ -88,7 +90,7 @@ class Attacked:
         return self.ask("PlanStep", request)
 
 
-Attack = Callable[[Attacked], Answers]
+Attack = Callable[[Any], Answers]
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Case:
 
 CACHEMGR_CASES: dict[str, Case] = {}
 WORKER_CASES: dict[str, Case] = {}
+GATEWAY_CASES: dict[str, Case] = {}
 
 
 def case(
@@ -253,6 +256,73 @@ def grants_of_60_mb(attacked: Attacked) -> Answers:
     return Counter(attacked.ask("RunStep", request) for _ in range(3))
 
 
+# -- gateway ------------------------------------------------------------------------------------------------------
+
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+REFUSED, TOO_MANY = "sequence_too_long", "too_many_values"
+
+
+def post(url: str, path: str, body: bytes, *, at_once: int = 1) -> Answers:
+    """Send a body so many times at once. Returns the codes of the errors, or OK."""
+    answers: list[str] = []
+
+    def send() -> None:
+        answer = httpx.post(f"{url}{path}", content=body, timeout=TIMEOUT_S)
+        answers.append("OK" if answer.status_code == 200 else answer.json()["error"]["code"])
+
+    threads = [threading.Thread(target=send) for _ in range(at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Counter(answers)
+
+
+@case(GATEWAY_CASES, REFUSED)
+def three_texts_of_5_mb(url: str) -> Answers:
+    body = json.dumps({"prompt": SENTENCE * 110_000, "max_tokens": 1}).encode()
+    return post(url, "/v1/completions", body, at_once=3)
+
+
+@case(GATEWAY_CASES, "OK")
+def three_texts_of_1_mb_to_tokenize(url: str) -> Answers:
+    """The longest: a text may be tokenized that no model takes."""
+    return post(url, "/tokenize", json.dumps({"prompt": SENTENCE * 23_000}).encode(), at_once=3)
+
+
+@case(GATEWAY_CASES, "OK")
+def texts_of_4096_characters_250_times(url: str) -> Answers:
+    body = json.dumps({"prompt": [SENTENCE * 91] * 250, "max_tokens": 1}).encode()
+    return post(url, "/v1/completions", body, at_once=3)
+
+
+@case(GATEWAY_CASES, REFUSED)
+def a_chat_of_5_mb(url: str) -> Answers:
+    message = {"role": "user", "content": SENTENCE * 110_000}
+    return post(url, "/v1/chat/completions", json.dumps({"messages": [message], "max_tokens": 1}).encode(), at_once=3)
+
+
+@case(GATEWAY_CASES, TOO_MANY)
+def bodies_of_millions_of_values(url: str) -> Answers:
+    answers: Answers = Counter()
+    for value, count in (("1234", 3_300_000), ("[]", 5_000_000), ('{"a":1}', 2_000_000)):
+        answers += post(url, "/v1/completions", f'{{"prompt": [{",".join([value] * count)}]}}'.encode())
+    return answers
+
+
+@case(GATEWAY_CASES, REFUSED, "invalid_value")
+def the_most_values_of_a_body(url: str) -> Answers:
+    answers: Answers = Counter()
+    for value, count in (("1234", 1_000_000), ("[]", 250_000)):
+        answers += post(url, "/v1/completions", f'{{"prompt": [{",".join([value] * count)}]}}'.encode())
+    return answers
+
+
+@case(GATEWAY_CASES, "OK")
+def detokenize_a_million(url: str) -> Answers:
+    return post(url, "/detokenize", json.dumps({"tokens": [100] * 1_000_000}).encode())
+
+
 # -- the clients beside it ----------------------------------------------------------------------------------------
 
 
@@ -376,21 +446,54 @@ def run_on_worker(case: Case) -> Result:
         )
 
 
+def run_on_gateway(case: Case) -> Result:
+    """Another caller asks for /health, and a lease is renewed with cachemgr."""
+    with tempfile.TemporaryDirectory(prefix="quire-stalls-", dir="/tmp") as name, contextlib.ExitStack() as stack:
+        flags = ("--dtype", "float32", "--threads", "1", "--block-size", "16")
+        services = stack.enter_context(
+            LocalServices.start(
+                model=MODEL,
+                num_blocks=2_000,
+                runtime_dir=Path(name),
+                extra_worker_args=flags,
+                http_listen=("127.0.0.1:0",),
+            )
+        )
+        gateway = services.gateway
+        assert gateway is not None
+        channel = stack.enter_context(grpc.insecure_channel(services.cachemgr.address, options=CHANNEL_OPTIONS))
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        lease = cache.CreateLease(cache_service_pb2.CreateLeaseRequest(ttl={"seconds": int(TTL_S)}), timeout=TIMEOUT_S)
+        renewal = cache_service_pb2.RenewLeaseRequest(lease_id=lease.lease_id)
+        client = stack.enter_context(httpx.Client(base_url=gateway.urls[0], timeout=TIMEOUT_S))
+        attack = replace(case, attack=lambda _: case.attack(gateway.urls[0]))
+        return measure(
+            attack,
+            Attacked(gateway, channel),
+            lambda: cache.RenewLease(renewal, timeout=TIMEOUT_S),
+            lambda: client.get("/health").raise_for_status(),
+        )
+
+
 def run_cases(names: Sequence[str]) -> Iterator[tuple[str, Result]]:
     """Every case finds fresh processes."""
     for name in names:
-        is_of_cachemgr = name in CACHEMGR_CASES
-        run, cases = (run_on_cachemgr, CACHEMGR_CASES) if is_of_cachemgr else (run_on_worker, WORKER_CASES)
-        yield name, run(cases[name])
+        for cases, run in RUNS:
+            if name in cases:
+                yield name, run(cases[name])
+
+
+RUNS = ((CACHEMGR_CASES, run_on_cachemgr), (WORKER_CASES, run_on_worker), (GATEWAY_CASES, run_on_gateway))
+ALL_CASES = [name for cases, _ in RUNS for name in cases]
 
 
 @click.command()
-@click.option("--case", "names", multiple=True, type=click.Choice([*CACHEMGR_CASES, *WORKER_CASES]), help="Only these.")
+@click.option("--case", "names", multiple=True, type=click.Choice(ALL_CASES), help="Only these.")
 def main(names: tuple[str, ...]) -> None:
     """Send requests as large as may be, and larger, and print how long each holds up others."""
     columns = ("case", "answers", "seconds", "usual ms", "longest ms", "CPU ms", "peak MiB", "broken bounds")
     table, broken = Table(*columns), False
-    for name, result in run_cases(names or [*CACHEMGR_CASES, *WORKER_CASES]):
+    for name, result in run_cases(names or ALL_CASES):
         bounds = list(result.broken_bounds())
         broken |= bool(bounds)
         answers = ", ".join(f"{count} {answer}" for answer, count in result.answers.most_common())

@@ -20,7 +20,13 @@ from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import MAX_CHOICES
-from quire.worker.grant.decoding import decode_grammar, decode_step, max_grant_bytes, refuse_grammar
+from quire.worker.grant.decoding import (
+    decode_generated,
+    decode_grammar,
+    decode_step,
+    max_grant_bytes,
+    refuse_grammar,
+)
 from quire.worker.grant.errors import Refused
 from quire.worker.grant.gate import MAX_UNSIGNED_BYTES, Gate
 from quire.worker.sampling.grammars import MAX_GRAMMAR_BYTES, GrammarRefused
@@ -117,6 +123,11 @@ def large_grant(size: int) -> Beyond:
     return lambda: gate.check_unread(signed, max_bytes=max_bytes), "grant.grant"
 
 
+def generated(**fields: Any) -> Beyond:
+    request = worker_service_pb2.CheckGrammarRequest(**fields)
+    return lambda: decode_generated(request, vocab_size=100, max_sequence_tokens=24), "output_token_ids"
+
+
 def grammar(**fields: Any) -> Beyond:
     message = worker_service_pb2.Grammar(**fields)
 
@@ -192,6 +203,7 @@ LISTS: dict[str, Beyond] = {
     "SequenceInput.next_token_ids": step(
         "inputs.next_token_ids", {"sequence_id": 1, "prompt_logprob_count": 0, "next_token_ids": [1, 2, 3]}
     ),
+    "CheckGrammarRequest.output_token_ids": generated(output_token_ids=TOO_LONG),
     "Grammar.json_schema": grammar(json_schema=LONG_TEXT),
     "Grammar.regex": grammar(regex=LONG_TEXT),
     "Grammar.lark": grammar(lark=LONG_TEXT),

@@ -1106,11 +1106,11 @@ def test_a_prompt_that_breaks_the_model_fails_alone() -> None:
 class BrokenTokenizer(Tokenizer):
     """Can't make a text of the tokens after a prompt with "!", and can't begin one after a prompt with "?"."""
 
-    def detokenizer(self, prompt_token_ids: Any = (), *, skip_special_tokens: bool = True) -> Any:
+    def detokenizer(self, prompt_token_ids: Any = (), **options: Any) -> Any:
         prompt = self.decode(prompt_token_ids)
         if "?" in prompt:
             raise RuntimeError("no such text")
-        whole = super().detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        whole = super().detokenizer(prompt_token_ids, **options)
         return BrokenDetokenizer() if "!" in prompt else whole
 
 

@@ -34,7 +34,7 @@ from quire.client.engine.scheduling.sequence import Sequence
 
 VICTIM, OTHER = "victim", "other"
 NUM_TOKENS = 24
-# Before the scheduler has looked at what it is given, nobody knows whom it is about.
+# Before the scheduler has looked at the sequences, no request is known to be at fault.
 MAY_STOP = frozenset({"Scheduler.add"})
 
 
@@ -44,7 +44,7 @@ class SeededError(Exception):
 
 @dataclass
 class Seed:
-    """Where to raise: in the call of this number of a function with something of the victim. None: nowhere."""
+    """A place to raise at: the call of this number of a function with something of the victim. None: nowhere."""
 
     code: CodeType | None = None
     number: int = 0

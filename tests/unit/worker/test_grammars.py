@@ -364,7 +364,7 @@ class Held:
 
 
 def masks_of(rows: GrammarRows, *runs: MaskedRun) -> dict[int, tuple[str, set[int]]]:
-    """Whether each row is late or has failed, and its allowed tokens."""
+    """Return for each row "late", "failed" or "", and its allowed tokens."""
     masks = rows.finish(rows.begin(runs))
     kinds = {row: "late" if row in masks.late else "failed" if row in masks.failures else "" for row in masks.rows}
     return {row: (kinds[row], allowed(bits)) for row, bits in zip(masks.rows, masks.bits, strict=True)}

@@ -15,8 +15,8 @@ epoch or a new lease. Callers see a pause, and each token once.
 A step or a plan that is refused for one sequence's input is no failure of a service: only that request fails. The
 refused step is sent again with `skip`, since its number is not used up, and planned again without that sequence. If
 only the worker's room for compiling the sequence's grammar was used up, the request does not fail: it is planned
-again when the worker has compiled the grammar. So is a sequence whose mask was too late for a step, when the worker has
-made the mask.
+again when the worker has compiled the grammar. A sequence with a mask that was too late for a step is planned again,
+too, when the worker has made the mask.
 
 An unexpected exception, of this package or of a custom policy, fails the request that it is about (faults.py). The
 others are admitted again. Only if the exception leaves a mess does the loop end: then `failed` returns, and the process

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quire.client.engine.token_bytes import REPLACEMENT, Pieces, TokenBytes, Utf8Decoder, text_of
+from quire.client.engine.token_lengths import max_token_characters
 from quire.client.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -68,8 +69,23 @@ class Tokenizer:
 
         Raises InvalidRequest for a lone surrogate, which is no character and which UTF-8 can't encode.
         """
-        _check_characters(text)
-        return list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The tokens of several texts, each as `encode` makes them. Other threads run meanwhile."""
+        for text in texts:
+            _check_characters(text)
+        # `encode` would hold the interpreter's lock, and look for each token's place in the text.
+        return [each.ids for each in self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that a text has at least; 0 if nothing is known but its length. Cost: none."""
+        return -(-len(text) // self.max_token_characters) if self.max_token_characters else 0
+
+    @cached_property
+    def max_token_characters(self) -> int:
+        """The most characters of a text that become one token; 0 if there is no such limit. The first call is slow."""
+        return max_token_characters(self._raw, self.token_bytes)
 
     def encode_parts(self, parts: Sequence[str]) -> list[int]:
         """The tokens of a text in parts, of which every second one is ordinary: no special token is found in it.
@@ -98,8 +114,8 @@ class Tokenizer:
         return [token_ids for token_ids in dict.fromkeys(encoded) if token_ids]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The tokens' text."""
-        return self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The tokens' text. Other threads run meanwhile."""
+        return self._raw.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -187,7 +203,8 @@ class _OrdinaryText:
             part if index % 2 else self._pattern.sub(lambda found: self._stand_ins[found[0]], part)
             for index, part in enumerate(parts)
         )
-        token_ids = self._raw.encode(text, add_special_tokens=False).ids
+        [encoding] = self._raw.encode_batch_fast([text], add_special_tokens=False)
+        token_ids = encoding.ids
         if not self._special_ids.isdisjoint(token_ids):
             found = next(each for each in parts[1::2] if self._pattern.search(each))
             raise InvalidRequest.of_field("prompt", found, "text that this tokenizer can write without special tokens")

@@ -17,7 +17,7 @@ _SCHEMAS = ("items", "prefixItems", "additionalProperties")
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema whose objects have no keys but those that it names; the given one is not changed.
+    """Return a schema with objects of no other keys than those that it names; the given one is not changed.
 
     A schema with an allOf of several parts is returned as it is: a closed part would forbid the keys of the others.
     """

@@ -33,7 +33,7 @@ from quire.gateway.chat.tools.thinking import ThinkTags
 from quire.gateway.chat.tools.tool_format import ToolFormat, UnwritableSchema
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import encode_field
+from quire.gateway.texts import check_length, encode_ordinary, encode_text
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,13 @@ class ChatModel:
     special_ids: Mapping[str, int] = field(default_factory=dict)
     special_tokens_in_content: bool = False
 
-    async def prompt_of(self, tokenizer: Tokenizer, conversation: Conversation, *, param: str) -> Prompt:
-        """Return the prompt of a conversation. Raises HttpError: 400 that blames `param`."""
+    async def prompt_of(
+        self, tokenizer: Tokenizer, conversation: Conversation, *, param: str, max_tokens: int
+    ) -> Prompt:
+        """Return the prompt of a conversation. Raises HttpError: 400 that blames `param`.
+
+        One that surely has more than max_tokens is refused before it is encoded.
+        """
         marks = ContentMarks(() if self.special_tokens_in_content else tokenizer.special_tokens)
         try:
             text = await self.templates.render(
@@ -116,7 +121,9 @@ class ChatModel:
             )
         except TemplateRefused as error:
             raise HttpError(400, marks.reveal(str(error)), code="chat_template_error", param=param) from None
-        token_ids = await _encode(tokenizer, marks.parts(text), param=param)
+        parts = marks.parts(text)
+        check_length(param, "".join(parts), tokenizer, max_tokens=max_tokens)
+        token_ids = await _encode(tokenizer, parts, param=param)
         return Prompt(token_ids, begins_in_reasoning=self._begins_in_reasoning(text, conversation))
 
     def _begins_in_reasoning(self, text: str, conversation: Conversation) -> bool:
@@ -186,11 +193,11 @@ class ChatModel:
 
 
 async def _encode(tokenizer: Tokenizer, parts: Sequence[str], *, param: str) -> list[int]:
-    """Return the tokens of a rendered text, whose template writes the special tokens itself. Raises HttpError: 400."""
+    """Return the tokens of a rendered text. Its template writes the special tokens itself. Raises HttpError: 400."""
     if len(parts) == 1:
-        return await encode_field(param, parts[0], tokenizer, add_special_tokens=False)
+        return await encode_text(tokenizer, parts[0], add_special_tokens=False)
     try:
-        return await asyncio.to_thread(tokenizer.encode_parts, parts)
+        return await encode_ordinary(tokenizer, parts)
     except InvalidRequest as error:
         answer = http_error_of(error)
         answer.param = param

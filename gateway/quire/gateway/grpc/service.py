@@ -37,7 +37,7 @@ from quire.gateway.grpc.messages import (
     messages_of,
 )
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import decode_tokens, encode_text
+from quire.gateway.texts import check_countable, check_length, decode_tokens, encode_text
 from quire.serving.access import ANYBODY, Role, Roles, caller
 from quire.serving.addresses import Address
 from quire.serving.errors import CallEnded, to_message
@@ -145,6 +145,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             backend = self._backend(request.model)
             tokenizer = _tokenizer_of(backend, "text")
             adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+            check_countable("text", request.text, tokenizer, max_tokens=backend.max_model_len)
             token_ids = await encode_text(tokenizer, request.text, add_special_tokens=adds)
             return engine_service_pb2.TokenizeResponse(token_ids=token_ids, max_sequence_tokens=backend.max_model_len)
 
@@ -264,7 +265,9 @@ async def _prompt_of(backend: Backend, prompt: engine_service_pb2.Prompt) -> Seq
         raise CallEnded(invalid("prompt", "unset", "text or token_ids"))
     if kind == "token_ids":
         return list(prompt.token_ids.token_ids)
-    return await encode_text(_tokenizer_of(backend, "prompt.text"), prompt.text)
+    tokenizer = _tokenizer_of(backend, "prompt.text")
+    check_length("prompt.text", prompt.text, tokenizer, max_tokens=backend.max_model_len)
+    return await encode_text(tokenizer, prompt.text)
 
 
 def _tokenizer_of(backend: Backend, named: str) -> Tokenizer:

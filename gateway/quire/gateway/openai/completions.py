@@ -23,7 +23,7 @@ from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collecte
 from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import decode_tokens, encode_field
+from quire.gateway.texts import check_length, decode_tokens, encode_texts, tokenizer_for
 from quire.gateway.token_texts import PromptToken, TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
@@ -140,7 +140,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
     add_special_tokens = fields.boolean("add_special_tokens", True)
     given = fields.require("prompt")
     fields.end()
-    prompts = await _read_prompts(gateway, given, backend.tokenizer, echo=echo, add_special_tokens=add_special_tokens)
+    prompts = await _read_prompts(gateway, given, backend, echo=echo, add_special_tokens=add_special_tokens)
     if len(prompts) * params.n > gateway.limits.max_samples:
         limit = f"at most {gateway.limits.max_samples} samples of all prompts together"
         raise invalid("n", params.n, limit)
@@ -159,9 +159,10 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
 
 
 async def _read_prompts(
-    gateway: Gateway, given: Any, tokenizer: Tokenizer | None, *, echo: bool, add_special_tokens: bool
+    gateway: Gateway, given: Any, backend: Backend, *, echo: bool, add_special_tokens: bool
 ) -> list[Prompt]:
     """Return one prompt, or several: a text, token ids, a list of texts, or a list of lists of token ids."""
+    tokenizer = backend.tokenizer
     if not isinstance(given, list):
         given, is_list = [given], False
     else:
@@ -171,19 +172,24 @@ async def _read_prompts(
         raise invalid("prompt", given, "text, token ids, or a list of these with at least one")
     if len(given) > gateway.limits.max_prompts:
         raise invalid("prompt", f"{len(given)} prompts", f"at most {gateway.limits.max_prompts} prompts")
-    prompts = []
+    prompts: list[Prompt | None] = []
+    texts: dict[int, str] = {}
     for index, each in enumerate(given):
         path = f"prompt[{index}]" if is_list else "prompt"
         if isinstance(each, list):
             token_ids = token_ids_of(path, each)
             prompts.append(Prompt(token_ids, await _decoded(path, token_ids, tokenizer) if echo else ""))
         elif isinstance(each, str):
-            text = text_of(path, each)
-            token_ids = await encode_field(path, text, tokenizer, add_special_tokens=add_special_tokens)
-            prompts.append(Prompt(token_ids, text))
+            texts[index] = text_of(path, each)
+            check_length(path, each, tokenizer_for(path, tokenizer), max_tokens=backend.max_model_len)
+            prompts.append(None)
         else:
             raise invalid(path, each, "text or a list of token ids")
-    return prompts
+    if texts and tokenizer is not None:
+        encoded = await encode_texts(tokenizer, list(texts.values()), add_special_tokens=add_special_tokens)
+        for (index, text), token_ids in zip(texts.items(), encoded, strict=True):
+            prompts[index] = Prompt(token_ids, text)
+    return [prompt for prompt in prompts if prompt is not None]
 
 
 def _is_integer(value: Any) -> bool:

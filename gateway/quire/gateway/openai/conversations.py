@@ -50,7 +50,9 @@ async def begin(
     names are the body's fields for those of the engine, in errors; of "grammar", for an answer that is no forced call.
     """
     model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
-    prompt = await model.prompt_of(tokenizer_of(asked.backend), asked.conversation, param=names["prompt"])
+    prompt = await model.prompt_of(
+        tokenizer_of(asked.backend), asked.conversation, param=names["prompt"], max_tokens=asked.backend.max_model_len
+    )
     params = model.params_of(asked.params, offer, prompt)
     params = gateway.within_room(asked.backend, params, len(prompt.token_ids))
     parsers = [model.parser_of(asked.params, offer, prompt) for _ in range(params.n)]

@@ -11,7 +11,7 @@ from quire.gateway.errors import HttpError
 from quire.gateway.fields import text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
-from quire.gateway.texts import decode_tokens, encode_field
+from quire.gateway.texts import check_countable, decode_tokens, encode_text, tokenizer_for
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
@@ -63,7 +63,9 @@ async def tokenize(gateway: Gateway, request: PostRequest) -> Response:
     add_special_tokens = fields.boolean("add_special_tokens", True)
     has_texts = fields.boolean("return_token_strs")
     fields.end()
-    token_ids = await encode_field("prompt", prompt, backend.tokenizer, add_special_tokens=add_special_tokens)
+    tokenizer = tokenizer_for("prompt", backend.tokenizer)
+    check_countable("prompt", prompt, tokenizer, max_tokens=backend.max_model_len)
+    token_ids = await encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens)
     texts = gateway.token_texts(backend)
     return json_response(
         {

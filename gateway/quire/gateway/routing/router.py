@@ -229,7 +229,7 @@ class Router:
         return self._members.statistics()
 
     async def failed(self) -> BaseException:
-        """Wait until a task that watches the pools has died. An engine whose loop has died is replaced."""
+        """Wait until a task that watches the pools has died. A dead engine is replaced."""
         return await self._members.failed()
 
     def router_statistics(self) -> RouterStatistics:

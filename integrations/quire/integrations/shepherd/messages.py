@@ -19,7 +19,7 @@ from quire.gateway.grpc.errors import DOMAIN, answering, invalid
 from quire.gateway.grpc.messages import MAX_MESSAGE_TOKENS, bounded
 from quire.gateway.limits import MAX_TOKEN_IDS
 from quire.gateway.routing.backend import EngineBackend
-from quire.gateway.texts import encode_text
+from quire.gateway.texts import check_length, encode_text
 from quire.serving.errors import CallEnded, ErrorStatus
 
 # Fields that SamplingParams has under the same name and with the same meaning: always set, set if present, and set
@@ -78,6 +78,7 @@ async def prompt_of(backend: EngineBackend, request: Any) -> Sequence[int]:
         case "tokenized":
             return list(request.tokenized.input_ids)
         case "text" if backend.tokenizer is not None:
+            check_length("text", request.text, backend.tokenizer, max_tokens=backend.max_model_len)
             return await encode_text(backend.tokenizer, request.text)
         case "text":
             raise CallEnded(invalid("text", "given", "unset: this model has no tokenizer here"))
