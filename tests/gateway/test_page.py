@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ import httpx
 import pytest
 from deadlines import DEADLINE_S
 from deploy.tools import find
-from gateway.conftest import MODEL, Gateway
+from gateway.chat_templates import GLM
+from gateway.conftest import MODEL, ROOT, Gateway
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.launch import LocalServices
@@ -54,6 +56,8 @@ def test_openapi_names_each_endpoint_and_its_page_loads_nothing_from_elsewhere(h
         assert document["paths"][path]
     schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["prompt"]
+    summaries = [each["summary"] for methods in document["paths"].values() for each in methods.values()]
+    assert [summary for summary in summaries if summary.startswith("/")] == []
     page_of_docs = http_client.get("/docs")
     assert "default-src 'self'" in page_of_docs.headers["content-security-policy"]
     assert "://" not in page_of_docs.text
@@ -115,22 +119,140 @@ def test_of_another_tenants_blocks_only_that_they_are_taken_is_told() -> None:
     assert page.describe_changes(answer, 9, None)["changes"][0] == (7, BlockKind.SHARED, 3)
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
-    gateway: Gateway, tmp_path: Path, colours: Any
-) -> None:
+@contextmanager
+def browser_tab(**options: Any) -> Iterator[Any]:
+    """A tab of a headless Chromium. The page may write nothing to its console."""
     chromium = find("chromium", required_by="QUIRE_REQUIRE_FOREIGN", for_what="the page in a browser")
     from playwright.sync_api import expect, sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=colours)
+        tab = browser.new_page(**{"viewport": {"width": 1300, "height": 900}, **options})
         tab.set_default_timeout(1000 * DEADLINE_S)
         expect.set_options(timeout=1000 * DEADLINE_S)
         troubles: list[str] = []
         tab.on("console", lambda message: troubles.append(message.text))
         tab.on("pageerror", lambda error: troubles.append(str(error)))
+        yield tab
+        browser.close()
+    assert troubles == []
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway on a pool of 32,768 blocks, whose first blocks are cached."""
+    log = tmp_path_factory.mktemp("large") / "log"
+    with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=32_768) as services:
+        gateway = Gateway(services.cachemgr_address, log=log)
+        try:
+            with gateway.client() as client:
+                body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+                assert client.post("/v1/completions", json=body).status_code == 200
+            yield gateway
+        finally:
+            gateway.close()
+
+
+def point_at(tab: Any, *, column: int, row: int, width: float) -> None:
+    """Move the mouse to the middle of a cell of the map."""
+    box = tab.locator("#map").bounding_box()
+    tab.mouse.move(box["x"] + (column + 0.5) * width, box["y"] + (row + 0.5) * width)
+
+
+def cell_width(tab: Any) -> float:
+    """Find the width of a cell: the pixels in which the first cell is described."""
+    tab.locator("#map").scroll_into_view_if_needed()
+    box, first = tab.locator("#map").bounding_box(), None
+    for x in range(1, 40):
+        tab.mouse.move(box["x"] + x, box["y"] + 1)
+        tab.evaluate("() => new Promise(requestAnimationFrame)")
+        text = tab.inner_text("#block-text")
+        first = first or text
+        if text != first:
+            return float(x)
+    raise AssertionError(f"one cell is wider than 40 pixels: {first}")
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
+def test_each_block_of_32768_can_be_pointed_at(large: Gateway, viewport: Any) -> None:
+    from playwright.sync_api import expect
+
+    with browser_tab(viewport=viewport) as tab:
+        tab.goto(large.url)
+        expect(tab.locator("#zoom-text")).to_have_text("all blocks, 32 a cell")
+        expect(tab.locator("#legend")).to_contain_text("cached")
+        width = cell_width(tab)
+        assert width >= 10
+        point_at(tab, column=0, row=0, width=width)
+        expect(tab.locator("#block-text")).to_have_text(re.compile("^Blocks 1 to 32: .*cached"))
+        for cells_hold in ("8", "2"):
+            tab.click("#zoom-in")
+            expect(tab.locator("#zoom-text")).to_have_text(re.compile(f", {cells_hold} a cell$"))
+        tab.click("#zoom-in")
+        expect(tab.locator("#zoom-in")).to_be_disabled()
+        expect(tab.locator("#block-text")).to_have_text("Block 1: cached")
+        tab.press("#map", "End")
+        expect(tab.locator("#block-text")).to_have_text("Block 32,767: free")
+        tab.press("#map", "ArrowLeft")
+        expect(tab.locator("#block-text")).to_have_text("Block 32,766: free")
+        tab.press("#map", "-")
+        expect(tab.locator("#block-text")).to_have_text(re.compile("^Blocks 32,76. to 32,767: . free"))
+        tab.press("#map", "0")
+        expect(tab.locator("#zoom-text")).to_have_text("all blocks, 32 a cell")
+        assert tab.evaluate("document.querySelectorAll('*').length") < 200, "an element for each block"
+
+
+@pytest.mark.verify
+def test_the_wheel_zooms_at_the_pointer_on_a_map_that_was_chosen(large: Gateway) -> None:
+    from playwright.sync_api import expect
+
+    with browser_tab(viewport={"width": 1280, "height": 500}) as tab:
+        tab.goto(large.url)
+        expect(tab.locator("#zoom-text")).to_have_text("all blocks, 32 a cell")
+        width = cell_width(tab)
+        point_at(tab, column=5, row=2, width=width)
+        expect(tab.locator("#block-text")).to_have_text(re.compile("^Blocks "))
+        pointed = tab.inner_text("#block-text")
+        tab.mouse.down()
+        tab.mouse.up()
+        tab.mouse.wheel(0, -100)
+        expect(tab.locator("#zoom-text")).to_have_text(re.compile(", 8 a cell$"))
+        assert tab.inner_text("#block-text").split()[1] == pointed.split()[1], "the pointed blocks moved"
+        tab.mouse.wheel(0, 100)
+        expect(tab.locator("#zoom-text")).to_have_text("all blocks, 32 a cell")
+
+
+@pytest.mark.verify
+def test_reasoning_stands_apart_from_the_answer(services: LocalServices, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    template = tmp_path / "template.jinja"
+    template.write_text(GLM)
+    gateway = Gateway(services.cachemgr_address, "--chat-template", str(template), log=tmp_path / "log")
+    try:
+        with browser_tab() as tab:
+            tab.goto(gateway.url)
+            expect(tab.locator("#model option")).to_have_count(1)
+            tab.click("#tab-chat")
+            tab.fill("#max_tokens", "12")
+            tab.fill("#prompt", "hello")
+            tab.press("#prompt", "Enter")
+            expect(tab.locator("#usage")).to_contain_text("cut at max_tokens")
+            expect(tab.locator("#answer .reasoning")).not_to_be_empty()
+            expect(tab.locator("#prompt")).to_have_value("hello")  # it has no answer: it can be changed and sent again
+    finally:
+        gateway.close()
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
+    gateway: Gateway, tmp_path: Path, colours: Any
+) -> None:
+    from playwright.sync_api import expect
+
+    with browser_tab(color_scheme=colours) as tab:
         tab.goto(gateway.url)
         expect(tab.locator("#status")).to_have_text("live")
         expect(tab.locator("#model option")).to_have_count(1)
@@ -157,5 +279,3 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
         assert "cached" in tab.inner_text("#legend")
         tab.screenshot(path=tmp_path / f"{colours}.png")
-        browser.close()
-    assert troubles == []

@@ -56,11 +56,20 @@ _BODIES: Mapping[str, tuple[str, Sequence[str], Mapping[str, Any]]] = {
     "/detokenize": ("Return the text of tokens", ("tokens",), {"tokens": {"type": "array", "items": _COUNT}}),
 }
 _SUMMARIES = {
+    "/": "The playground and the live cache, for a browser",
+    "/live": "The cache as it changes, as server-sent events",
+    "/live/sequence": "The block table of a sequence",
     "/v1/models": "List the served models",
+    "/v1/models/{model:path}": "Describe a served model",
+    "/v1/responses/{id}/input_items": "List the items that a kept response was asked with",
     "/health": "Answer while the process can",
     "/ready": "Tell whether a request can be computed now",
     "/metrics": "Metrics for Prometheus",
     "/version": "The version of Quire",
+}
+_SUMMARIES_BY_METHOD = {
+    ("GET", "/v1/responses/{id}"): "Return a kept response",
+    ("DELETE", "/v1/responses/{id}"): "Forget a kept response",
 }
 
 
@@ -95,7 +104,7 @@ def describe(endpoints: Sequence[BaseRoute]) -> dict[str, Any]:
 
 def _operation(route: Route, method: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": _SUMMARIES.get(route.path, route.path),
+        "summary": _SUMMARIES_BY_METHOD.get((method, route.path)) or _SUMMARIES.get(route.path, route.path),
         "responses": {"200": {"description": "The answer"}, "default": {"description": "An error, {error: {...}}"}},
     }
     if parameters := list(route.param_convertors):

@@ -12,15 +12,23 @@ function kindOf(schema) {
 
 function show(path, method, operation) {
   const box = document.createElement("article");
-  box.append(element("h3", `${method.toUpperCase()} ${path}`), element("p", operation.summary));
+  const heading = element("h2", path);
+  heading.prepend(element("b", method.toUpperCase()));
+  box.append(heading, element("p", operation.summary));
   const schema = operation.requestBody?.content["application/json"].schema;
-  if (schema) {
-    const list = document.createElement("ul");
-    list.append(...Object.entries(schema.properties).map(([name, each]) =>
-      element("li", `${name}: ${kindOf(each)}${schema.required.includes(name) ? ", required" : ""}`)));
-    box.append(list);
-  }
+  if (schema) box.append(fieldsOf(schema));
   return box;
+}
+
+function fieldsOf({ properties, required = [] }) {
+  const table = document.createElement("table");
+  table.createTHead().insertRow().append(...["field", "type", ""].map((name) => element("th", name)));
+  const body = table.createTBody();
+  for (const [name, schema] of Object.entries(properties)) {
+    const texts = [name, kindOf(schema), required.includes(name) ? "required" : ""];
+    body.insertRow().append(...texts.map((text) => element("td", text)));
+  }
+  return table;
 }
 
 const { paths } = await (await fetch("openapi.json")).json();

@@ -1,14 +1,11 @@
 // The playground and the live cache. No build step, no libraries: every value from a server goes into the page as text.
 
-const KINDS = ["free", "cached", "retired", "active", "shared", "unseen"];
-const LABELS = {
-  free: "free", cached: "cached", retired: "retired", active: "held by one", shared: "shared", unseen: "of other tenants",
-};
+import { BlockMap, KINDS, LABELS, numbers } from "./map.js";
+
 const RETRY_MS = 1000;
 const FIGURES_S = 5;
 
 const byId = (id) => document.getElementById(id);
-const numbers = new Intl.NumberFormat("en");
 
 function element(name, text = "", className = "") {
   const made = document.createElement(name);
@@ -47,7 +44,7 @@ async function* events(response) {
 
 // -- the playground ---------------------------------------------------------------------------------------------------
 
-const messages = [];
+let messages = [];
 let isChat = false;
 let running = null;
 
@@ -61,9 +58,15 @@ function chooseTab(chat) {
 }
 
 function clearAnswer() {
-  messages.length = 0;
+  running?.abort();
+  messages = [];
   byId("answer").replaceChildren();
   byId("usage").textContent = "";
+}
+
+// An answer's reasoning and refusal beside its text; what is empty takes no room.
+function addAnswer(parent) {
+  return { reasoning: addText(parent, "", "reasoning"), text: addText(parent, ""), refusal: addText(parent, "", "refusal") };
 }
 
 function addText(parent, text, className) {
@@ -89,30 +92,33 @@ function bodyOf(prompt) {
   };
 }
 
-// Elements that the samples' texts go to, by index.
+// Elements that the samples' parts go to, by index.
 function places(prompt) {
   const answer = byId("answer");
   if (isChat) {
     addText(answer, "user", "role");
     addText(answer, prompt, "prompt");
     addText(answer, "assistant", "role");
-    return [addText(answer, "", "sample")];
+    return [addAnswer(answer)];
   }
   answer.replaceChildren();
   return Array.from({ length: Number(byId("n").value) }, () => {
     const sample = element("div", "", "sample");
     addText(sample, prompt, "prompt");
     answer.append(sample);
-    return addText(sample, "");
+    return addAnswer(sample);
   });
 }
 
 async function generate(prompt) {
-  if (isChat) messages.push({ role: "user", content: prompt });
-  const texts = places(prompt);
+  const conversation = isChat ? messages : [];
+  conversation.push({ role: "user", content: prompt });
+  if (isChat) byId("prompt").value = "";
+  const answers = places(prompt);
   const startedAt = performance.now();
   let firstAt = null;
   let usage = null;
+  let isCut = false;
   running = new AbortController();
   byId("send").disabled = true;
   byId("stop").disabled = false;
@@ -127,21 +133,32 @@ async function generate(prompt) {
       usage = chunk.usage ?? usage;
       for (const choice of chunk.choices) {
         firstAt ??= performance.now();
-        texts[choice.index].textContent += (isChat ? choice.delta.content : choice.text) ?? "";
+        const { reasoning, text, refusal } = answers[choice.index];
+        reasoning.textContent += choice.delta?.reasoning_content ?? "";
+        text.textContent += choice.delta?.content ?? choice.text ?? "";
+        refusal.textContent += choice.delta?.refusal ?? "";
+        isCut ||= choice.finish_reason === "length";
       }
       scrollDown();
     }
-    if (isChat) byId("prompt").value = "";
   } catch (error) {
     if (error.name !== "AbortError") addText(byId("answer"), `\n${error.message}`, "error");
   } finally {
-    if (isChat) messages.push({ role: "assistant", content: texts[0].textContent });
+    const said = answers[0].text.textContent || answers[0].refusal.textContent;
+    if (said) conversation.push({ role: "assistant", content: said });
+    else takeBack(conversation);
     running = null;
     byId("send").disabled = false;
     byId("stop").disabled = true;
-    byId("usage").textContent = describeUsage(usage, startedAt, firstAt);
+    byId("usage").textContent = describeUsage(usage, startedAt, firstAt) + (isCut ? " · cut at max_tokens" : "");
     scrollDown();
   }
+}
+
+// Puts a message that has no answer back into the input, to be changed and sent again.
+function takeBack(conversation) {
+  const { content } = conversation.pop();
+  if (byId("prompt").value === "") byId("prompt").value = content;
 }
 
 function describeUsage(usage, startedAt, firstAt) {
@@ -160,80 +177,35 @@ async function listModels() {
 
 // -- the cache --------------------------------------------------------------------------------------------------------
 
-const cells = { kinds: new Uint8Array(), holders: new Uint32Array(), columns: 1, size: 1, chosen: new Set(), isDirty: false };
+const map = new BlockMap(byId("map"), showMap);
 let pools = [];
 let seen = [];
 let following = null;
 let chosenSequence = null;
 
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const probe = document.createElement("canvas").getContext("2d");
-  return KINDS.map((kind) => {
-    const [, light, dark] = style.getPropertyValue(`--${kind}`).match(/light-dark\((.*), (.*)\)/) ?? [];
-    const value = light ? (matchMedia("(prefers-color-scheme: dark)").matches ? dark : light) : style.getPropertyValue(`--${kind}`);
-    probe.fillStyle = value.trim();
-    return probe.fillStyle;
-  });
-}
-
-function layOut() {
-  const width = byId("map").clientWidth || 600;
-  const count = Math.max(1, cells.kinds.length);
-  cells.size = Math.max(2, Math.min(16, Math.floor(Math.sqrt((width * 320) / count))));
-  cells.columns = Math.max(1, Math.floor(width / cells.size));
-  const canvas = byId("map");
-  canvas.width = cells.columns * cells.size;
-  canvas.height = Math.ceil(count / cells.columns) * cells.size;
-  canvas.style.width = `${canvas.width}px`;
-  cells.isDirty = true;
-}
-
-function draw() {
-  if (cells.isDirty) {
-    cells.isDirty = false;
-    const context = byId("map").getContext("2d");
-    const fills = colours();
-    const gap = cells.size > 4 ? 1 : 0;
-    context.clearRect(0, 0, byId("map").width, byId("map").height);
-    for (let kind = 0; kind < KINDS.length; kind += 1) {
-      context.fillStyle = fills[kind];
-      for (let i = 0; i < cells.kinds.length; i += 1) {
-        if (cells.kinds[i] === kind) context.fillRect(...placeOf(i), cells.size - gap, cells.size - gap);
-      }
-    }
-    context.strokeStyle = getComputedStyle(document.body).color;
-    for (const i of cells.chosen) {
-      const [x, y] = placeOf(i);
-      context.strokeRect(x + 0.5, y + 0.5, cells.size - gap - 1, cells.size - gap - 1);
-    }
-    byId("map").dataset.draws = String(Number(byId("map").dataset.draws ?? 0) + 1);
-  }
-  requestAnimationFrame(draw);
-}
-
-function placeOf(index) {
-  return [(index % cells.columns) * cells.size, Math.floor(index / cells.columns) * cells.size];
-}
-
-// Block ids begin with 1: block 0 is nobody's.
 function onBlocks({ block_count, cleared, changes }) {
-  if (cleared || cells.kinds.length !== block_count - 1) {
-    cells.kinds = new Uint8Array(block_count - 1);
-    cells.holders = new Uint32Array(block_count - 1);
-    layOut();
-  }
-  for (const [id, kind, holders] of changes) {
-    cells.kinds[id - 1] = kind;
-    cells.holders[id - 1] = holders;
-  }
-  cells.isDirty = true;
+  map.change(block_count - 1, cleared, changes);
   showLegend();
+}
+
+// Says what the map shows and what is pointed at.
+function showMap() {
+  byId("zoom").hidden = map.isWhole && map.perCell === 1;
+  byId("zoom-in").disabled = map.perCell === 1;
+  byId("zoom-out").disabled = byId("zoom-whole").disabled = byId("place").disabled = map.isWhole;
+  Object.assign(byId("place"), {
+    max: map.kinds.length - map.shown, value: map.first, ariaValueText: `from block ${numbers.format(map.first + 1)}`,
+  });
+  byId("zoom-text").textContent = map.isWhole ?
+    `all blocks, ${map.perCell} a cell` :
+    `blocks ${numbers.format(map.first + 1)} to ${numbers.format(map.first + map.shown)}` +
+      (map.perCell > 1 ? `, ${map.perCell} a cell` : "");
+  byId("block-text").textContent = map.describe() ?? "Point at a cell to see its blocks.";
 }
 
 function showLegend() {
   const counts = new Array(KINDS.length).fill(0);
-  for (const kind of cells.kinds) counts[kind] += 1;
+  for (const kind of map.kinds) counts[kind] += 1;
   byId("legend").replaceChildren(...KINDS.map((kind, i) => {
     const item = element("li");
     const mark = element("i");
@@ -283,7 +255,7 @@ function showFigures() {
     return box;
   }));
   showSequences(pool);
-  if (chosenSequence !== null || cells.chosen.size > 0) markTable(pool);
+  if (chosenSequence !== null) markTable(pool);
 }
 
 function showSequences(pool) {
@@ -300,8 +272,7 @@ function showSequences(pool) {
 
 function chooseSequence(name) {
   chosenSequence = chosenSequence === name ? null : name;
-  cells.chosen = new Set();
-  cells.isDirty = true;
+  map.choose([]);
   showFigures();
 }
 
@@ -313,17 +284,7 @@ async function markTable(pool) {
     const query = new URLSearchParams({ lease: sequence.lease, id: String(sequence.id) });
     ids = await call(`live/sequence?${query}`).then((answer) => answer.json()).then(({ block_ids }) => block_ids, () => []);
   }
-  cells.chosen = new Set(ids.map((id) => id - 1));
-  cells.isDirty = true;
-}
-
-function describeBlock(event) {
-  const box = byId("map").getBoundingClientRect();
-  const column = Math.floor((event.clientX - box.left) / cells.size);
-  const index = Math.floor((event.clientY - box.top) / cells.size) * cells.columns + column;
-  if (column >= cells.columns || index >= cells.kinds.length) return;
-  const holders = cells.holders[index] > 1 ? ` by ${cells.holders[index]} sequences` : "";
-  byId("block-text").textContent = `Block ${index + 1}: ${LABELS[KINDS[cells.kinds[index]]]}${holders}`;
+  map.choose(ids);
 }
 
 // Follows the chosen pool until another one is chosen; begins again when the stream ends.
@@ -375,7 +336,8 @@ byId("examples").addEventListener("click", ({ target }) => {
 byId("key-form").addEventListener("submit", (event) => event.preventDefault());
 byId("key").addEventListener("change", () => { byId("model").replaceChildren(); follow(); });
 byId("pool").addEventListener("change", follow);
-byId("map").addEventListener("mousemove", describeBlock);
-window.addEventListener("resize", layOut);
+byId("zoom-in").addEventListener("click", () => map.zoom(true));
+byId("zoom-out").addEventListener("click", () => map.zoom(false));
+byId("zoom-whole").addEventListener("click", () => map.whole());
+byId("place").addEventListener("input", () => map.moveTo(Number(byId("place").value)));
 follow();
-draw();
