@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from deadlines import DEADLINE_S
-from gateway.conftest import Gateway
+from gateway.chat_templates import GLM
+from gateway.conftest import ROOT, Gateway
 
 from quire.cli.launch import LocalServices
 
@@ -40,7 +41,16 @@ def test_each_line_is_answered_in_one_conversation(chatty: Gateway) -> None:
     assert done.stdout == 2 * once
 
 
-def test_what_is_wrong_is_one_line(chatty: Gateway, gateway: Gateway, tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_line(chatty: Gateway, services: LocalServices, tmp_path: Path) -> None:
+    bare = tmp_path / "tokenizer.json"
+    bare.write_bytes((ROOT / "deploy/demo/model/tokenizer.json").read_bytes())
+    gateway = Gateway(services.cachemgr_address, "--tokenizer", str(bare), log=tmp_path / "log")
+    try:
+        said = chat(gateway.url, "hello\n")
+    finally:
+        gateway.close()
+    assert said.returncode == 1
+    assert "--chat-template" in said.stderr
     said = chat(chatty.url, "hello\n", "--model", "another")
     assert said.returncode == 1
     assert "'another' is not served here" in said.stderr
@@ -48,3 +58,16 @@ def test_what_is_wrong_is_one_line(chatty: Gateway, gateway: Gateway, tmp_path: 
     assert said.returncode == 1
     assert "no gateway answers at http://127.0.0.1:1" in said.stderr
     assert said.stderr.count("\n") <= 2
+
+
+def test_reasoning_goes_to_stderr_and_is_no_answer(services: LocalServices, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(GLM)
+    gateway = Gateway(services.cachemgr_address, "--chat-template", str(template), log=tmp_path / "log")
+    try:
+        done = chat(gateway.url, "hello\n", "--max-tokens", "8", "--temperature", "0")
+        assert done.returncode == 0
+        assert done.stderr.strip()
+        assert done.stdout.strip() == ""
+    finally:
+        gateway.close()

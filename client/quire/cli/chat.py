@@ -20,6 +20,14 @@ TIMEOUT_S = 300.0
 HELP = "/clear begins anew, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer as it comes: text, or what stands beside it (reasoning, a refusal)."""
+
+    text: str
+    is_aside: bool = False
+
+
 class GatewayError(click.ClickException):
     """An answer of the gateway that is an error, or none at all."""
 
@@ -59,16 +67,17 @@ class Conversation:
             self.model = str(models[0]["id"])
         return self.model
 
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer's pieces as they come. Then they join the messages, also after an interruption.
+    def ask(self, text: str) -> Generator[Piece, None, None]:
+        """Yield the answer's pieces as they come. Then its text joins the messages, also after an interruption.
 
-        Raises GatewayError; the question is forgotten if nothing came.
+        Raises GatewayError; the question is forgotten if no text came.
         """
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
             for piece in self._stream():
-                pieces.append(piece)
+                if not piece.is_aside:
+                    pieces.append(piece.text)
                 yield piece
         finally:
             if pieces:
@@ -76,7 +85,7 @@ class Conversation:
             else:
                 self.messages.pop()
 
-    def _stream(self) -> Iterator[str]:
+    def _stream(self) -> Iterator[Piece]:
         body = {
             "model": self.choose_model(),
             "messages": self.messages,
@@ -92,7 +101,8 @@ class Conversation:
                 if "error" in chunk:
                     raise GatewayError(chunk["error"]["message"])
                 self.usage = chunk.get("usage") or self.usage
-                yield from (text for choice in chunk["choices"] if (text := choice["delta"].get("content")))
+                for choice in chunk["choices"]:
+                    yield from _pieces_of(choice["delta"])
         raise GatewayError("the answer broke off")
 
     @contextlib.contextmanager
@@ -108,6 +118,12 @@ class Conversation:
         except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
             cause = getattr(error, "reason", None) or error
             raise GatewayError(f"no gateway answers at {self.url} ({cause}). `quire up` starts one.") from None
+
+
+def _pieces_of(delta: dict[str, Any]) -> Iterator[Piece]:
+    for name in ("reasoning_content", "refusal", "content"):
+        if text := delta.get(name):
+            yield Piece(str(text), is_aside=name != "content")
 
 
 def _lines(answer: http.client.HTTPResponse) -> Iterator[str]:
@@ -153,13 +169,26 @@ def _read(console: Console) -> str | None:
         return None
 
 
+def _print_pieces(console: Console, pieces: Iterator[Piece]) -> None:
+    """Print an answer as it comes; what stands beside its text is dim, on lines of its own, and goes to stderr."""
+    asides = Console(stderr=True, highlight=False)
+    was_aside = False
+    for piece in pieces:
+        if was_aside and not piece.is_aside:
+            asides.out("\n")
+        target = asides if piece.is_aside else console
+        target.out(printable(piece.text), end="", highlight=False, style="dim italic" if piece.is_aside else None)
+        target.file.flush()
+        was_aside = piece.is_aside
+    if was_aside:
+        asides.out()
+
+
 def _show(console: Console, conversation: Conversation, question: str) -> None:
     is_terminal = sys.stdin.isatty()
     try:
         with contextlib.closing(conversation.ask(question)) as pieces:
-            for piece in pieces:
-                console.out(printable(piece), end="", highlight=False)
-                console.file.flush()
+            _print_pieces(console, pieces)
         console.print()
     except KeyboardInterrupt:
         if not is_terminal:

@@ -308,5 +308,6 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def _describe_exit(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
+        cause = " (Linux sends it when memory runs out)" if returncode == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-returncode).name}{cause}"
     return f"ended with status {returncode}"
