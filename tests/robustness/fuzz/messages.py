@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from conformance import golden
 from robustness.fuzz import large, names, wire
-from robustness.fuzz.surface import WORKER, Method, methods
+from robustness.fuzz.surface import SHEPHERD, WORKER, Method, methods
 from robustness.fuzz.wire import Writer
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.compute.v1 import worker_service_pb2
@@ -28,7 +29,8 @@ LARGE_SHARE = 0.01
 RECENT = 64
 """Messages with a new kind of answer; the last ones are changed more often."""
 
-# How often a method is drawn; 1 if it is not here. Plans and steps have the most to get wrong, and cost the least.
+# How often a method is drawn, by its path or its name; 1 if it is not here.
+# Plans and steps have the most to get wrong, and cost the least.
 WEIGHTS: Mapping[str, float] = {
     "PlanSteps": 20,
     "PlanStep": 3,
@@ -37,7 +39,12 @@ WEIGHTS: Mapping[str, float] = {
     "AttachPool": 3,
     "WatchBlocks": 0.5,
     "GetModel": 0.3,
+    "/vllm.grpc.engine.VllmEngine/Generate": 30,
 }
+
+
+def weight_of(method: Method) -> float:
+    return WEIGHTS.get(method.path, WEIGHTS.get(method.name, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Generator:
     def __init__(self, seed: int, *processes: str, grant_bytes: int = 100) -> None:
         self.seed = seed
         self.methods = methods(*processes)
-        self._ends = list(accumulate(WEIGHTS.get(method.name, 1) for method in self.methods))
+        self._ends = list(accumulate(weight_of(method) for method in self.methods))
         self._templates = {method: templates(method, grant_bytes) for method in self.methods}
         wire.GRANT_BYTES[0] = grant_bytes
 
@@ -161,6 +168,8 @@ class Generator:
 
 def templates(method: Method, grant_bytes: int) -> list[bytes]:
     """Requests of a method: those written here, and the one of the golden messages."""
+    if method.process == SHEPHERD:
+        return [message.SerializeToString() for message in OF_SHEPHERD.get(method.name, [method.request_class()])]
     written = [message.SerializeToString() for message in REAL.get(method.name, [])]
     if method.process == WORKER:
         written += steps(method, grant_bytes)
@@ -348,3 +357,27 @@ REAL: Mapping[str, Sequence[Any]] = {
     "ListModels": [engine_service_pb2.ListModelsRequest(page_size=1)],
     "ChecksumBlocks": [worker_service_pb2.ChecksumBlocksRequest(block_ids=[0, 1, 2, 3])],
 }
+
+_SMG_PROMPT: dict[str, Any] = {"request_id": "again", "tokenized": {"input_ids": names.TOKENS}}
+_SMG_PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 2},
+    {"max_tokens": 3, "temperature": 0.0, "n": 2, "seed": 2**31 - 1, "top_k": 2**32 - 1},
+    {"max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1, "stop": ["a"], "stop_token_ids": [2**32 - 1]},
+    {"max_tokens": 2**32 - 1, "min_tokens": 2**32 - 1},
+    {"min_tokens": 2**31 - 6, "logit_bias": {5: 1.5, -1: 3e38}},
+    {"max_tokens": 4, "choice": {"choices": ["the", "a"]}},
+    {"max_tokens": 4, "json_schema": '{"type": "integer"}'},
+    {"max_tokens": 4, "regex": "[a-c]{2}"},
+)
+OF_SHEPHERD: Mapping[str, Sequence[Any]] = {
+    "Generate": [
+        *(
+            vllm_engine_pb2.GenerateRequest(**_SMG_PROMPT, sampling_params=parameters, stream=is_stream)
+            for parameters in _SMG_PARAMETERS
+            for is_stream in (True, False)
+        ),
+        vllm_engine_pb2.GenerateRequest(text="The", sampling_params={"max_tokens": 2}),
+    ],
+    "Abort": [vllm_engine_pb2.AbortRequest(request_ids=["again", ""])],
+}
+"""As REAL, of the methods of VllmEngine."""

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from quire.cache.v1 import cache_service_pb2, error_pb2
 from quire.cache.v1 import reasons as cache_reasons
@@ -17,17 +18,23 @@ from quire.compute.v1 import worker_service_pb2
 from quire.engine.v1 import engine_service_pb2
 from quire.engine.v1 import reasons as engine_reasons
 
-CACHEMGR, WORKER, GATEWAY = "cachemgr", "worker", "gateway"
+CACHEMGR, WORKER, GATEWAY, SHEPHERD = "cachemgr", "worker", "gateway", "shepherd"
 FILES: Mapping[str, Any] = {
     CACHEMGR: cache_service_pb2.DESCRIPTOR,
     WORKER: worker_service_pb2.DESCRIPTOR,
     GATEWAY: engine_service_pb2.DESCRIPTOR,
+    SHEPHERD: vllm_engine_pb2.DESCRIPTOR,
 }
-CODES: Mapping[str, Mapping[str, grpc.StatusCode]] = {
+CODES: dict[str, Mapping[str, grpc.StatusCode]] = {
     process: {reason.value: grpc.StatusCode[reason.status_code] for reason in api.Reason}
-    for process, api in ((CACHEMGR, cache_reasons), (WORKER, worker_reasons), (GATEWAY, engine_reasons))
+    for process, api in (
+        (CACHEMGR, cache_reasons),
+        (WORKER, worker_reasons),
+        (GATEWAY, engine_reasons),
+    )
 }
-"""For each service: its reasons, and the status code of each."""
+CODES[SHEPHERD] = {**CODES[GATEWAY], "UNIMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED}
+"""For each service: its reasons, and the status code of each. SHEPHERD has one more, for what is not served."""
 UNEXPECTED = {
     "STEP_FAILED",
     "PRIOR_STEP_FAILED",
@@ -44,7 +51,7 @@ skipped with another behind it, and every checked step can be computed."""
 class Method:
     """An RPC.
 
-    process  the one that serves it, CACHEMGR, WORKER or GATEWAY
+    process  the one that serves it, CACHEMGR, WORKER or GATEWAY; SHEPHERD: a gateway as a worker of that router
     path     as HTTP/2 has it ("/quire.cache.v1.CacheService/GetPool")
     """
 
