@@ -55,7 +55,7 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz fuzz-door wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,8 @@ soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"
 	@$(BIN)/python tests/robustness/faults/soak.py $(ARGS)
 fuzz: venv  ## malformed messages against both services; ARGS="--messages 1000000 --seed 2"
 	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/fuzz/run.py $(ARGS)
+fuzz-door: venv  ## wrong requests to all doors of a gateway, beside a stream; ARGS="--requests 20000 --seed 2"
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/fuzz/door.py $(ARGS)
 model:  ## search the protocol's model with Spin; ARGS="--only forks" and the like
 	@python3 tests/robustness/model/check.py $(ARGS)
 mutants: venv  ## mutants of the changes since main that no test notices, 20 minutes at most; ARGS="--base REV", ARGS=--seeded

@@ -21,7 +21,7 @@ FILES = {
     "step": ("step_cpu", "step_cpu"),
 }
 """JSON and plot where they are not called as the benchmark or its part."""
-WITHOUT_PLOT = {"step grammars", "prefix windows", "prefix queued-prompts"}
+WITHOUT_PLOT = {"step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"}
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
     "kernels gpu": "tests/kernels/test_benchmark.py",
@@ -208,6 +208,12 @@ def test_grammars_are_measured_beside_steps_without_them(tmp_path: Path) -> None
     written, _ = run_quick("step grammars", tmp_path)
     assert (written["num_seqs"], written["num_bound"]) == (4, 2)
     assert all(written[kind]["num_samples"] == 3 for kind in ("without_ms", "with_grammars_ms"))
+
+
+def test_steps_of_others_are_measured_beside_a_slow_grammar(tmp_path: Path) -> None:
+    written, _ = run_quick("step slow-grammar", tmp_path)
+    assert written["alone_step_ms"]["num_samples"] == written["beside_step_ms"]["num_samples"] == 2
+    assert written["step_ratio"] > 0
 
 
 def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ WRONG_HEADERS = (
     ("Content-Type", "text/plain"),
     ("Content-Type", "application/json; charset=utf-16"),
     ("Content-Encoding", "gzip"),
+    ("Content-Length", "-1"),
+    ("Content-Length", "0"),
+    ("Content-Length", "1e3"),
+    ("Content-Length", str(2**64)),
+    ("Transfer-Encoding", "chunked"),
+    ("Transfer-Encoding", "gzip"),
     ("Authorization", "Bearer none"),
     ("X-Request-Id", "r" * 5_000),
     ("traceparent", "00-0-0-0"),
@@ -132,6 +138,8 @@ def _body(rng: random.Random, path: str) -> dict[str, Any]:
         spoil(rng, body)
     if rng.random() < 0.1:
         _reach_edges(rng, body)
+    if rng.random() < 0.003:  # near the most bytes of a body, and beyond
+        body["user"] = "a" * (2**24 + rng.choice((-400, 0, 2**20)))
     if rng.random() < 0.02:
         body[rng.choice(("unknown", "model", "stream", "\ud800"))] = rng.choice((*ODD, *EDGES))
     return body

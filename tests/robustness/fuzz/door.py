@@ -141,7 +141,7 @@ class Door:
             if request.ending is Ending.LEAVES:
                 async with asyncio.timeout(PATIENCE_S):
                     await reader.read(1)
-                return "left"
+                return "leaves"
             async with asyncio.timeout(PATIENCE_S):
                 data = await reader.read(-1)
         except TimeoutError:

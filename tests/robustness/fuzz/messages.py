@@ -295,6 +295,7 @@ def _attachments() -> list[attach_pb2.AttachPoolRequest]:
 
 
 _GENERATE: dict[str, Any] = {"prompt": {"token_ids": {"token_ids": names.TOKENS}}, "parameters": {"max_tokens": 2}}
+INT32 = 2**31 - 1
 _GENERATES = [
     engine_service_pb2.GenerateRequest(**_GENERATE),
     engine_service_pb2.GenerateRequest(prompt={"text": "The"}, parameters={"max_tokens": 3, "temperature": 0, "n": 2}),
@@ -308,6 +309,15 @@ _GENERATES = [
     ),
     engine_service_pb2.GenerateRequest(
         **_GENERATE | {"parameters": {"max_tokens": 4, "grammar": {"choice": {"texts": ["the", "a"]}}}}
+    ),
+    # Each number is in its range, and a sum with the prompt, or with the samples, is not.
+    engine_service_pb2.GenerateRequest(**_GENERATE | {"parameters": {"max_tokens": 2, "seed": 2**63 - 1, "n": 2}}),
+    engine_service_pb2.GenerateRequest(**_GENERATE | {"parameters": {"min_tokens": 2**31 - 6}}),
+    engine_service_pb2.GenerateRequest(
+        **_GENERATE | {"parameters": {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1}}
+    ),
+    engine_service_pb2.GenerateRequest(
+        **_GENERATE, cache={"retention": [{"token_count": 2**31 - 1, "priority": 9}, {"token_count": 2**31 - 1}]}
     ),
 ]
 _POOLED = {"pool": names.OWN_POOL}
