@@ -106,6 +106,29 @@ def test_openai_parses(client: openai.OpenAI, temperature: float) -> None:
     assert isinstance(response.output_parsed, Person)
 
 
+def test_what_openai_parsed_can_be_sent_back(client: openai.OpenAI) -> None:
+    """The package adds `parsed` and `parsed_arguments` to the answers that a caller appends to its messages."""
+    fields: Any = {"model": MODEL, "temperature": 0}
+    text = client.chat.completions.parse(messages=SAID, response_format=Person, max_tokens=MAX_TOKENS, **fields)
+    call = client.chat.completions.parse(
+        messages=SAID,
+        tools=[openai.pydantic_function_tool(Person)],
+        tool_choice={"type": "function", "function": {"name": "Person"}},
+        max_tokens=MAX_TOKENS,
+        **fields,
+    )
+    for answer in (text.choices[0].message, call.choices[0].message):
+        sent: Any = [*SAID, answer.model_dump(warnings=False), *SAID]
+        assert client.chat.completions.create(messages=sent, max_tokens=1, **fields).choices
+    response = client.responses.parse(input="Who is she?", text_format=Person, max_output_tokens=MAX_TOKENS, **fields)
+    output = [item.model_dump(exclude_none=True, warnings=False) for item in response.output]
+    assert output[0]["content"][0]["parsed"]
+    called = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", "parsed_arguments": {}}
+    result = {"type": "function_call_output", "call_id": "a", "output": "1"}
+    again: Any = [*output, called, result]
+    assert client.responses.create(input=again, max_output_tokens=1, **fields).output is not None
+
+
 def test_a_strict_schema_has_no_further_keys(client: openai.OpenAI) -> None:
     asked = {"name": "person", "schema": PERSON, "strict": True}
     answer = client.chat.completions.create(

@@ -19,6 +19,8 @@ MAX_PARTS = 1_024
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls of one message."""
+PARSED, PARSED_ARGUMENTS = "parsed", "parsed_arguments"
+"""Fields that OpenAI's packages add to what they parse: a caller sends them back with the answer. They are ignored."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -108,7 +110,7 @@ def _read_answer(fields: Fields, message: Message) -> None:
         message["tool_calls"] = [_call(each) for each in calls]
     fields.refuse("function_call", "give tool_calls")
     fields.refuse("audio", "only text is")
-    fields.ignore("refusal", "annotations")
+    fields.ignore("refusal", "annotations", PARSED)
 
 
 def read_content(fields: Fields, name: str, *, kinds: Sequence[str]) -> str:
@@ -127,7 +129,7 @@ def _text_of_part(part: Fields, kinds: Sequence[str]) -> str:
     part.choice("type", kinds)
     part.require("text")
     text = part.string("text") or ""
-    part.ignore("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint")
+    part.ignore("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint", PARSED)
     part.end()
     return text
 
@@ -140,6 +142,7 @@ def _call(fields: Fields) -> dict[str, Any]:
     assert function is not None
     function.require("name")
     call = call_message(fields.string("id", ""), function.string("name") or "", function.string("arguments", ""))
+    function.ignore(PARSED_ARGUMENTS)
     function.end()
     fields.ignore("index")
     fields.end()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.gateway.chat.conversation import MAX_MESSAGES, ROLES, Message, call_message, read_content
+from quire.gateway.chat.conversation import MAX_MESSAGES, PARSED_ARGUMENTS, ROLES, Message, call_message, read_content
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import Fields, text_of
 from quire.gateway.kept_responses import KeptResponse, KeptResponses
@@ -94,6 +94,7 @@ def _call(item: Fields, kind: str) -> dict[str, Any]:
         item.require("call_id")
         item.require("action")
         return call_message(item.string("call_id") or "", "local_shell", json.dumps(item.mapping("action")))
+    item.ignore(PARSED_ARGUMENTS)
     texts = {}
     for name in ("call_id", "name", "arguments" if kind == "function_call" else INPUT):
         item.require(name)
