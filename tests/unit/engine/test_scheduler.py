@@ -556,14 +556,17 @@ class World:
         self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
         self.outcomes.append((sampled, prior or step.is_void))
 
-    def end_step(self, *, breaks: bool = False, refused: QuireError | None = None) -> None:
+    def end_step(
+        self, *, breaks: bool = False, refused: QuireError | None = None, late_ids: abc.Collection[int] = ()
+    ) -> None:
         """The scheduler hears of the oldest step's outcome, and cachemgr before it. A step that is refused breaks."""
         if not self.outcomes:
             self.report_step(breaks=breaks)
         step, _, _ = self.flight.popleft()
         sampled, is_behind = self.outcomes.popleft()
         if sampled is not None and not step.is_void:
-            events, _ = self.scheduler.on_step_done(step, list(sampled), list(sampled.values()))
+            ids, tokens = list(sampled), list(sampled.values())
+            events, _ = self.scheduler.on_step_done(step, ids, tokens, late_ids=late_ids)
             for event in events:
                 if event.sequence.group is None:
                     self.take(event.sequence, event.token_id, event.finish_reason)
@@ -1242,6 +1245,27 @@ def test_a_sequence_that_is_refused_for_now_is_in_no_plan_before_it_is_resumed(i
     assert world.output[first.arrival] == expected_of(first, ())
     world.scheduler.resume(first)
     assert not world.scheduler.has_work
+
+
+def test_a_sequence_with_a_late_mask_gets_no_token_and_is_in_no_plan_before_it_is_resumed() -> None:
+    world = World(limits())
+    sequences = [world.add([i, 2, 1], max_tokens=9, ends=())[0] for i in range(3)]
+    for _ in range(5):
+        world.turn()
+    world.step()
+    late, num_before = sequences[1], len(world.output[sequences[1].arrival])
+    assert len(world.flight) == 2, "a step behind it was planned with its token"
+    assert late.seq_id is not None
+    world.end_step(late_ids=[late.seq_id])
+    assert list(world.scheduler.postponed) == [late]
+    world.run()
+    assert len(world.output[late.arrival]) == num_before
+    assert [world.output[s.arrival] for s in sequences if s is not late] == [
+        expected_of(s, ()) for s in sequences if s is not late
+    ]
+    world.scheduler.resume(late)
+    world.run()
+    assert world.output[late.arrival] == expected_of(late, ())
 
 
 def test_a_postponed_sequence_can_be_cancelled() -> None:
