@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefix": ("windows", "queued-prompts"),
     "routing": (),
     "kernels": ("launches", "gpu"),
-    "step": ("grammars",),
+    "step": ("grammars", "slow-grammar"),
     "lab": (),
     "allocator": (),
     "control-plane": ("restart", "kv-events"),
