@@ -24,7 +24,7 @@ import pytest
 import yaml
 from deadlines import DEADLINE_S
 from deploy.cert_manager import make_secrets
-from deploy.tools import DEPLOY, ROOT, find, parse_service
+from deploy.tools import DEPLOY, ROOT, build_go_tool, parse_service
 from integration.protocol_client import await_that
 from package_environments import SMG, environment
 from ports import free_port
@@ -36,7 +36,6 @@ from quire.serving.addresses import is_local
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes/overlays").glob("*/kustomization.yaml"))
 # The oldest that has all fields in use, and the newest that the validator knows.
 KUBERNETES = ("1.31", kubernetes_validate.latest_version())
-BUILD_TIMEOUT_S = 1200
 DRAIN_MARGIN_S = 10
 WORKLOADS = {"Deployment", "StatefulSet"}
 # Kubernetes has no schema of custom resources. How many of cert-manager's there are in each overlay, one more with a
@@ -210,13 +209,7 @@ class Rendered:
 @pytest.fixture(scope="session")
 def kustomize() -> Path:
     """At the version of deploy/kubernetes/tools/go.mod; takes minutes the first time."""
-    go = find("go", required_by="QUIRE_REQUIRE_KUBERNETES", for_what="deploy/kubernetes")
-    target = ROOT / ".tools" / "kustomize"
-    package = "sigs.k8s.io/kustomize/kustomize/v5"
-    command = [go, "build", "-C", str(DEPLOY / "kubernetes/tools"), "-o", str(target), package]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    assert built.returncode == 0, built.stderr
-    return target
+    return build_go_tool(DEPLOY / "kubernetes/tools", "sigs.k8s.io/kustomize/kustomize/v5", "kustomize")
 
 
 @pytest.fixture(scope="session", params=OVERLAYS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+BUILD_TIMEOUT_S = 1200  # with nothing in Go's caches
 # Of `quire`: those that become another program, which reads the flags.
 SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
 # With a gateway, which is a client too.
@@ -48,6 +51,19 @@ def missing(what: str, *, required_by: str, for_what: str) -> NoReturn:
     if os.environ.get(required_by) == "1":
         pytest.fail(f"{what} is missing, and this run requires it for {for_what}")
     pytest.skip(f"*** {what} is missing: {for_what} NOT tested ***")
+
+
+def build_go_tool(module: Path, package: str, name: str) -> Path:
+    """Build a program at the version of a module's go.mod, and return its path; takes minutes the first time."""
+    go = find("go", required_by="QUIRE_REQUIRE_KUBERNETES", for_what=name)
+    target = ROOT / ".tools" / name
+    command = [go, "build", "-C", str(module), "-o", str(target), package]
+    target.parent.mkdir(exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:  # processes of tests would build it side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    assert built.returncode == 0, built.stderr
+    return target
 
 
 def parse_service(
