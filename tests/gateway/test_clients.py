@@ -248,7 +248,7 @@ def test_the_page_names_the_versions_that_run_here() -> None:
             path = ROOT / name if "/" in name else ROOT / "tests/gateway" / name
             client = row[0].split(",")[0].split()[0].strip().lower()
             assert re.search(client.replace("-", "[-_]?"), path.read_text().lower()), row
-    assert len(rows) == 15
+    assert len(rows) == 16
 
 
 def logprob_of(client: httpx.Client, text: str, choice: str) -> float:
