@@ -55,7 +55,7 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz fuzz-door wheel check-packages check-images check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,8 @@ check-packages: venv  ## build the sdist and the wheel, install each extra in an
 	@$(BIN)/python tests/deploy/check_packages.py $(ARGS)
 check-images: venv  ## build the three images and start them; needs root, buildah, runc, debootstrap, 20 GB of disk; ARGS=--keep
 	@$(TEST_ENVIRONMENT) QUIRE_REQUIRE_IMAGES=1 $(BIN)/python tests/deploy/check_images.py --worker $(ARGS)
+check-helm: venv  ## build Helm, and compare what it makes of the chart with kustomize; needs Go, and minutes the first time
+	@$(TEST_ENVIRONMENT) QUIRE_REQUIRE_HELM=1 $(BIN)/python -m pytest tests/deploy/test_helm.py $(ARGS)
 check-systemd: venv  ## start the units under a systemd of their own; needs root, systemd-container and debootstrap
 	@$(BIN)/python tests/deploy/boot_systemd.py $(ARGS)
 
