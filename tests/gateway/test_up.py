@@ -76,7 +76,7 @@ def test_up_prints_a_curl_line_that_works(tmp_path: Path) -> None:
 @pytest.mark.verify
 @pytest.mark.usefixtures("with_http")
 def test_a_request_of_a_rank_that_is_killed_is_answered(tmp_path: Path) -> None:
-    """A lost rank ends its worker, and this all processes of `quire up`: open requests get 503 before that."""
+    """A lost rank ends its worker, which `quire up` starts again: the request goes on there."""
     flags = ("--threads", "1", "--dtype", "float32", "--tensor-parallel-size", "3", "--num-blocks", "512")
     command = [QUIRE, "up", "--model", str(ROOT / "deploy/demo/model"), *flags, "--runtime-dir", str(tmp_path)]
     up = subprocess.Popen([*command, "--http-listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
@@ -91,9 +91,8 @@ def test_a_request_of_a_rank_that_is_killed_is_answered(tmp_path: Path) -> None:
             rank = next(each for each in psutil.Process(up.pid).children(recursive=True) if is_follower(each))
             rank.kill()
             answer = asked.result(DEADLINE_S)
-        assert answer.status_code == 503, answer.text
-        assert answer.json()["error"]["type"] == "service_unavailable_error"
-        assert answer.headers["Retry-After"]
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8 * 900
     finally:
         up.send_signal(signal.SIGTERM)
         up.communicate(timeout=DEADLINE_S)
