@@ -1,4 +1,4 @@
-"""The cost to others of a grammar whose masks take long: their steps' time with such a request, and without.
+"""The cost to others of a grammar with masks that take long: their steps' time with such a request, and without.
 
 quire bench step slow-grammar
 

@@ -140,7 +140,7 @@ def browser_tab(**options: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway on a pool of 32,768 blocks, whose first blocks are cached."""
+    """A gateway on a pool of 32,768 blocks, of which the first ones are cached."""
     log = tmp_path_factory.mktemp("large") / "log"
     with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=32_768) as services:
         gateway = Gateway(services.cachemgr_address, log=log)

@@ -166,7 +166,7 @@ def nested(rng: random.Random) -> Any:
 
 
 def _reach_edges(rng: random.Random, body: dict[str, Any]) -> None:
-    """Set fields whose sum or product is at an edge, while each of them is in its range."""
+    """Set fields with a sum or product at an edge, while each of them is in its range."""
     near = rng.choice((-1, 0, 1))
     match rng.randrange(6):
         case 0:  # prompt + min_tokens
