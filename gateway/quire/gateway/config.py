@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
-from quire.gateway.chat.models import ChatOptions
+from quire.gateway.chat.options import ChatOptions
 from quire.gateway.chat.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import RequestLimits

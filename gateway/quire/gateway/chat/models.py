@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from quire.client.engine.grammar import Grammar
@@ -18,6 +17,7 @@ from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.gateway.chat.content import ContentMarks
 from quire.gateway.chat.conversation import Conversation, Message, OfferedTools
+from quire.gateway.chat.options import AS_THE_TEMPLATE_HAS_IT, ChatOptions
 from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
 from quire.gateway.chat.tools.answers import AnswerFormat, AnswerParser
 from quire.gateway.chat.tools.formats import (
@@ -25,7 +25,6 @@ from quire.gateway.chat.tools.formats import (
     PROBE,
     PROBE_ARGUMENTS,
     TOOL_FORMATS,
-    ReasoningFormat,
     find_reasoning_format,
     find_tool_format,
 )
@@ -40,24 +39,6 @@ log = logging.getLogger(__name__)
 # Ids that templates take: Mistral's have nine letters, Kimi's name the tool.
 _PROBE_IDS = ("abcdefghi", f"functions.{PROBE.name}:0")
 _CUT_TAG = re.compile(r"[<\[][^<>\[\]]*\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """The operator's choices.
-
-    template_file            a template in place of the model's own; None: its own
-    tools                    the format of calls; None: as the template writes them
-    reasoning                the format of reasoning; None: as the template has it
-    has_reasoning            False: answers are read without reasoning
-    special_tokens_in_content    special tokens that callers write into messages are special tokens
-    """
-
-    template_file: Path | None = None
-    tools: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
-    has_reasoning: bool = True
-    special_tokens_in_content: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +192,7 @@ class ChatModels:
         self._by_backend: dict[str, ChatModel] = {}
 
     @classmethod
-    async def load(cls, backends: Sequence[Backend], options: ChatOptions = ChatOptions()) -> ChatModels:
+    async def load(cls, backends: Sequence[Backend], options: ChatOptions = AS_THE_TEMPLATE_HAS_IT) -> ChatModels:
         """Read and compile the templates of some backends, and find the formats of their answers.
 
         Blocks on files and network. Raises OSError, and ValueError for a template that can't be used.
