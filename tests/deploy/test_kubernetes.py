@@ -657,7 +657,7 @@ def files_in_flags(container: Manifest, monkeypatch: pytest.MonkeyPatch) -> set[
 
 
 def is_file(name: str, value: object) -> bool:
-    return value is not None and name.endswith(("_cert", "_key", "_ca", "_file", "_keys"))
+    return value is not None and name != "api_key" and name.endswith(("_cert", "_key", "_ca", "_file", "_keys"))
 
 
 def test_images_are_of_this_version_and_have_container_files(rendered: Rendered) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason
-from quire.gateway.metrics import GatewayMetrics
+from quire.gateway.kept_responses import KeptResponses
+from quire.gateway.metrics import GatewayMetrics, kept_families
 from quire.gateway.routing.backend import BackendStatistics, PoolUse
 from quire.serving.interceptor import CallStatistics
 from quire.serving.metrics import ProcessCollector, build_family, certificate_family
@@ -61,6 +63,9 @@ MADE_BY_PROMETHEUS = {"up"}
 COUNTER_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 # For looking closer, when something else has shown that it is worth it.
 UNSHOWN = {
+    "quire_gateway_kept_response_bytes",
+    "quire_gateway_kept_responses",
+    "quire_gateway_kept_responses_dropped_total",
     "quire_worker_attached",
     "quire_worker_copied_blocks_total",
     "quire_worker_open_leases",
@@ -113,7 +118,8 @@ def gateway_families() -> list[Metric]:
     measures.answered("/v1/completions", 200)
     with measures.request("m", 3, tenant="t") as request:
         request.chunk(Chunk(0, "a", (1,), finish_reason=FinishReason.LENGTH), 0.0)
-    return [*measures.families([OneModel()]), build_family()]  # type: ignore[list-item]
+    kept = KeptResponses(keep_s=1.0, max_tenant_bytes=1, clock=time.monotonic).statistics()
+    return [*measures.families([OneModel()]), *kept_families(kept), build_family()]  # type: ignore[list-item]
 
 
 def gateway_names() -> Names:

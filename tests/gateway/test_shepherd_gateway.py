@@ -319,7 +319,7 @@ def test_another_version_is_said_at_start(site: Site, tmp_path: Path, monkeypatc
     ("flags", "message"),
     [
         ((), "--shepherd needs --pool"),
-        (("--pool", "one", "--api-keys", "keys"), "--shepherd and --api-keys exclude each other"),
+        (("--pool", "one", "--api-keys", "keys"), "--shepherd and API keys exclude each other"),
     ],
 )
 def test_flags_that_do_not_go_together(flags: tuple[str, ...], message: str) -> None:
