@@ -10,6 +10,7 @@ import httpx
 import pytest
 from gateway.conftest import ROOT, Gateway
 from gateway.test_bad_input import check_error
+from integration.protocol_client import await_that
 
 from quire.cli.launch import LocalServices
 
@@ -56,6 +57,12 @@ def lines_of(gateway: Gateway, name: str) -> list[str]:
     return [line for line in gateway.log.read_text().splitlines() if name in line]
 
 
+def awaited_lines_of(gateway: Gateway, name: str) -> list[str]:
+    """Return the lines when there are some: they are written behind the answer."""
+    found: list[str] = await_that("the line is there", lambda: lines_of(gateway, name))
+    return found
+
+
 def test_each_refusal_is_a_line_with_its_field_and_reason(gateway: Gateway, http_client: httpx.Client) -> None:
     for number, (body, words) in enumerate(
         [
@@ -66,7 +73,7 @@ def test_each_refusal_is_a_line_with_its_field_and_reason(gateway: Gateway, http
     ):
         headers = {"X-Request-Id": f"refused-{number}"}
         assert http_client.post("/v1/completions", content=json.dumps(body), headers=headers).status_code >= 400
-        (line,) = lines_of(gateway, f"request_id=refused-{number}")
+        (line,) = awaited_lines_of(gateway, f"request_id=refused-{number}")
         assert f"refused method=POST path=/v1/completions {words}" in line
     assert "secret" not in gateway.log.read_text()
     assert http_client.get("/health", headers={"X-Request-Id": "fine"}).status_code == 200
