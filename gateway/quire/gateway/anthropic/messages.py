@@ -18,7 +18,7 @@ from quire.gateway.chat.models import tokenizer_of
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import EventStream, primed
+from quire.gateway.http.streams import begin_stream
 from quire.gateway.openai.conversations import ConversationRequest, begin, chat_model_of
 from quire.gateway.openai.parameters import (
     cache_of,
@@ -58,14 +58,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     answer = MessageAnswer(request.id, model, num_prompt_tokens=len(prompt), max_tokens=asked.max_tokens)
     headers = {REQUEST_ID_HEADER: request.id}
     if asked.stream:
-        events = await primed(answer.events(pieces))
-        return EventStream(
-            events,
-            send_timeout_s=gateway.limits.send_timeout_s,
-            ping_s=gateway.limits.stream_ping_s,
-            headers=headers,
-            encode_error=error_event,
-        )
+        return await begin_stream(answer.events(pieces), gateway.limits, headers=headers, encode_error=error_event)
     async with aclosing(answer.events(pieces)) as whole:
         async for _ in whole:
             pass

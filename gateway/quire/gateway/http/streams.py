@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.client.errors import QuireError
 from quire.gateway.errors import HttpError, http_error_of
-from quire.gateway.limits import STREAM_PING_S
+from quire.gateway.limits import STREAM_PING_S, RequestLimits
 from quire.serving.logs import describe_exception
 
 log = logging.getLogger(__name__)
@@ -217,6 +217,23 @@ class _SendWatch:
         self._ping_timer.cancel()
         if self._ping is not None:
             await _cancel(self._ping)
+
+
+async def begin_stream(
+    events: AsyncGenerator[bytes, None],
+    limits: RequestLimits,
+    *,
+    headers: Mapping[str, str] | None = None,
+    encode_error: Callable[[HttpError], bytes] = error_event,
+) -> EventStream:
+    """Return events as an answer, within the gateway's limits, once it may begin; see primed and EventStream."""
+    return EventStream(
+        await primed(events),
+        send_timeout_s=limits.send_timeout_s,
+        ping_s=limits.stream_ping_s,
+        headers=headers,
+        encode_error=encode_error,
+    )
 
 
 async def primed(items: AsyncGenerator[Item, None], *, within_s: float = BEGIN_S) -> "Primed[Item]":

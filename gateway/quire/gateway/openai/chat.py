@@ -19,7 +19,7 @@ from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, event_of, primed
+from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, event_of
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
 from quire.gateway.openai.parameters import (
@@ -57,8 +57,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = _ChatAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
     if asked.stream:
-        events = await primed(answer.events(pieces))
-        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, ping_s=gateway.limits.stream_ping_s)
+        return await begin_stream(answer.events(pieces), gateway.limits)
     async with aclosing(pieces):
         return json_response(answer.whole([piece async for piece in pieces]))
 

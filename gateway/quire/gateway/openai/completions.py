@@ -19,7 +19,7 @@ from quire.gateway.errors import http_error_of, invalid
 from quire.gateway.fields import MAX_INT32, Fields, text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import DONE, ChoiceEvents, EventStream, collected, event_of, merged, primed
+from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, collected, event_of, merged
 from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
 from quire.gateway.routing.backend import Backend
@@ -69,8 +69,7 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     streams = start(gateway, request.caller, asked)
     answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend))
     if asked.stream:
-        events = await primed(answer.events(streams))
-        return EventStream(events, send_timeout_s=gateway.limits.send_timeout_s, ping_s=gateway.limits.stream_ping_s)
+        return await begin_stream(answer.events(streams), gateway.limits)
     return json_response(answer.whole(await collected(streams)))
 
 

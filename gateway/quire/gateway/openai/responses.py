@@ -26,7 +26,7 @@ from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
-from quire.gateway.http.streams import EventStream, encode_json, event_of, primed
+from quire.gateway.http.streams import begin_stream, encode_json, event_of
 from quire.gateway.kept_responses import KeptResponse, KeptResponses
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
@@ -124,13 +124,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     if asked.shown["store"]:
         answer.keep = lambda response: gateway.responses.keep(tenant, response)
     if asked.stream:
-        events = await primed(answer.events(pieces))
-        return EventStream(
-            events,
-            send_timeout_s=gateway.limits.send_timeout_s,
-            ping_s=gateway.limits.stream_ping_s,
-            encode_error=answer.error_event,
-        )
+        return await begin_stream(answer.events(pieces), gateway.limits, encode_error=answer.error_event)
     async with aclosing(answer.events(pieces)) as all_events:
         async for _ in all_events:
             pass
