@@ -100,7 +100,7 @@ async def serve(
         if rate_limiter is not None:
             rate_limiter.send_weights_to(set_weights)
         if backend.tokenizer is not None:
-            await asyncio.to_thread(backend.tokenizer.least_tokens, "")  # the first call looks at each token
+            await asyncio.to_thread(backend.tokenizer.least_tokens, 0)  # the first call looks at each token
         gateway.chat_models = await _load_chat_models(flags, backend)
         stack.push_async_callback(gateway.chat_models.close)
         gateway.backends = dict.fromkeys(backend.model_names, backend)

@@ -92,11 +92,11 @@ def tokenizer_for(path: str, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def check_length(path: str, text: str, tokenizer: Tokenizer, *, max_tokens: int) -> None:
-    """Raise InvalidRequest for a text that has more tokens than fit, whatever its tokens are. Cost: none."""
-    least = tokenizer.least_tokens(text)
+def check_length(path: str, num_characters: int, tokenizer: Tokenizer, *, max_tokens: int) -> None:
+    """Raise InvalidRequest for a text of a length that has more tokens than fit, whatever they are. Cost: none."""
+    least = tokenizer.least_tokens(num_characters)
     if least > max_tokens:
-        found = f"{len(text)} characters, which are at least {least} tokens"
+        found = f"{num_characters} characters, which are at least {least} tokens"
         raise InvalidRequest.of_field(path, found, f"at most {max_tokens} tokens", reason="SEQUENCE_TOO_LONG")
 
 
@@ -105,7 +105,7 @@ def check_countable(path: str, text: str, tokenizer: Tokenizer, *, max_tokens: i
 
     A text that surely does not fit into the model may have MAX_COUNTED_CHARACTERS.
     """
-    if len(text) > MAX_COUNTED_CHARACTERS and tokenizer.least_tokens(text) > max_tokens:
+    if len(text) > MAX_COUNTED_CHARACTERS and tokenizer.least_tokens(len(text)) > max_tokens:
         limit = f"at most {MAX_COUNTED_CHARACTERS} characters, or a text that may fit into the model"
         raise InvalidRequest.of_field(path, f"{len(text)} characters", limit)
 

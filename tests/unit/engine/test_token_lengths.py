@@ -51,7 +51,7 @@ KINDS = {"byte level": byte_level, "SentencePiece": sentence_piece, "NFC": compo
 def test_a_text_has_no_fewer_tokens_than_its_length_says(kind: str, text: str) -> None:
     tokenizer = Tokenizer(KINDS[kind]())
     assert tokenizer.max_token_characters > 0
-    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def without(**changes: Any) -> RawTokenizer:
@@ -76,4 +76,4 @@ UNBOUNDED = {
 @pytest.mark.parametrize("why", UNBOUNDED)
 def test_there_is_no_bound_where_any_length_of_text_may_become_few_tokens(why: str) -> None:
     tokenizer = Tokenizer(UNBOUNDED[why])
-    assert (tokenizer.max_token_characters, tokenizer.least_tokens("a" * 1_000)) == (0, 0)
+    assert (tokenizer.max_token_characters, tokenizer.least_tokens(1_000)) == (0, 0)

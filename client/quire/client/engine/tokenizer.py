@@ -78,9 +78,9 @@ class Tokenizer:
         # `encode` would hold the interpreter's lock, and look for each token's place in the text.
         return [each.ids for each in self._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text has at least; 0 if nothing is known but its length. Cost: none."""
-        return -(-len(text) // self.max_token_characters) if self.max_token_characters else 0
+    def least_tokens(self, num_characters: int) -> int:
+        """The tokens that a text of so many characters has at least; 0 if there is no such bound. Cost: none."""
+        return -(-num_characters // self.max_token_characters) if self.max_token_characters else 0
 
     @cached_property
     def max_token_characters(self) -> int:
@@ -134,8 +134,9 @@ class Tokenizer:
         kept_special_tokens: Collection[int] = (),
     ) -> Pieces:
         """The bytes of the tokens that follow a prompt."""
-        left_out = self._left_out(skip_special_tokens, kept_special_tokens)
-        return Pieces(self.token_bytes, prompt_token_ids, left_out=left_out)
+        return Pieces(
+            self.token_bytes, prompt_token_ids, left_out=self._left_out(skip_special_tokens, kept_special_tokens)
+        )
 
     def detokenizer(
         self,
@@ -145,10 +146,12 @@ class Tokenizer:
         kept_special_tokens: Collection[int] = (),
     ) -> Detokenizer:
         """For the tokens that follow a prompt. kept_special_tokens are part of the text, though others are skipped."""
-        left_out = self._left_out(skip_special_tokens, kept_special_tokens)
         if self.token_bytes.is_exact:
-            pieces = Pieces(self.token_bytes, prompt_token_ids, left_out=left_out)
+            pieces = self.pieces(
+                prompt_token_ids, skip_special_tokens=skip_special_tokens, kept_special_tokens=kept_special_tokens
+            )
             return _ByteDetokenizer(pieces, self.token_bytes.decoder())
+        left_out = self._left_out(skip_special_tokens, kept_special_tokens)
         return _WindowDetokenizer(partial(self._decode_without, left_out), prompt_token_ids)
 
     def _left_out(self, skip_special_tokens: bool, kept: Collection[int]) -> frozenset[int]:

@@ -103,7 +103,7 @@ class ChatModel:
         except TemplateRefused as error:
             raise HttpError(400, marks.reveal(str(error)), code="chat_template_error", param=param) from None
         parts = marks.parts(text)
-        check_length(param, "".join(parts), tokenizer, max_tokens=max_tokens)
+        check_length(param, sum(map(len, parts)), tokenizer, max_tokens=max_tokens)
         token_ids = await _encode(tokenizer, parts, param=param)
         return Prompt(token_ids, begins_in_reasoning=self._begins_in_reasoning(text, conversation))
 

@@ -266,7 +266,7 @@ async def _prompt_of(backend: Backend, prompt: engine_service_pb2.Prompt) -> Seq
     if kind == "token_ids":
         return list(prompt.token_ids.token_ids)
     tokenizer = _tokenizer_of(backend, "prompt.text")
-    check_length("prompt.text", prompt.text, tokenizer, max_tokens=backend.max_model_len)
+    check_length("prompt.text", len(prompt.text), tokenizer, max_tokens=backend.max_model_len)
     return await encode_text(tokenizer, prompt.text)
 
 

@@ -180,7 +180,7 @@ async def _read_prompts(
             prompts.append(Prompt(token_ids, await _decoded(path, token_ids, tokenizer) if echo else ""))
         elif isinstance(each, str):
             texts[index] = text_of(path, each)
-            check_length(path, each, tokenizer_for(path, tokenizer), max_tokens=backend.max_model_len)
+            check_length(path, len(each), tokenizer_for(path, tokenizer), max_tokens=backend.max_model_len)
             prompts.append(None)
         else:
             raise invalid(path, each, "text or a list of token ids")

@@ -78,7 +78,7 @@ async def prompt_of(backend: EngineBackend, request: Any) -> Sequence[int]:
         case "tokenized":
             return list(request.tokenized.input_ids)
         case "text" if backend.tokenizer is not None:
-            check_length("text", request.text, backend.tokenizer, max_tokens=backend.max_model_len)
+            check_length("text", len(request.text), backend.tokenizer, max_tokens=backend.max_model_len)
             return await encode_text(backend.tokenizer, request.text)
         case "text":
             raise CallEnded(invalid("text", "given", "unset: this model has no tokenizer here"))
