@@ -1,0 +1,227 @@
+"""One process in which many run: each simulated process has its own event loop, and all have one virtual clock.
+
+    World       the clock, the processes, and events of its own: deliveries, faults
+    Process     a name, a loop, and what the kernel would do when it is killed
+
+A seed chooses which process runs next, and how long each callback takes. Within a process callbacks run in their order,
+as asyncio promises; between processes every order is possible. Time passes only here: an idle world goes to its next
+timer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from asyncio import events
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+MAX_CALLBACKS = 2_000_000
+"""Of one world: more of them are a process that never becomes idle."""
+
+
+class WorldFailed(Exception):  # noqa: N818  (a finding of a schedule)
+    """Something that must never happen has happened. Its text names it."""
+
+
+class ProcessLoop(asyncio.BaseEventLoop):
+    """asyncio's loop without a selector: the world runs its callbacks and its timers."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__()
+        self._world = world
+        self._process = process
+
+    def time(self) -> float:
+        return self._world.now
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> events.Handle:  # type: ignore[override]
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Threads are not simulated: the work is done at once, and its result comes a little later."""
+        future = self.create_future()
+        try:
+            settle = (future.set_result, func(*args))
+        except Exception as error:
+            settle = (future.set_exception, error)
+        self._world.after(self._world.random.uniform(0.0, 0.002), _unless_done, future, *settle, process=self._process)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self._process.on_unhandled(context)
+
+    def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
+        pass  # it is dropped when its time comes
+
+    def get_debug(self) -> bool:
+        return False
+
+
+class Process:
+    """A simulated process of one start: a restart is another one."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.is_alive = True
+        self.paused_until = 0.0
+        self.slowness = 1.0
+        """Callbacks take so many times longer."""
+        self.clock_offset_s = 0.0
+        """Of its machine's wall clock."""
+        self.at_end: list[Callable[[], None]] = []
+        """What the kernel does when the process has ended: it closes files and connections."""
+        self.loop = ProcessLoop(world, self)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begin a task of the process. May be called from outside of it."""
+        return self.loop.create_task(work)
+
+    def end(self) -> None:
+        """Nothing of the process runs from here on; as by SIGKILL. Doing it twice is fine."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.world.bury(self)
+        for close in self.at_end:
+            close()
+
+    def on_unhandled(self, context: dict[str, Any]) -> None:
+        """An exception that nobody took, in a living process, is a finding."""
+        if self.is_alive:
+            error = context.get("exception")
+            self.world.fail(f"{self.name}: {context['message']}: {error!r}", error)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.loop._ready)  # type: ignore[attr-defined]
+
+
+class World:
+    """The virtual time of one schedule. `random` orders events; who needs numbers of its own has another Random."""
+
+    def __init__(self, seed: int, *, callback_s: float = 5e-6) -> None:
+        """callback_s is the mean time that a callback takes."""
+        self.now = 1000.0
+        self.random = random.Random(seed)
+        self.processes: list[Process] = []
+        self.running: Process | None = None
+        self.num_callbacks = 0
+        self.failure: WorldFailed | None = None
+        self.on_callback: Callable[[int], None] = lambda number: None
+        """Called with its number before each callback: faults begin there."""
+        self.tell: Callable[[str], None] = lambda line: None
+        """Takes the lines of the story, if somebody reads it."""
+        self._callback_s = callback_s
+        self._events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._buried: list[Any] = []  # not freed before the world: nothing of the dead runs meanwhile
+
+    def start(self, name: str) -> Process:
+        """A new process."""
+        process = Process(self, name)
+        self.processes.append(process)
+        return process
+
+    def after(
+        self, delay_s: float, callback: Callable[..., None], *args: Any, process: Process | None = None
+    ) -> None:
+        """Call back after a time: as an event of the world, or in a process, unless it has ended by then."""
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._num_events, process, callback, args))
+
+    def fail(self, what: str, error: BaseException | None = None) -> None:
+        """Note the first thing that must never happen; the world stops behind the present callback."""
+        if self.failure is None:
+            self.failure = WorldFailed(what)
+            self.failure.__cause__ = error
+            self.tell(f"FAILED {what}")
+
+    def bury(self, process: Process) -> None:
+        """Forget a process that has ended."""
+        self.processes.remove(process)
+        loop = process.loop
+        self._buried.append((process, list(loop._ready), list(loop._scheduled)))  # type: ignore[attr-defined]
+        loop._ready.clear()  # type: ignore[attr-defined]
+        loop._scheduled.clear()  # type: ignore[attr-defined]
+
+    def run_until(self, done: Callable[[], bool], *, limit_s: float) -> bool:
+        """Let time pass until `done`. Returns False at the limit of virtual time. Raises WorldFailed."""
+        ends_at = self.now + limit_s
+        before = events._get_running_loop()
+        try:
+            while not done():
+                if self.now > ends_at:
+                    return False
+                if not self._step(ends_at):
+                    return False
+                if self.failure is not None:
+                    raise self.failure
+            return True
+        finally:
+            events._set_running_loop(before)
+
+    def _step(self, ends_at: float) -> bool:
+        """Run one callback, or let time pass until the next. Returns False if there is nothing to wait for."""
+        now = self.now
+        while self._events and self._events[0][0] <= now:
+            _, _, process, callback, args = heapq.heappop(self._events)
+            if process is None:
+                callback(*args)
+            elif process.is_alive:
+                process.loop.call_soon(callback, *args)
+        ready = []
+        for process in self.processes:
+            if process.paused_until > now:
+                continue
+            loop = process.loop
+            scheduled = loop._scheduled  # type: ignore[attr-defined]
+            while scheduled and (scheduled[0]._when <= now or scheduled[0]._cancelled):
+                timer = heapq.heappop(scheduled)
+                timer._scheduled = False
+                if not timer._cancelled:
+                    loop._ready.append(timer)  # type: ignore[attr-defined]
+            if loop._ready:  # type: ignore[attr-defined]
+                ready.append(process)
+        if ready:
+            self._run_one(ready[0] if len(ready) == 1 else ready[int(self.random.random() * len(ready))])
+            return True
+        following = self._next_time()
+        if following is None:
+            return False
+        self.now = max(now, min(following, ends_at + 1e-9))
+        return True
+
+    def _run_one(self, process: Process) -> None:
+        self.num_callbacks += 1
+        if self.num_callbacks > MAX_CALLBACKS:
+            self.fail(f"{MAX_CALLBACKS} callbacks and no end; {process.name} runs")
+        self.on_callback(self.num_callbacks)
+        if not process.is_alive or process.paused_until > self.now:
+            return
+        handle = process.loop._ready.popleft()  # type: ignore[attr-defined]
+        if handle._cancelled:
+            return
+        self.running = process
+        events._set_running_loop(process.loop)
+        handle._run()
+        self.running = None
+        self.now += self._callback_s * process.slowness * (0.5 + self.random.random())
+
+    def _next_time(self) -> float | None:
+        """The time of the next timer or event; None if there is none."""
+        times = [self._events[0][0]] if self._events else []
+        for process in self.processes:
+            loop = process.loop
+            if loop._ready:  # type: ignore[attr-defined]
+                times.append(process.paused_until)
+            elif loop._scheduled:  # type: ignore[attr-defined]
+                times.append(max(loop._scheduled[0]._when, process.paused_until))  # type: ignore[attr-defined]
+        return min(times, default=None)
+
+
+def _unless_done(future: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
+    if not future.done():
+        settle(value)
