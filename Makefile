@@ -55,7 +55,7 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults simulate flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,8 @@ tiers:  ## tests, lines, wall and processor time of the last check, test and ver
 	@$(BIN)/python tests/framework/tiers.py show
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/robustness/faults/run.py $(ARGS)
+simulate: venv  ## the whole control plane in one process and in virtual time, by seed; ARGS="--schedules 100000 --jobs 2", ARGS="--replay 4711"
+	@$(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/simulation/run.py $(ARGS)
 flood: venv  ## large calls, unfinished messages, many calls at once, and the memory they take; ARGS="--quick"
 	@$(BIN)/python tests/robustness/faults/flood.py $(ARGS)
 soak: venv  ## an hour of mixed load, watched for leaks; ARGS="--minutes 5"

@@ -11,6 +11,7 @@ timer at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 from asyncio import events
@@ -19,6 +20,8 @@ from typing import Any
 
 MAX_CALLBACKS = 2_000_000
 """Of one world: more of them are a process that never becomes idle."""
+CALLBACKS_BETWEEN_LOOKS = 16
+"""The end of a schedule is looked for this often."""
 
 
 class WorldFailed(Exception):  # noqa: N818  (a finding of a schedule)
@@ -71,6 +74,8 @@ class Process:
         """Callbacks take so many times longer."""
         self.clock_offset_s = 0.0
         """Of its machine's wall clock."""
+        self.around: contextlib.AbstractContextManager[None] | None = None
+        """Entered for each callback: a disk that is full for this process alone."""
         self.at_end: list[Callable[[], None]] = []
         """What the kernel does when the process has ended: it closes files and connections."""
         self.loop = ProcessLoop(world, self)
@@ -110,10 +115,12 @@ class World:
         self.running: Process | None = None
         self.num_callbacks = 0
         self.failure: WorldFailed | None = None
-        self.on_callback: Callable[[int], None] = lambda number: None
-        """Called with its number before each callback: faults begin there."""
+        self.stop_at: int | None = None
+        """The number of the callback before which `on_stop` is called: a fault begins there."""
+        self.on_stop: Callable[[], None] = lambda: None
+        self.tells = False
+        """True if somebody reads the story: only then lines are made for it."""
         self.tell: Callable[[str], None] = lambda line: None
-        """Takes the lines of the story, if somebody reads it."""
         self._callback_s = callback_s
         self._events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
@@ -147,23 +154,28 @@ class World:
         loop._ready.clear()  # type: ignore[attr-defined]
         loop._scheduled.clear()  # type: ignore[attr-defined]
 
-    def run_until(self, done: Callable[[], bool], *, limit_s: float) -> bool:
-        """Let time pass until `done`. Returns False at the limit of virtual time. Raises WorldFailed."""
-        ends_at = self.now + limit_s
+    def run_until(self, done: Callable[[], bool], *, ends_at: Callable[[], float]) -> bool:
+        """Let time pass until `done`. Returns False when this virtual time has come before. Raises WorldFailed."""
         before = events._get_running_loop()
+        events._set_running_loop(None)
         try:
-            while not done():
-                if self.now > ends_at:
+            while True:
+                for _ in range(CALLBACKS_BETWEEN_LOOKS):
+                    if not self._step():
+                        break
+                    if self.failure is not None:
+                        raise self.failure
+                if done():
+                    return True
+                if self.now > ends_at() or not self._has_future():
                     return False
-                if not self._step(ends_at):
-                    return False
-                if self.failure is not None:
-                    raise self.failure
-            return True
         finally:
             events._set_running_loop(before)
 
-    def _step(self, ends_at: float) -> bool:
+    def _has_future(self) -> bool:
+        return self._next_time() is not None
+
+    def _step(self) -> bool:
         """Run one callback, or let time pass until the next. Returns False if there is nothing to wait for."""
         now = self.now
         while self._events and self._events[0][0] <= now:
@@ -191,22 +203,27 @@ class World:
         following = self._next_time()
         if following is None:
             return False
-        self.now = max(now, min(following, ends_at + 1e-9))
+        self.now = max(now, following)
         return True
 
     def _run_one(self, process: Process) -> None:
         self.num_callbacks += 1
         if self.num_callbacks > MAX_CALLBACKS:
             self.fail(f"{MAX_CALLBACKS} callbacks and no end; {process.name} runs")
-        self.on_callback(self.num_callbacks)
-        if not process.is_alive or process.paused_until > self.now:
-            return
+        if self.stop_at is not None and self.num_callbacks >= self.stop_at:
+            self.on_stop()
+            if not process.has_work or process.paused_until > self.now:
+                return
         handle = process.loop._ready.popleft()  # type: ignore[attr-defined]
         if handle._cancelled:
             return
         self.running = process
         events._set_running_loop(process.loop)
-        handle._run()
+        if process.around is None:
+            handle._run()
+        else:
+            with process.around:
+                handle._run()
         self.running = None
         self.now += self._callback_s * process.slowness * (0.5 + self.random.random())
 

@@ -1,0 +1,105 @@
+"""A simulated process of cachemgr: its service, catalog, books and state directory, as `quire cachemgr` composes them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from robustness.simulation.network import Network
+from robustness.simulation.transport import SimulatedServer
+from robustness.simulation.world import Process
+
+from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.errors import BrokenInvariant
+from quire.cachemgr.service.roles import MESSAGE_LIMITS
+from quire.cachemgr.service.servicer import CacheServicer
+from quire.cachemgr.service.statuses import DOMAIN
+from quire.cachemgr.service.watch import View, watch_blocks
+from quire.cachemgr.shares import Share, Shares
+from quire.cachemgr.state import StateDirectory
+from quire.serving.interceptor import HandlerGuard
+
+NAME = "cachemgr"
+ADDRESS = "unix:/sim/cachemgr"
+
+
+class SimulatedCachemgr:
+    """One start of cachemgr, in a process of its own."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        *,
+        policy: str,
+        shares: dict[str, Share],
+        state_folder: Path | None,
+        keep_tokens: bool = True,
+    ) -> None:
+        """shares are the tenants'. Without a state folder a restart begins new epochs.
+
+        Raises StateUnusable. Call it in the process.
+        """
+        self.process = process
+        self._state = None if state_folder is None else StateDirectory(state_folder)
+        if self._state is not None:
+            process.at_end.append(self._state.close)
+        term = time.time_ns()
+        begin: dict[str, Any] = {} if self._state is None else {"begin_state": self._state.begin}
+        self.catalog = Catalog(term, policy=policy, verify=True, keep_tokens=keep_tokens, **begin)
+        if self._state is not None:
+            self._state.restore(self.catalog, now=time.monotonic())
+        self.catalog.set_shares(Shares(tenants=shares).resolve)
+        self.servicer = CacheServicer(self.catalog, clock=self._clock(process))
+        self.guard = HandlerGuard(
+            domain=DOMAIN,
+            fatal=(BrokenInvariant,),
+            on_fatal=lambda error: process.world.fail(f"{NAME}: {error}", error),
+            message_limits=MESSAGE_LIMITS,
+        )
+        self.server = SimulatedServer(network, process, ADDRESS, self.guard)
+        self.servicer.add_to(self.server)  # type: ignore[arg-type]
+        process.spawn(self.servicer.expire_leases())
+
+    @staticmethod
+    def _clock(process: Process) -> Callable[[], float]:
+        return lambda: process.world.now
+
+    async def terminate(self) -> None:
+        """SIGTERM: no new plans and leases, streams end with their reason, then the process."""
+        await self.servicer.drain()
+        self.guard.end_streams()
+        await asyncio.sleep(0.05)
+        self.process.end()
+
+    async def watch(self, take: Callable[[Any], None], pool: str) -> None:
+        """Follow the changes of a pool, as a watcher in another process that is never late."""
+        async for answer in watch_blocks(self.catalog, pool, View(tenant=None, with_content=False), cursor="", clock=self._clock(self.process)):
+            take(answer)
+
+    def left(self, *, num_pools: int) -> list[str]:
+        """What is left when nobody uses the pools any more: it should be nothing."""
+        found = []
+        pools = self.catalog.pools()
+        if len([pool for pool in pools if pool.is_attached]) < num_pools:
+            found.append("a pool is not attached")
+        for pool in pools:
+            inspector = pool.ledger.inspector
+            if leases := inspector.leases():
+                found.append(f"{len(leases)} leases")
+            counts = cache_service_pb2.BlockCounts.FromString(inspector.counts())
+            usable = pool.ledger.geometry.num_blocks - 1
+            if counts.free_count + counts.cached_count != usable:
+                found.append(f"{counts.active_count} active and {counts.retired_count} retired of {usable} blocks")
+            if num_rows := pool.ledger.probe.num_rows():
+                found.append(f"{num_rows} rows")
+            found += inspector.audit_counts()
+        return found
+
+    def violations(self) -> list[str]:
+        """What is wrong in the books of all pools."""
+        return [what for pool in self.catalog.pools() for what in pool.ledger.probe.violations()]

@@ -1,0 +1,228 @@
+"""The processes of one schedule: started, killed, started again, disturbed, and looked at in the end.
+
+    gateway-N ──► cachemgr ◄── worker-N          gateway-N ──► worker-N
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from robustness.simulation import cachemgr as cachemgr_process
+from robustness.simulation.cachemgr import SimulatedCachemgr
+from robustness.simulation.deliveries import Answer, Deliveries
+from robustness.simulation.disk import Disk
+from robustness.simulation.faults import apply
+from robustness.simulation.gateway import SimulatedGateway, Task
+from robustness.simulation.network import Network
+from robustness.simulation.schedule import LEASE_TTL_S, FaultKind, Features, Schedule
+from robustness.simulation.worker import SimulatedWorker, WorkerSettings
+from robustness.simulation.workload import MAX_MODEL_LEN, VOCAB_SIZE, requests
+from robustness.simulation.world import Process, World, WorldFailed
+
+from quire.cachemgr.shares import Percentage, Share
+
+CACHEMGR = cachemgr_process.NAME
+SHARES = {"alice": Share(floor=2, quota=Percentage(50)), "bob": Share(limit=Percentage(100), pin_budget=0)}
+SERVED_WITHIN_S = 120.0
+"""Of virtual time, after the last fault: then every request has ended."""
+STOP_TIMEOUT_S = 2.0
+CLEAN_WITHIN_S = 30.0
+"""After the last gateway was closed: then nothing is left."""
+
+
+@dataclass
+class Cluster:
+    """The state of one schedule. Enter it with `running`."""
+
+    world: World
+    network: Network
+    schedule: Schedule
+    expected: Mapping[int, Answer] | None
+    disk: Disk
+    generator: random.Random
+    cachemgr: SimulatedCachemgr | None = None
+    workers: dict[str, SimulatedWorker] = field(default_factory=dict)
+    gateways: dict[str, SimulatedGateway] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(default_factory=dict)
+    deliveries: dict[str, Deliveries] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
+    clock_offset_s: float = 0.0
+    fired: Counter[FaultKind] = field(default_factory=Counter)
+    restart_after_s: dict[str, float] = field(default_factory=dict)
+    disturbed_until: float = 0.0
+    num_starting: int = 0
+
+    @property
+    def features(self) -> Features:
+        return self.schedule.features
+
+    # -- starts and ends
+
+    def start_all(self) -> None:
+        """Start everything. The order is the seed's: a worker may be there before cachemgr."""
+        starts: list[Callable[[], None]] = [self.start_cachemgr]
+        for number in range(self.features.num_pools):
+            starts.append(partial(self.start_worker, f"worker-{number}"))
+        for number, calls in enumerate(self.schedule.calls):
+            name = f"gateway-{number}"
+            self.tasks[name] = Task(calls)
+            self.deliveries[name] = Deliveries(self._wrong(name), self.expected)
+            starts.append(partial(self.start_gateway, name))
+        self.generator.shuffle(starts)
+        for start in starts:
+            start()
+
+    def _wrong(self, name: str) -> Callable[[str], None]:
+        return lambda what: self.world.fail(f"{name}: {what}")
+
+    def _start(self, name: str) -> Process:
+        process = self.processes[name] = self.world.start(name)
+        process.clock_offset_s = self.clock_offset_s
+        process.at_end.append(partial(self._ended, name, process))
+        return process
+
+    def start_cachemgr(self) -> None:
+        process = self._start(CACHEMGR)
+        features = self.features
+
+        def begin() -> None:
+            self.cachemgr = SimulatedCachemgr(
+                process,
+                self.network,
+                policy=features.policy,
+                shares=SHARES if features.has_shares else {},
+                state_folder=self.disk.folder if features.keeps_state else None,
+            )
+
+        process.loop.call_soon(begin)
+
+    def start_worker(self, name: str) -> None:
+        process = self._start(name)
+        features = self.features
+
+        def begin() -> None:
+            self.workers[name] = SimulatedWorker(
+                process,
+                self.network,
+                WorkerSettings(
+                    pool=name.replace("worker", "pool"),
+                    address=f"unix:/sim/{name}",
+                    cachemgr=cachemgr_process.ADDRESS,
+                    model=features.model.value,
+                    vocab_size=VOCAB_SIZE,
+                    max_model_len=MAX_MODEL_LEN,
+                    block_size=features.block_size,
+                    num_blocks=features.num_blocks,
+                    num_host_blocks=features.num_host_blocks,
+                    max_num_seqs=features.max_num_seqs,
+                    max_step_tokens=features.max_step_tokens,
+                    runs_ahead=features.runs_ahead,
+                    num_ranks=features.num_ranks,
+                    step_s=features.step_s,
+                ),
+                seed=self.generator.getrandbits(32),
+            )
+
+        process.loop.call_soon(begin)
+
+    def start_gateway(self, name: str) -> None:
+        process = self._start(name)
+        features = self.features
+
+        def begin() -> None:
+            self.gateways[name] = SimulatedGateway(
+                process,
+                self.tasks[name],
+                requests(),
+                self.deliveries[name],
+                uses_router=features.uses_router,
+                max_step_tokens=features.max_step_tokens,
+                lease_ttl_s=LEASE_TTL_S,
+            )
+
+        process.loop.call_soon(begin)
+
+    def kill(self, name: str, restart_after_s: float) -> None:
+        """SIGKILL; the supervisor starts it again."""
+        self.restart_after_s[name] = restart_after_s
+        self.processes[name].end()
+
+    def terminate(self, name: str, restart_after_s: float) -> None:
+        """SIGTERM, and SIGKILL if it takes too long; the supervisor starts it again."""
+        self.restart_after_s[name] = restart_after_s
+        service = self._service(name)
+        process = self.processes[name]
+        if service is None or not process.is_alive:
+            process.end()
+            return
+        process.spawn(service.terminate())
+        self.world.after(STOP_TIMEOUT_S, process.end)
+
+    def _service(self, name: str) -> SimulatedCachemgr | SimulatedWorker | SimulatedGateway | None:
+        return self.cachemgr if name == CACHEMGR else self.workers.get(name) or self.gateways.get(name)
+
+    def _ended(self, name: str, process: Process) -> None:
+        """A process has ended, and will be started again."""
+        if name == CACHEMGR:
+            self.cachemgr = None
+        self.workers.pop(name, None)
+        self.gateways.pop(name, None)
+        self.num_starting += 1
+        self.world.after(self.restart_after_s.pop(name, 0.05), self._restart, name)
+
+    def _restart(self, name: str) -> None:
+        self.num_starting -= 1
+        if name == CACHEMGR:
+            self.start_cachemgr()
+        elif name in self.tasks:
+            self.start_gateway(name)
+        else:
+            self.start_worker(name)
+
+    # -- the whole schedule
+
+    def run(self) -> None:
+        """Raises WorldFailed."""
+        faults = list(self.schedule.faults)
+        world = self.world
+
+        def next_fault() -> None:
+            while faults and faults[0].at_callback <= world.num_callbacks:
+                apply(self, faults.pop(0))
+            world.stop_at = faults[0].at_callback if faults else None
+
+        world.on_stop = next_fault
+        next_fault()
+        self.start_all()
+        if not world.run_until(self._is_served, ends_at=lambda: self.disturbed_until + SERVED_WITHIN_S):
+            raise WorldFailed(f"not served within {SERVED_WITHIN_S:g} s: {self._unserved()}")
+        world.stop_at = None  # faults that were not reached
+        self.disturbed_until = max(self.disturbed_until, world.now)
+        if not world.run_until(self._is_clean, ends_at=lambda: self.disturbed_until + CLEAN_WITHIN_S):
+            raise WorldFailed(f"left after {CLEAN_WITHIN_S:g} s: {'; '.join(self.left())}")
+
+    def _is_served(self) -> bool:
+        return all(gateway.is_closed for gateway in self.gateways.values()) and len(self.gateways) == len(self.tasks)
+
+    def _unserved(self) -> str:
+        open_calls = {
+            name: [call.request for call in task.calls if call.request not in task.ended]
+            for name, task in self.tasks.items()
+        }
+        return f"open requests by gateway: {open_calls}"
+
+    def _is_clean(self) -> bool:
+        return not self.num_starting and not self.left()
+
+    def left(self) -> list[str]:
+        """What is left of leases, sequences, steps, blocks and reports, on both sides."""
+        if self.cachemgr is None or len(self.workers) < self.features.num_pools:
+            return ["a process is not there"]
+        found = list(self.cachemgr.left(num_pools=self.features.num_pools))
+        for name, worker in self.workers.items():
+            found += [f"{name}: {what}" for what in worker.left()]
+        return found

@@ -1,0 +1,157 @@
+"""What each kind of fault does to a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from robustness.simulation.disk import FullDisk
+from robustness.simulation.schedule import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from robustness.simulation.cluster import Cluster
+
+RESTART_S = 0.05
+MAX_FREE_BYTES = 3_000
+SLOW_S = 0.2
+
+
+def apply(cluster: Cluster, fault: Fault) -> None:
+    """Begin a fault; what ends it is an event of the world."""
+    world = cluster.world
+    if world.tells:
+        world.tell(f"-- {fault}")
+    cluster.fired[fault.kind] += 1
+    cluster.disturbed_until = max(cluster.disturbed_until, world.now + _DO[fault.kind](cluster, fault))
+
+
+def _kill(cluster: Cluster, fault: Fault) -> float:
+    (name,) = fault.target
+    cluster.kill(name, fault.size)
+    return fault.size
+
+
+def _terminate(cluster: Cluster, fault: Fault) -> float:
+    (name,) = fault.target
+    cluster.terminate(name, fault.size)
+    return fault.size + 1.0
+
+
+def _pause(cluster: Cluster, fault: Fault) -> float:
+    process = cluster.processes[fault.target[0]]
+    process.paused_until = max(process.paused_until, cluster.world.now + fault.size)
+    return fault.size
+
+
+def _slow(cluster: Cluster, fault: Fault) -> float:
+    process = cluster.processes[fault.target[0]]
+    process.slowness = fault.size
+
+    def end() -> None:
+        process.slowness = 1.0
+
+    cluster.world.after(SLOW_S, end)
+    return SLOW_S
+
+
+def _clock(cluster: Cluster, fault: Fault) -> float:
+    cluster.clock_offset_s += fault.size
+    for process in cluster.processes.values():
+        process.clock_offset_s = cluster.clock_offset_s
+    return 0.0
+
+
+def _cut(cluster: Cluster, fault: Fault) -> float:
+    cluster.network.cut(*fault.target)
+    return 0.0
+
+
+def _partition(cluster: Cluster, fault: Fault) -> float:
+    cluster.network.partition(*fault.target, fault.size)
+    return fault.size
+
+
+def _freeze(cluster: Cluster, fault: Fault) -> float:
+    a, b = fault.target if fault.way else reversed(fault.target)
+    cluster.network.freeze(a, b, fault.size)
+    return fault.size
+
+
+def _half_close(cluster: Cluster, fault: Fault) -> float:
+    cluster.network.half_close(*fault.target)
+    return 0.0
+
+
+def _delay(cluster: Cluster, fault: Fault) -> float:
+    a, b = fault.target if fault.way else reversed(fault.target)
+    cluster.network.delay(a, b, fault.size)
+    return fault.size
+
+
+def _lose_answer(cluster: Cluster, fault: Fault) -> float:
+    cluster.network.lose_answer(*fault.target)
+    return 0.0
+
+
+def _double(cluster: Cluster, fault: Fault) -> float:
+    cluster.network.double_next_unary(*fault.target)
+    return 0.0
+
+
+def _power_loss(cluster: Cluster, fault: Fault) -> float:
+    cluster.kill("cachemgr", fault.size)
+    cluster.disk.lose_power()
+    return fault.size
+
+
+def _full_disk(cluster: Cluster, fault: Fault) -> float:
+    process = cluster.processes["cachemgr"]
+    process.around = FullDisk(int(cluster.generator.random() * MAX_FREE_BYTES))
+
+    def end() -> None:
+        process.around = None
+
+    cluster.world.after(fault.size, end)
+    return fault.size
+
+
+def _reset(cluster: Cluster, fault: Fault) -> float:
+    if cluster.cachemgr is not None:
+        for pool in cluster.cachemgr.catalog.pools():
+            pool.ledger.reset_prefix_cache(now=cluster.world.now)
+    return 0.0
+
+
+def _of_worker(do: Callable[[Any, float], None]) -> Callable[[Cluster, Fault], float]:
+    def apply_to_worker(cluster: Cluster, fault: Fault) -> float:
+        worker = cluster.workers.get(fault.target[0])
+        if worker is not None:
+            do(worker, fault.size)
+        return fault.size
+
+    return apply_to_worker
+
+
+_DO: dict[FaultKind, Callable[[Cluster, Fault], float]] = {
+    FaultKind.KILL: _kill,
+    FaultKind.TERMINATE: _terminate,
+    FaultKind.PAUSE: _pause,
+    FaultKind.OVERSLEEP: _pause,
+    FaultKind.SLOW: _slow,
+    FaultKind.CLOCK: _clock,
+    FaultKind.CUT: _cut,
+    FaultKind.PARTITION: _partition,
+    FaultKind.FREEZE: _freeze,
+    FaultKind.HALF_CLOSE: _half_close,
+    FaultKind.DELAY: _delay,
+    FaultKind.LOSE_ANSWER: _lose_answer,
+    FaultKind.DOUBLE: _double,
+    FaultKind.POWER_LOSS: _power_loss,
+    FaultKind.FULL_DISK: _full_disk,
+    FaultKind.FAIL_STEP: _of_worker(lambda worker, size: worker.fail_next_step()),
+    FaultKind.DAMAGE: _of_worker(lambda worker, size: worker.damage_next()),
+    FaultKind.HANG: _of_worker(lambda worker, size: worker.hang(size)),
+    FaultKind.LATE_REPORTS: _of_worker(lambda worker, size: worker.late(size)),
+    FaultKind.DETACH: _of_worker(lambda worker, size: worker.detach()),
+    FaultKind.RESET: _reset,
+}

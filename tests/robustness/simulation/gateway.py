@@ -1,0 +1,182 @@
+"""A simulated process that has callers: an engine, or a router with an engine for each pool, and their requests.
+
+The callers live with the gateway's process: if it is killed, they send what has not ended to the next one, from the
+beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from robustness.simulation.cachemgr import ADDRESS
+from robustness.simulation.deliveries import Deliveries
+from robustness.simulation.workload import MAX_MODEL_LEN, Request
+from robustness.simulation.world import Process
+
+from quire.client.cache_client import CacheClient
+from quire.client.engine.config import EngineConfig
+from quire.client.engine.engine import Engine
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.sampling import SamplingParams
+from quire.client.errors import EngineStopped, EpochChanged, LeaseLost, NotFound, OutOfRoom, QuireError, Unavailable
+from quire.client.worker_client import WorkerClient
+from quire.gateway.routing.members import RouterConfig
+from quire.gateway.routing.router import Router
+
+CALL_TIMEOUT_S = 1.0
+STEP_TIMEOUT_S = 2.0
+REOPEN_S = 0.05
+RECOVERY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A caller's request: its number, when it comes, and when its caller leaves.
+
+    after_s          seconds from the gateway's start
+    leaves_after     the caller leaves when it has so many tokens; None: it stays
+    reads_s          seconds that it takes for each chunk
+    """
+
+    request: int
+    after_s: float = 0.0
+    leaves_after: int | None = None
+    reads_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Task:
+    """The calls of one gateway, and which of them have ended: for good, over all starts of its process."""
+
+    calls: tuple[Call, ...]
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.ended) == len(self.calls)
+
+
+class SimulatedGateway:
+    """One start of a gateway."""
+
+    def __init__(
+        self,
+        process: Process,
+        task: Task,
+        requests: tuple[Request, ...],
+        deliveries: Deliveries,
+        *,
+        uses_router: bool,
+        max_step_tokens: int,
+        lease_ttl_s: float,
+    ) -> None:
+        self.process = process
+        self.is_closed = False
+        """True when all calls have ended and the leases were given back."""
+        self.backend: Engine | Router | None = None
+        self._ending = False
+        self._task = task
+        self._requests = requests
+        self._deliveries = deliveries
+        self._uses_router = uses_router
+        self._config = EngineConfig(
+            lease_ttl_s=lease_ttl_s,
+            max_step_tokens=max_step_tokens,
+            recovery_timeout_s=RECOVERY_TIMEOUT_S,
+            max_recoveries=64,
+            tenants=True,
+            verify=True,
+        )
+        process.spawn(self._run())
+
+    async def _run(self) -> None:
+        backend = self.backend = await self._open()
+        watching = asyncio.create_task(self._watch(backend))
+        try:
+            calls = [call for call in self._task.calls if call.request not in self._task.ended]
+            await asyncio.gather(*(self._call(backend, call) for call in calls))
+        finally:
+            watching.cancel()
+        await backend.close()
+        self.is_closed = True
+
+    async def terminate(self) -> None:
+        """SIGTERM while requests are open, and more of them than it may wait for: they get an error, leases end."""
+        self._ending = True
+        if self.backend is not None:
+            await self.backend.close()
+        self.process.end()
+
+    async def _watch(self, backend: Engine | Router) -> None:
+        error = await backend.failed()
+        self.process.world.fail(f"{self.process.name}: {error}", error)
+
+    async def _open(self) -> Engine | Router:
+        """As soon as it can be had: an engine outlives the absence of services, and needs them for its start."""
+        while True:
+            try:
+                return await self._make().__aenter__()
+            except (Unavailable, NotFound, LeaseLost, EpochChanged, OutOfRoom):
+                await asyncio.sleep(REOPEN_S)
+
+    def _make(self) -> Engine | Router:
+        if self._uses_router:
+            config = RouterConfig(names_tenants=True, failover_after_s=0.5)
+            return _router(ADDRESS, config, self._config)
+        return Engine(CacheClient(ADDRESS, timeout_s=CALL_TIMEOUT_S), connect_worker, config=self._config)
+
+    async def _call(self, backend: Engine | Router, call: Call) -> None:
+        request = self._requests[call.request]
+        await asyncio.sleep(call.after_s)
+        self._deliveries.begin_anew(call.request)
+        try:
+            if isinstance(request.params, SamplingParams):
+                await self._generate(_chunks(backend, request), call)
+            else:
+                assert isinstance(backend, Engine)
+                (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
+                for index, beam in enumerate(found.beams):
+                    values = [round(beam.cumulative_logprob, 3)]
+                    self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
+        except QuireError as error:
+            if self._ending and isinstance(error, EngineStopped):
+                return
+            self.process.world.fail(f"{self.process.name}: request {call.request} failed: {error!r}", error)
+        self._task.ended.add(call.request)
+
+    async def _generate(self, chunks: AsyncGenerator[Chunk, None], call: Call) -> None:
+        num_tokens = 0
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                finish = None if chunk.finish_reason is None else chunk.finish_reason.value
+                self._deliveries.take(call.request, chunk.index, chunk.token_ids, _values(chunk), finish)
+                num_tokens += len(chunk.token_ids)
+                if call.leaves_after is not None and num_tokens >= call.leaves_after:
+                    return
+                if call.reads_s:
+                    await asyncio.sleep(call.reads_s)
+
+
+def connect_worker(address: str) -> WorkerClient:
+    return WorkerClient(address, timeout_s=CALL_TIMEOUT_S, step_timeout_s=STEP_TIMEOUT_S)
+
+
+def _router(address: str, config: RouterConfig, engine_config: EngineConfig) -> Router:
+    return Router(address, config=config, engine_config=engine_config)
+
+
+def _chunks(backend: Engine | Router, request: Request) -> AsyncGenerator[Chunk, None]:
+    assert isinstance(request.params, SamplingParams)
+    assert len(request.prompt) + (request.params.max_tokens or 0) <= MAX_MODEL_LEN
+    return backend.generate(list(request.prompt), request.params, cache=request.cache)
+
+
+def _values(chunk: Chunk) -> list[Any]:
+    """The log-probabilities of a chunk's tokens, rounded, if they were asked for."""
+    return [
+        tuple((token, round(value, 3)) for token, value in each.top) for each in chunk.logprobs or ()
+    ]

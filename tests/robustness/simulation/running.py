@@ -1,0 +1,187 @@
+"""One schedule from its seed to its outcome, and the answers without faults that it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from robustness.simulation.cluster import Cluster
+from robustness.simulation.deliveries import Answer
+from robustness.simulation.digest_model import expected_tokens
+from robustness.simulation.disk import Disk
+from robustness.simulation.gateway import Call
+from robustness.simulation.network import Network
+from robustness.simulation.schedule import Fault, Features, ModelKind, Schedule, make_schedule
+from robustness.simulation.surroundings import surroundings
+from robustness.simulation.workload import NUM_REQUESTS, requests
+from robustness.simulation.world import World, WorldFailed
+
+from quire.client.engine.sampling import SamplingParams
+from quire.cachemgr import state
+
+COLLECT_EVERY = 20
+"""Schedules between two collections of what they left."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a schedule did."""
+
+    seed: int
+    failure: str | None = None
+    error: BaseException | None = None
+    fired: Counter[str] = field(default_factory=Counter)
+    met: tuple[str, ...] = ()
+    """Features and kinds of faults of this schedule."""
+    num_callbacks: int = 0
+    num_tokens: int = 0
+    virtual_s: float = 0.0
+    digest: int = 0
+    """Equal for equal runs."""
+
+
+class SchedulesFailed(AssertionError):
+    """Undisturbed runs are wrong: nothing can be compared."""
+
+
+def run(schedule: Schedule, *, tell: Callable[[str], None] | None = None) -> Outcome:
+    """Run a schedule; `tell` gets its story, line by line."""
+    expected = answers(schedule.features.model)
+    outcome, _ = _run(schedule, expected, tell)
+    return outcome
+
+
+def run_seed(seed: int) -> Outcome:
+    """The schedule of a seed."""
+    return run(make_schedule(seed))
+
+
+@functools.cache
+def answers(model: ModelKind) -> Mapping[int, Answer]:
+    """The answers to all requests of an undisturbed cluster, those of greedy ones checked by computing them."""
+    features = Features(model=model, num_blocks=600, max_num_seqs=32)
+    found: dict[int, Answer] = {}
+    calls = tuple(Call(number) for number in range(NUM_REQUESTS))
+    outcome, cluster = _run(Schedule(0, features, (calls,), ()), None, None)
+    if outcome.failure is not None:
+        raise SchedulesFailed(f"undisturbed: {outcome.failure}") from outcome.error
+    for number, request in enumerate(requests()):
+        found[number] = cluster.deliveries["gateway-0"].answer(number)
+        if request.is_greedy:
+            assert isinstance(request.params, SamplingParams)
+            ((token_ids, _, _),) = found[number].samples
+            computed = expected_tokens(request.prompt, request.params.max_tokens or 0, model=model.value)
+            if token_ids != tuple(computed):
+                raise SchedulesFailed(f"undisturbed: request {number}: {token_ids}, computed {computed}")
+    return found
+
+
+def _run(
+    schedule: Schedule, expected: Mapping[int, Answer] | None, tell: Callable[[str], None] | None
+) -> tuple[Outcome, Cluster]:
+    world = World(schedule.seed, callback_s=schedule.features.callback_s)
+    network = Network(world, seed=schedule.seed, delay_s=schedule.features.delay_s)
+    disk = Disk(random.Random(f"disk {schedule.seed}"))
+    cluster = Cluster(world, network, schedule, expected, disk, random.Random(f"cluster {schedule.seed}"))
+    outcome = Outcome(schedule.seed)
+    if tell is not None:
+        world.tells, world.tell = True, lambda line: tell(f"{world.now - 1000.0:10.6f}  {line}")
+    with _quiet(world, told=tell is not None), surroundings(world, network.open_channel), _booted(disk):
+        try:
+            cluster.run()
+        except WorldFailed as failure:
+            outcome.failure, outcome.error = str(failure), failure.__cause__
+        finally:
+            for process in list(world.processes):
+                process.end()
+            disk.close()
+    outcome.fired = Counter({kind.value: count for kind, count in cluster.fired.items()})
+    outcome.met = tuple(sorted([*schedule.features.names(), *(f"fault: {kind}" for kind in outcome.fired)]))
+    outcome.num_callbacks = world.num_callbacks
+    outcome.num_tokens = sum(deliveries.num_tokens for deliveries in cluster.deliveries.values())
+    outcome.virtual_s = world.now - 1000.0
+    outcome.digest = hash((world.num_callbacks, world.now, outcome.num_tokens, world.random.getrandbits(64)))
+    return outcome, cluster
+
+
+EXPECTED_ERRORS = (
+    "state not kept",
+    "state given up",
+    "pool not recovered",
+    "step failed",
+    "pool damaged",
+    "the event loop was held",
+)
+"""Errors that a fault explains. Others are findings."""
+
+
+class _Log(logging.Handler):
+    """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        process = self._world.running
+        who = "-" if process is None else process.name
+        if self._world.tells:
+            self._world.tell(f"{who}: {message}")
+        if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
+            error = record.exc_info[1] if record.exc_info else None
+            self._world.fail(f"{who} logs: {message}", error)
+
+
+@contextlib.contextmanager
+def _quiet(world: World, *, told: bool) -> Iterator[None]:
+    """Log lines go to the world. What the dead leave is collected now and then, and says nothing."""
+    log, handler = logging.getLogger("quire"), _Log(world)
+    level, propagates = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if told else logging.ERROR)
+    log.propagate = False
+    gc.disable()
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagates
+
+
+def collect_the_dead() -> None:
+    """Free the processes of earlier schedules. Their `finally` blocks run here, and reach nobody."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+    sys.unraisablehook = hook
+
+
+class _BootId:
+    """The file of a machine's boot id."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def read_text(self) -> str:
+        return self._disk.boot_id
+
+
+@contextlib.contextmanager
+def _booted(disk: Disk) -> Iterator[None]:
+    before = state.BOOT_ID
+    state.BOOT_ID = _BootId(disk)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        state.BOOT_ID = before  # type: ignore[misc]

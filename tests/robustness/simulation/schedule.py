@@ -1,0 +1,234 @@
+"""All of one schedule, drawn from its seed: the cluster's features, the callers' requests, and the faults.
+
+Each seed turns features and kinds of faults on and off (swarm testing), so that rare pairs meet: a feature that is in
+every schedule hides what happens without it. The parts are drawn from numbers of their own, so that leaving one out
+changes no other.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from robustness.simulation.gateway import Call
+from robustness.simulation.workload import NUM_REQUESTS, requests
+
+from quire.client.engine.sampling import SamplingParams
+
+LAST_CALLBACK = 6_000
+"""Faults begin within so many callbacks of all processes together: most schedules without faults have fewer."""
+LEASE_TTL_S = 1.0
+PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 1.5)
+
+
+class ModelKind(Enum):
+    """The layers of the model: each kind has other answers."""
+
+    FULL = "full"
+    WINDOW = "window"
+    BOTH = "full and window"
+    CHUNKS = "full and chunks"
+
+
+class FaultKind(Enum):
+    """The kinds of faults. `of` says what one is a fault of."""
+
+    KILL = "kill"  # nothing of the process runs any more; it is started again
+    TERMINATE = "terminate"  # SIGTERM: it drains, ends, and is started again
+    PAUSE = "pause"  # SIGSTOP, then SIGCONT
+    OVERSLEEP = "oversleep"  # the same, longer than a lease lives
+    SLOW = "slow"  # each callback takes 20 to 500 times as long: a busy machine, a slow disk
+    CLOCK = "clock"  # the wall clock of its machine jumps
+    CUT = "cut"  # connections break
+    PARTITION = "partition"  # nothing passes, for less or more than a lease
+    FREEZE = "freeze"  # nothing passes one way
+    HALF_CLOSE = "half-close"  # open streams have no more requests
+    DELAY = "delay"  # the next messages come late
+    LOSE_ANSWER = "lost answer"  # the next unary answer is lost with its connection
+    DOUBLE = "doubled call"  # the next unary call is made twice
+    POWER_LOSS = "power loss"  # cachemgr's machine starts again; what was written last is lost or torn
+    FULL_DISK = "full disk"  # the state directory has no room
+    FAIL_STEP = "failed step"  # the model raises
+    DAMAGE = "damage"  # a grant can't be applied: the worker begins a new epoch
+    HANG = "hang"  # a step takes very long
+    LATE_REPORTS = "late reports"  # the worker's messages to cachemgr wait
+    RESET = "reset"  # an operator empties the prefix cache
+    DETACH = "detach"  # the worker's stream breaks
+
+
+OF_PROCESSES = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.PAUSE, FaultKind.OVERSLEEP, FaultKind.SLOW)
+OF_LINKS = (
+    *(FaultKind.CUT, FaultKind.PARTITION, FaultKind.FREEZE, FaultKind.HALF_CLOSE, FaultKind.DELAY),
+    *(FaultKind.LOSE_ANSWER, FaultKind.DOUBLE),
+)
+OF_CACHEMGR = (FaultKind.CLOCK, FaultKind.POWER_LOSS, FaultKind.FULL_DISK, FaultKind.RESET)
+OF_WORKERS = (FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH)
+NEED_STATE = (FaultKind.POWER_LOSS, FaultKind.FULL_DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a cluster is made of."""
+
+    model: ModelKind = ModelKind.FULL
+    block_size: int = 4
+    num_blocks: int = 80
+    num_host_blocks: int = 0
+    max_num_seqs: int = 8
+    max_step_tokens: int = 48
+    runs_ahead: bool = False
+    num_ranks: int = 1
+    num_pools: int = 1
+    num_gateways: int = 1
+    uses_router: bool = False
+    has_shares: bool = False
+    keeps_state: bool = False
+    policy: str = "lineage"
+    has_watcher: bool = False
+    step_s: float = 0.002
+    delay_s: float = 0.0003
+    callback_s: float = 5e-6
+
+    def names(self) -> list[str]:
+        """What is on, in words: for the pairs that have met."""
+        flags = ("runs_ahead", "uses_router", "has_shares", "keeps_state", "has_watcher")
+        return [
+            f"model: {self.model.value}",
+            f"policy: {self.policy}",
+            *(name.replace("_", " ") for name in flags if getattr(self, name)),
+            *(["host tier"] if self.num_host_blocks else []),
+            *([f"{self.num_ranks} ranks"] if self.num_ranks > 1 else []),
+            *([f"{self.num_pools} pools"] if self.num_pools > 1 else []),
+            *([f"{self.num_gateways} gateways"] if self.num_gateways > 1 else []),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: at a number of callbacks, of a process or of a link, which has two processes' names.
+
+    size      seconds, a number of messages or of bytes: by the kind
+    """
+
+    kind: FaultKind
+    target: tuple[str, ...]
+    at_callback: int
+    size: float = 0.0
+    way: int = 0
+
+    def __str__(self) -> str:
+        return f"at callback {self.at_callback}: {self.kind.value} {' - '.join(self.target)} {self.size:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All of one seed."""
+
+    seed: int
+    features: Features
+    calls: tuple[tuple[Call, ...], ...]
+    """By gateway."""
+    faults: tuple[Fault, ...]
+
+
+def make_schedule(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    features = draw_features(random.Random(f"features {seed}"))
+    calls = random.Random(f"calls {seed}")
+    return Schedule(
+        seed,
+        features,
+        tuple(draw_calls(calls, features) for _ in range(features.num_gateways)),
+        draw_faults(random.Random(f"faults {seed}"), features),
+    )
+
+
+def draw_features(generator: random.Random) -> Features:
+    uses_router = generator.random() < 0.2
+    model = generator.choice((ModelKind.FULL, ModelKind.FULL, ModelKind.WINDOW, ModelKind.BOTH, ModelKind.CHUNKS))
+    block_size = generator.choice((2, 4, 4, 8))
+    num_groups = 2 if model in (ModelKind.BOTH, ModelKind.CHUNKS) else 1
+    least = num_groups * -(-66 // block_size) + 2
+    return Features(
+        model=model,
+        block_size=block_size,
+        num_blocks=least + int(least * generator.choice((0.0, 0.3, 1.0, 3.0))),
+        num_host_blocks=generator.choice((0, 0, least, 3 * least)),
+        max_num_seqs=generator.choice((3, 8, 16)),
+        max_step_tokens=generator.choice((8, 16, 48, 256)),
+        runs_ahead=generator.random() < 0.5,
+        num_ranks=1,
+        num_pools=2 if uses_router else 1,
+        num_gateways=generator.choice((1, 1, 2)),
+        uses_router=uses_router,
+        has_shares=generator.random() < 0.3,
+        keeps_state=generator.random() < 0.5,
+        policy=generator.choice(("lineage", "lineage", "lru")),
+        has_watcher=generator.random() < 0.3,
+        step_s=generator.choice((0.0005, 0.002, 0.01)),
+        delay_s=generator.choice((0.00005, 0.0003, 0.002)),
+        callback_s=generator.choice((2e-6, 5e-6, 30e-6)),
+    )
+
+
+def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]:
+    """Two to six requests; most come at once, and some callers leave or read slowly."""
+    every = requests()
+    several = [
+        number
+        for number in range(NUM_REQUESTS)
+        if not features.uses_router or isinstance(every[number].params, SamplingParams)
+    ]
+    calls = [Call(number) for number in generator.sample(several, generator.randint(2, 6))]
+    if generator.random() < 0.3:
+        calls = [replace(call, after_s=generator.uniform(0.0, 0.1)) for call in calls]
+    if generator.random() < 0.3:
+        calls[0] = replace(calls[0], leaves_after=generator.randint(1, 5))
+    if generator.random() < 0.2:
+        calls[-1] = replace(calls[-1], reads_s=0.03)
+    return tuple(calls)
+
+
+def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ...]:
+    """None to five, of a few kinds."""
+    possible = [kind for kind in FaultKind if features.keeps_state or kind not in NEED_STATE]
+    kinds = generator.sample(possible, generator.randint(1, 6))
+    count = generator.choice((0, 1, 1, 2, 2, 3, 4, 5))
+    drawn = [draw_fault(generator, generator.choice(kinds), features) for _ in range(count)]
+    return tuple(sorted(drawn, key=lambda fault: fault.at_callback))
+
+
+def draw_fault(generator: random.Random, kind: FaultKind, features: Features) -> Fault:
+    workers = [f"worker-{number}" for number in range(features.num_pools)]
+    gateways = [f"gateway-{number}" for number in range(features.num_gateways)]
+    links = [(peer, "cachemgr") for peer in (*gateways, *workers)]
+    links += [(gateway, worker) for gateway in gateways for worker in workers]
+    if kind in OF_PROCESSES:
+        target: tuple[str, ...] = (generator.choice(("cachemgr", *workers, *gateways)),)
+    elif kind in OF_LINKS:
+        target = generator.choice(links)
+    else:
+        target = (generator.choice(workers) if kind in OF_WORKERS else "cachemgr",)
+    low, high = SIZES.get(kind, (0.0, 0.0))
+    # Half of them early: that is where everything begins.
+    last = generator.choice((LAST_CALLBACK // 8, LAST_CALLBACK // 3, LAST_CALLBACK))
+    return Fault(kind, target, generator.randint(1, last), generator.uniform(low, high), generator.randint(0, 1))
+
+
+SIZES = {
+    FaultKind.KILL: (0.0, 0.5),  # seconds before it is started again
+    FaultKind.TERMINATE: (0.0, 0.5),
+    FaultKind.PAUSE: (0.001, 0.5),
+    FaultKind.OVERSLEEP: PAST_LEASE_S,
+    FaultKind.SLOW: (20.0, 500.0),  # times
+    FaultKind.CLOCK: (-100.0, 100.0),
+    FaultKind.PARTITION: (0.01, PAST_LEASE_S[1]),
+    FaultKind.FREEZE: (0.01, 1.0),
+    FaultKind.DELAY: (0.001, 0.3),
+    FaultKind.POWER_LOSS: (0.0, 0.5),
+    FaultKind.FULL_DISK: (0.01, 0.6),
+    FaultKind.HANG: (0.05, 1.5),
+    FaultKind.LATE_REPORTS: (0.001, 0.5),
+}
+"""Seconds, where nothing else is said."""

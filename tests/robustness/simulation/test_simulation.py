@@ -1,0 +1,55 @@
+"""Schedules of fixed seeds; a run is repeatable; and what is put wrong on purpose is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from robustness.simulation.running import COLLECT_EVERY, collect_the_dead, run, run_seed
+from robustness.simulation.schedule import make_schedule
+
+RUN = Path(__file__).with_name("run.py")
+CHUNK = 250
+CHUNKS = 8
+VERIFY_CHUNK = 5_000
+VERIFY_CHUNKS = range(1, 11)
+
+
+def run_all(seeds: range) -> None:
+    failed = {}
+    for number, seed in enumerate(seeds):
+        outcome = run_seed(seed)
+        if outcome.failure is not None:
+            failed[seed] = outcome.failure
+        if number % COLLECT_EVERY == 0:
+            collect_the_dead()
+    assert not failed, "make simulate ARGS='--replay SEED' tells the story of one"
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_schedules_of_fixed_seeds(chunk: int) -> None:
+    run_all(range(chunk * CHUNK, (chunk + 1) * CHUNK))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("chunk", VERIFY_CHUNKS)
+def test_more_schedules_of_fixed_seeds(chunk: int) -> None:
+    run_all(range(chunk * VERIFY_CHUNK, (chunk + 1) * VERIFY_CHUNK))
+
+
+def test_a_seed_is_the_same_run_to_the_last_line() -> None:
+    for seed in range(20):
+        stories: list[list[str]] = [[], []]
+        for story in stories:
+            run(make_schedule(seed), tell=story.append)
+        assert stories[0] == stories[1]
+        assert len(stories[0]) > 10
+
+
+def test_a_replay_is_equal_in_another_process() -> None:
+    command = [sys.executable, str(RUN), "--replay", "7"]
+    texts = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert "digest" in texts[0]
