@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
-
 from robustness.simulation.world import World
 
 EPOCH_S = 1_700_000_000.0
@@ -22,8 +21,11 @@ EPOCH_S = 1_700_000_000.0
 
 
 @contextlib.contextmanager
-def surroundings(world: World, open_channel: Callable[[str], Any]) -> Iterator[None]:
-    """Give the code in this context the world's time, numbers from its seed, and channels of `open_channel`."""
+def surroundings(world: World, open_channel: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Give the code in this context the world's time, numbers from its seed, and channels of `open_channel`.
+
+    open_channel takes a target and the options of a channel.
+    """
     numbers = random.Random(world.random.getrandbits(64))
 
     def monotonic() -> float:
@@ -34,7 +36,7 @@ def surroundings(world: World, open_channel: Callable[[str], Any]) -> Iterator[N
         return EPOCH_S + world.now + offset_s
 
     def insecure_channel(target: str, options: Any = None, **_: Any) -> Any:
-        return open_channel(target)
+        return open_channel(target, options)
 
     changes: list[tuple[Any, str, Any]] = [
         (time, "monotonic", monotonic),
