@@ -152,14 +152,11 @@ class DigestModel(PagedModel):
         if function.has_states:
             self.state_specs = {_STATE: StateSpec((1,), torch.int64)}
         self.allocate_states(0)
-        self.before_forward: Callable[[], None] = lambda: None
-        """Called at the beginning of each forward. May raise, as a model does that fails."""
         self._memory: tuple[KVPool, list[Digests]] | None = None
         self._kept: HiddenDigests | None = None
 
     def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
         """See PagedModel.forward. In each layer all of the step's keys are written before any is read."""
-        self.before_forward()
         positions, written = batch.positions.numpy(), batch.slot_mapping.numpy()
         run_of = np.arange(batch.num_seqs).repeat(batch.counts_host)
         shown = [_slots(table, pool.block_size) for table in batch.block_tables.numpy()]
