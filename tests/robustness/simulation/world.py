@@ -132,9 +132,7 @@ class World:
         self.processes.append(process)
         return process
 
-    def after(
-        self, delay_s: float, callback: Callable[..., None], *args: Any, process: Process | None = None
-    ) -> None:
+    def after(self, delay_s: float, callback: Callable[..., None], *args: Any, process: Process | None = None) -> None:
         """Call back after a time: as an event of the world, or in a process, unless it has ended by then."""
         self._num_events += 1
         heapq.heappush(self._events, (self.now + delay_s, self._num_events, process, callback, args))

@@ -1,0 +1,276 @@
+"""A model whose output says what it read: a stand-in for a language model, that runs on the real pool of blocks.
+
+A layer keeps a 64-bit digest of each token in the token's slot, in place of a key. Its output at position p is a digest
+of the slots of all positions that its mask shows at p, each weighted by its distance from p. This output is the next
+layer's key, and that of the last layer chooses the next token. So a sequence's tokens are those of `DigestFunction`,
+which knows nothing of slots, only if every slot that was read had the right content: a stale block, a missed copy, the
+null block or a wrong table entry give others, but for one case in 2^60.
+
+    layer 0     key(p) = mix(token, p)
+    layer l     output(p) = mix(sum of key(q) * weight(p - q) over the visible q, + salt of l)  = key(p) of layer l + 1
+    states      output(p) = mix(output(p - 1) * STATE_FACTOR + the last layer's output(p)), kept per sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
+from quire.worker.memory.layer_spec import Causal, LayerSpec, Mask
+from quire.worker.memory.state_slots import StateKey, StateSpec
+from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.paged_model import PagedModel
+
+Digests = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Logits = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+TWO_FULL_LAYERS: tuple[Mask, ...] = (Causal(), Causal())
+
+_WORD = 2**64 - 1
+_FACTOR = 0x9E3779B97F4A7C15
+_SHIFT, _LAST_SHIFT = 32, 29
+_STATE_FACTOR = 0xD1342543DE82EF95
+_STATE = StateKey(0, "recurrent", 0)
+
+NUM_CANDIDATES = 4
+"""Tokens with a logit that stands out. The first of them is the greatest."""
+_HEIGHTS = np.array([6.0, 5.5, 5.0, 4.5])
+_JITTER_BITS = np.array([32, 40, 48, 56], dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class DigestFunction:
+    """The logits of tokens by the tokens before them, without a pool: what an undisturbed model computes.
+
+    masks are those of the layers. has_states: the output also depends on a state, which is kept per sequence. Memory:
+    8 * max_model_len^2 bytes for each distinct mask.
+    """
+
+    masks: tuple[Mask, ...] = TWO_FULL_LAYERS
+    vocab_size: int = 64
+    max_model_len: int = 64
+    has_states: bool = False
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < NUM_CANDIDATES:
+            raise ValueError(f"vocab_size={self.vocab_size} is below {NUM_CANDIDATES}")
+
+    def weights(self, layer: int) -> Digests:
+        """[max_model_len, max_model_len]: that of position q for the output at p; 0 where p does not see q."""
+        return _weights(self.masks[layer], self.max_model_len)
+
+    def outputs(self, tokens: Sequence[int]) -> Digests:
+        """The last output at each of a sequence's tokens, [n]."""
+        positions = np.arange(len(tokens))
+        keys = embed(np.asarray(tokens, dtype=np.int64), positions)
+        for layer in range(len(self.masks)):
+            weights = self.weights(layer)[: len(tokens), : len(tokens)]
+            keys = next_keys(keys[None], weights, layer)
+        return through_states(keys, 0)[0] if self.has_states else keys
+
+    def logits(self, outputs: Digests) -> Logits:
+        """[n, vocab_size] of outputs [n]: a few candidates, and all others far below, no two alike."""
+        logits = np.tile(_floor(self.vocab_size), (len(outputs), 1))
+        size = np.uint64(self.vocab_size)
+        stride = np.uint64(1) + (outputs >> np.uint64(20)) % np.uint64((self.vocab_size - 1) // (NUM_CANDIDATES - 1))
+        numbers = np.arange(NUM_CANDIDATES, dtype=np.uint64)
+        tokens = (outputs[:, None] % size + stride[:, None] * numbers) % size
+        jitter = (outputs[:, None] >> _JITTER_BITS) & np.uint64(255)
+        logits[np.arange(len(outputs))[:, None], tokens.astype(np.int64)] = _HEIGHTS + jitter / 1024
+        return logits
+
+    def expected_logits(self, tokens: Sequence[int]) -> Logits:
+        """[n, vocab_size]: the logits behind each of a sequence's tokens."""
+        return self.logits(self.outputs(tokens))
+
+    def expected_tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The tokens that greedy sampling gives behind a prompt; none ends the text. Cost: some 10 us a token."""
+        num_layers, length = len(self.masks), len(prompt)
+        keys = np.zeros((num_layers + 1, length + count), dtype=np.uint64)
+        keys[0, :length] = embed(np.asarray(prompt, dtype=np.int64), np.arange(length))
+        weights = [self.weights(layer) for layer in range(num_layers)]
+        for layer in range(num_layers):
+            seen = weights[layer][:length, :length]
+            keys[layer + 1, :length] = next_keys(keys[layer, None, :length], seen, layer)
+        output = int(keys[num_layers, length - 1])
+        state = 0
+        if self.has_states:
+            output = state = int(through_states(keys[num_layers, :length], 0)[0][-1])
+        tokens: list[int] = []
+        for position in range(length, length + count):
+            tokens.append(output % self.vocab_size)
+            output = _mix_one(tokens[-1] << _SHIFT | position)
+            for layer in range(num_layers):
+                keys[layer, position] = output
+                seen = weights[layer][position, : position + 1]
+                output = _mix_one(int((keys[layer, : position + 1] * seen).sum()) + _salt(layer))
+            if self.has_states:
+                output = state = _mix_one(state * _STATE_FACTOR + output)
+        return tokens
+
+
+class HiddenDigests:
+    """The outputs of all tokens of one step, for the log-probabilities of prompts."""
+
+    def __init__(self, function: DigestFunction) -> None:
+        self._function = function
+        self.outputs: Digests = np.zeros(0, dtype=np.uint64)
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """Return what makes logits [n, vocab_size] float32 of n tokens of the step, given by index [n] int64."""
+        return lambda tokens: torch.from_numpy(self._function.logits(self.outputs[tokens.numpy()]))
+
+
+class DigestModel(PagedModel):
+    """A DigestFunction that runs on blocks as the worker's models do. A key is the 64 bits of a float64."""
+
+    def __init__(
+        self, function: DigestFunction, *, eos_token_ids: tuple[int, ...] = (), layer_groups: LayerGroupChoice = "auto"
+    ) -> None:
+        self.function = function
+        self.specs = {layer: _spec(layer, mask) for layer, mask in enumerate(function.masks)}
+        self.layer_groups = group_layers(self.specs, max_model_len=function.max_model_len, choice=layer_groups)
+        self.max_model_len = function.max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.architecture = "DigestModel"
+        self.dtype = torch.float64
+        self.device = torch.device("cpu")
+        self.vocab_size = function.vocab_size
+        self.fingerprint = f"digest:{function}"
+        self.min_block_size = 1
+        self.fusion = None
+        if function.has_states:
+            self.state_specs = {_STATE: StateSpec((1,), torch.int64)}
+        self.allocate_states(0)
+        self._memory: tuple[KVPool, list[Digests]] | None = None
+        self._kept: HiddenDigests | None = None
+
+    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
+        """See PagedModel.forward. In each layer all of the step's keys are written before any is read."""
+        positions, written = batch.positions.numpy(), batch.slot_mapping.numpy()
+        run_of = np.arange(batch.num_seqs).repeat(batch.counts_host)
+        shown = [_slots(table, pool.block_size) for table in batch.block_tables.numpy()]
+        length = min(shown[0].shape[1], self.max_model_len)
+        outputs = embed(batch.input_ids.numpy(), positions)
+        for layer, memory in enumerate(self._memory_of(pool)):
+            group = pool.group_of(layer)
+            memory[written[group]] = outputs
+            keys = memory[shown[group][:, :length]][run_of]
+            outputs = next_keys(keys, self.function.weights(layer)[:, :length][positions], layer)
+        if self.function.has_states:
+            outputs = self._through_states(batch, outputs)
+        if self._kept is not None:
+            self._kept.outputs = outputs
+        logits = torch.from_numpy(self.function.logits(outputs[batch.last_indices.numpy()]))
+        return logits if out is None else out.copy_(logits)
+
+    def _memory_of(self, pool: KVPool) -> list[Digests]:
+        """The slots of each layer, [B * S]: the same memory as that of the pool's tensors."""
+        if self._memory is None or self._memory[0] is not pool:
+            views = [pool.k(layer).view(torch.int64).numpy().reshape(-1).view(np.uint64) for layer in self.specs]
+            self._memory = pool, views
+        return self._memory[1]
+
+    def _through_states(self, batch: StepBatch, outputs: Digests) -> Digests:
+        starts = [end - count for end, count in zip(batch.seq_lens_host, batch.counts_host, strict=True)]
+        after = self.states.load(batch.rows_host, starts)[_STATE]
+        before, found, first = after.clone(), outputs.copy(), 0
+        states, states_before = after.numpy().view(np.uint64), before.numpy().view(np.uint64)
+        for run, count in enumerate(batch.counts_host):
+            tokens = slice(first, first + count)
+            found[tokens], states_before[run, 0] = through_states(outputs[tokens], int(states[run, 0]))
+            states[run, 0] = found[first + count - 1]
+            first += count
+        self.states.store(batch.rows_host, batch.seq_lens_host, before={_STATE: before}, after={_STATE: after})
+        return found
+
+    @contextmanager
+    def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> Iterator[Any]:
+        """See PagedModel.keeping_hidden_states."""
+        self._kept = HiddenDigests(self.function)
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+
+def embed(tokens: Ints, positions: Ints) -> Digests:
+    """The first layer's keys of tokens, [n] each."""
+    return _mix((tokens.astype(np.int64) << _SHIFT | positions).view(np.uint64))
+
+
+def next_keys(keys: Digests, weights: Digests, layer: int) -> Digests:
+    """A layer's outputs at n tokens, of the keys that each is shown: both [n, length]."""
+    return _mix((keys * weights).sum(1) + np.uint64(_salt(layer)))
+
+
+def through_states(outputs: Digests, state: int) -> tuple[Digests, int]:
+    """A run's outputs, with what its sequence's state makes of them; and the state before its last token."""
+    found, before = [], state
+    for output in outputs.tolist():
+        before, state = state, _mix_one(state * _STATE_FACTOR + output)
+        found.append(state)
+    return np.array(found, dtype=np.uint64), before
+
+
+@lru_cache(maxsize=32)
+def _weights(mask: Mask, length: int) -> Digests:
+    """See DigestFunction.weights. A weight is odd."""
+    by_distance = _mix(np.arange(1, length + 1, dtype=np.uint64)) | np.uint64(1)
+    weights = np.zeros((length, length), dtype=np.uint64)
+    for position in range(length):
+        first = mask.first_visible(position)
+        weights[position, first : position + 1] = by_distance[: position - first + 1][::-1]
+    return weights
+
+
+@lru_cache(maxsize=32)
+def _floor(vocab_size: int) -> Logits:
+    return np.linspace(0, -1, vocab_size, dtype=np.float32)
+
+
+def _slots(table: np.ndarray[tuple[int, ...], np.dtype[np.int32]], block_size: int) -> Ints:
+    """The slots of all positions of a table's rows: [B, M] -> [B, M * block_size]."""
+    first = table.astype(np.int64) * block_size
+    return (first[:, :, None] + np.arange(block_size)).reshape(len(table), -1)
+
+
+def _spec(layer: int, mask: Mask) -> LayerSpec:
+    return LayerSpec(
+        layer_idx=layer,
+        num_query_heads=1,
+        num_kv_heads=1,
+        k_head_dim=1,
+        v_head_dim=1,
+        mask=mask,
+        scaling=1.0,
+        softcap=None,
+        has_sinks=False,
+        values_in_keys=True,
+    )
+
+
+def _salt(layer: int) -> int:
+    return (layer + 1) * _STATE_FACTOR & _WORD
+
+
+def _mix(x: Digests) -> Digests:
+    x = (x ^ (x >> np.uint64(_SHIFT))) * np.uint64(_FACTOR)
+    return x ^ (x >> np.uint64(_LAST_SHIFT))
+
+
+def _mix_one(x: int) -> int:
+    """The same of one number, of which the lowest 64 bits count."""
+    x &= _WORD
+    x = (x ^ x >> _SHIFT) * _FACTOR & _WORD
+    return x ^ x >> _LAST_SHIFT

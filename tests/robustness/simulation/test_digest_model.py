@@ -1,0 +1,263 @@
+"""The model of digests on the worker's executor, with plans of the real books: right content gives the expected tokens,
+any wrong one gives others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import planning
+import pytest
+import torch
+from executor_driver import FORKED, MAX_MODEL_LEN, VOCAB_SIZE, ExecutorDriver, make_prompts, run_mixed
+from planning import Admission, Fork, Planned, Restore, StepRequest, Trim
+from robustness.simulation.digest_model import TWO_FULL_LAYERS, DigestFunction, DigestModel
+from robustness.simulation.worker import Rank, WorkerSettings, make_config, make_rank
+
+from quire.cache.v1 import grant_pb2
+from quire.cachemgr._core import Ledger, SequenceView
+from quire.cachemgr.service.messages import decode_geometry
+from quire.serving.addresses import TcpAddress
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
+from quire.worker.memory.kv_pool import NULL_BLOCK
+from quire.worker.memory.layer_spec import Causal, Chunked, Mask, Sliding
+from quire.worker.run.executor import Executor, Outcome, StepResult
+from quire.worker.run.ranks import ONE_RANK
+from quire.worker.run.verify import VerifyingExecutor
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.prompt_logprobs import ScoredTokens
+from quire.worker.service.description import describe_pool
+from quire.worker.service.steps import make_report
+
+LEASE = "lease"
+KINDS: dict[str, tuple[Mask, ...]] = {
+    "full": TWO_FULL_LAYERS,
+    "windowed": (Sliding(5), Sliding(5)),
+    "full and windowed": (Causal(), Sliding(6)),
+    "chunked": (Chunked(8), Causal()),
+    "three groups": (Sliding(5), Chunked(8), Causal()),
+}
+
+
+class Desk:
+    """One lease of the books of a worker's pool. A step is planned, run and reported before the next is planned."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.rank = make_rank(settings, ONE_RANK)
+        self.function = settings.function
+        config = make_config(settings, TcpAddress("cachemgr", 1))
+        geometry = decode_geometry(describe_pool(config, self.rank.loaded))
+        self.ledger = Ledger(settings.pool, 1, geometry, verify=True)
+        self.ledger.open_lease(LEASE, ttl_s=1e6, now=0.0)
+        self.num_right = self.num_wrong = 0
+        """Sampled tokens that are those of the function, and others."""
+
+    def sequences(self) -> list[SequenceView]:
+        return planning.sequences_of(self.ledger, LEASE)
+
+    def tokens(self, seq_id: int) -> list[int]:
+        """All known tokens of a sequence."""
+        return np.frombuffer(self.ledger.probe.tokens(LEASE, seq_id) or b"", "<i4").tolist()
+
+    def step(self, request: StepRequest, *, change: Callable[[grant_pb2.StepGrant], None] | None = None) -> Planned:
+        """Plan, run and report a step. `change` makes the worker run another grant."""
+        plan = planning.plan_step(self.ledger, LEASE, request, now=1.0)
+        given = {}
+        for index in plan.given_run_indexes:
+            start, count = plan.run_starts[index], plan.run_token_counts[index]
+            tokens = self.tokens(plan.run_seq_ids[index])[start : start + count]
+            given[index] = np.array(tokens, dtype=np.int32)
+        grant = plan.grant
+        if change is not None:
+            change(grant)
+        result = self.rank.executor.execute(AcceptedStep(grant, given))
+        assert result.outcome is Outcome.COMPUTED
+        self.ledger.settle(make_report(plan.grant, result).SerializeToString())
+        self._check(result)
+        return plan
+
+    def _check(self, result: StepResult) -> None:
+        for seq_id, token in zip(result.sampled_ids, result.sampled_tokens, strict=True):
+            is_right = self.function.expected_tokens(self.tokens(seq_id)[:-1], 1) == [token]
+            self.num_right += is_right
+            self.num_wrong += not is_right
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+class Walk:
+    """Random plans: prompts that share beginnings, in chunks; forks, trims, ends, moves to the host tier and back."""
+
+    def __init__(self, desk: Desk, seed: int) -> None:
+        self._desk = desk
+        self._random = random.Random(seed)
+        self._num_ids = 0
+        self.used: set[str] = set()
+        """The kinds of items that were planned and not refused."""
+
+    def step(self) -> None:
+        draw, free = self._random, {each.seq_id: each for each in self._desk.sequences()}
+        offloaded = [seq_id for seq_id, each in free.items() if each.is_offloaded]
+        running = {seq_id: each for seq_id, each in free.items() if not each.is_offloaded}
+        release = self._take(running, 0.15)
+        offload = self._take(running, 0.1) if self._has_host_tier else []
+        trims, forks = [], []
+        for seq_id in self._take(dict(running), 0.15):
+            num_tokens = draw.randint(1, running[seq_id].num_tokens)
+            trims.append(Trim(seq_id, num_tokens))
+            del running[seq_id]
+        for seq_id in self._take(dict(running), 0.15):
+            forks.append(Fork(seq_id, [self._new_id()], draw.randint(1, running[seq_id].num_tokens)))
+        extends = {seq_id: each for seq_id, each in running.items() if draw.random() < 0.9}
+        appends = {
+            seq_id: pack([draw.randrange(64) for _ in range(draw.randint(1, 3))])
+            for seq_id, each in extends.items()
+            if each.num_tokens == each.num_computed or draw.random() < 0.05
+        }
+        plan = self._desk.step(
+            StepRequest(
+                releases=release,
+                offloads=offload,
+                trims=trims,
+                forks=forks,
+                extend_ids=list(extends),
+                extend_token_counts=[draw.choice((1, 2, 7, 64)) for _ in extends],
+                appends=appends,
+                restores=[Restore(seq_id) for seq_id in offloaded if draw.random() < 0.3],
+                admissions=[self._admission() for _ in range(draw.choice((0, 0, 1, 2)))],
+            )
+        )
+        refused = {(each.item, each.seq_id) for each in plan.refusals}
+        self.used.update(
+            kind
+            for kind, is_there in (
+                ("copy", plan.copy_sources),
+                ("offload", plan.offload_sources),
+                ("restore", plan.restore_sources),
+                ("fork", plan.fork_child_ids),
+                ("pass", plan.passed_seq_ids),
+                ("cached", any(plan.admitted_cached_counts)),
+                ("trim", any((planning.PlanItem.TRIM, trim.seq_id) not in refused for trim in trims)),
+            )
+            if is_there
+        )
+
+    @property
+    def _has_host_tier(self) -> bool:
+        return planning.host_counts_of(self._desk.ledger) is not None
+
+    def _take(self, sequences: dict[int, Any], share: float) -> list[int]:
+        """Take some of them out."""
+        taken = [seq_id for seq_id in sequences if self._random.random() < share]
+        for seq_id in taken:
+            del sequences[seq_id]
+        return taken
+
+    def _admission(self) -> Admission:
+        """A prompt of two letters, so that many begin alike."""
+        prompt = [self._random.choice((1, 2)) for _ in range(self._random.randint(1, 24))]
+        max_compute = self._random.choice((0, 0, 3, 8))
+        return Admission(self._new_id(), pack([3] * 8 + prompt), max_compute=max_compute)
+
+    def _new_id(self) -> int:
+        self._num_ids += 1
+        return self._num_ids
+
+
+def settings_of(kind: str, *, has_states: bool = False, **fields: Any) -> WorkerSettings:
+    function = DigestFunction(KINDS[kind], has_states=has_states)
+    return WorkerSettings(function=function, num_blocks=24 * len(set(KINDS[kind])), **fields)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_plans_of_the_books_give_the_tokens_of_a_model_without_a_pool(kind: str, runs_ahead: bool) -> None:
+    used: set[str] = set()
+    num_right = 0
+    for seed in range(8):
+        desk = Desk(settings_of(kind, num_host_blocks=24, block_size=2 + seed % 3, runs_ahead=runs_ahead))
+        walk = Walk(desk, seed)
+        for _ in range(40):
+            walk.step()
+        assert desk.num_wrong == 0
+        num_right += desk.num_right
+        used |= walk.used
+    assert num_right > 200
+    expected = {"copy", "offload", "restore", "fork", "trim", "cached", "pass"}
+    assert used == expected - ({"pass"} if kind == "full" else set())
+
+
+def test_a_model_with_states_gives_the_tokens_of_one_without_a_pool() -> None:
+    num_right = 0
+    for seed in range(8):
+        desk = Desk(settings_of("full", has_states=True))
+        walk = Walk(desk, seed)
+        for _ in range(40):
+            walk.step()
+        assert desk.num_wrong == 0
+        num_right += desk.num_right
+    assert num_right > 100
+
+
+def run(
+    settings: WorkerSettings,
+    *,
+    change: Callable[[Rank, grant_pb2.StepGrant], None] = lambda rank, grant: None,
+    change_at: int = -1,
+) -> tuple[Desk, list[list[int]]]:
+    """A prompt with a fork, which copies a block, offloads its parent and gets it back; one grant is run otherwise.
+
+    Returns all tokens.
+    """
+    desk = Desk(settings)
+    prompt = pack([5, 9, 2, 11, 3, 8])
+    requests = [
+        StepRequest(admissions=[Admission(1, prompt)]),
+        StepRequest(extend_ids=[1], extend_token_counts=[1]),
+        StepRequest(forks=[Fork(1, [2], 7)]),
+        StepRequest(extend_ids=[1, 2], extend_token_counts=[1, 1]),
+        StepRequest(offloads=[1], admissions=[Admission(3, pack([7] * 12))]),
+        StepRequest(extend_ids=[2, 3], extend_token_counts=[1, 1]),
+        StepRequest(releases=[3], restores=[Restore(1)]),
+        StepRequest(extend_ids=[1, 2], extend_token_counts=[1, 1]),
+    ]
+    for number, request in enumerate(requests):
+        is_changed = number == change_at
+        desk.step(request, change=(lambda grant: change(desk.rank, grant)) if is_changed else None)
+    return desk, [desk.tokens(seq_id) for seq_id in (1, 2)]
+
+
+def swap_table_entries(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    """The blocks of a prompt are in the wrong order, from here on only for its holder."""
+    entries = grant.write_block_ids
+    entries[0], entries[1] = entries[1], entries[0]
+
+
+def lose_copies(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    assert grant.copy_source_block_ids
+    del grant.copy_source_block_ids[:], grant.copy_target_block_ids[:]
+
+
+def lose_offloads(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    assert grant.offload_source_block_ids
+    del grant.offload_source_block_ids[:], grant.offload_target_host_block_ids[:]
+
+
+def lose_restores(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    assert grant.restore_target_block_ids
+    del grant.restore_target_block_ids[:], grant.restore_source_host_block_ids[:]
+
+
+def write_elsewhere(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    """An entry is one of a free block."""
+    assert grant.write_block_ids
+    grant.write_block_ids[-1] = rank.pool.num_blocks - 1
+
+
+def flip_a_bit(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    rank.pool.k(0).view(torch.int64)[1:] ^= 1
