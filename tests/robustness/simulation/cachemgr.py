@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from robustness.simulation.network import Network
-from robustness.simulation.transport import SimulatedServer
+from robustness.simulation.server import SimulatedServer
 from robustness.simulation.world import Process
 
 from quire.cache.v1 import cache_service_pb2
@@ -63,6 +63,7 @@ class SimulatedCachemgr:
         )
         self.server = SimulatedServer(network, process, ADDRESS, self.guard)
         self.servicer.add_to(self.server)  # type: ignore[arg-type]
+        process.spawn(self.server.start())
         process.spawn(self.servicer.expire_leases())
 
     @staticmethod
@@ -73,7 +74,7 @@ class SimulatedCachemgr:
         """SIGTERM: no new plans and leases, streams end with their reason, then the process."""
         await self.servicer.drain()
         self.guard.end_streams()
-        await asyncio.sleep(0.05)
+        await self.server.stop(0.5)
         self.process.end()
 
     async def watch(self, take: Callable[[Any], None], pool: str) -> None:

@@ -11,21 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from robustness.simulation import cachemgr as cachemgr_process
-from robustness.simulation.cachemgr import SimulatedCachemgr
+from robustness.simulation.cachemgr import ADDRESS, NAME, SimulatedCachemgr
 from robustness.simulation.deliveries import Answer, Deliveries
 from robustness.simulation.disk import Disk
 from robustness.simulation.faults import apply
 from robustness.simulation.gateway import SimulatedGateway, Task
 from robustness.simulation.network import Network
 from robustness.simulation.schedule import LEASE_TTL_S, FaultKind, Features, Schedule
-from robustness.simulation.worker import SimulatedWorker, WorkerSettings
-from robustness.simulation.workload import MAX_MODEL_LEN, VOCAB_SIZE, requests
+from robustness.simulation.server import SimulatedServer
+from robustness.simulation.worker import SimulatedWorker, WorkerSettings, worker_guard
+from robustness.simulation.workload import FUNCTIONS, requests
 from robustness.simulation.world import Process, World, WorldFailed
 
 from quire.cachemgr.shares import Percentage, Share
+from quire.serving.addresses import parse_dial_address
 
-CACHEMGR = cachemgr_process.NAME
+CACHEMGR = NAME
 SHARES = {"alice": Share(floor=2, quota=Percentage(50)), "bob": Share(limit=Percentage(100), pin_budget=0)}
 SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
@@ -103,29 +104,26 @@ class Cluster:
     def start_worker(self, name: str) -> None:
         process = self._start(name)
         features = self.features
+        address = f"unix:/sim/{name}"
+        settings = WorkerSettings(
+            function=FUNCTIONS[features.model],
+            pool=name.replace("worker", "pool"),
+            block_size=features.block_size,
+            num_blocks=features.num_blocks,
+            num_host_blocks=features.num_host_blocks,
+            max_num_seqs=features.max_num_seqs,
+            max_step_tokens=features.max_step_tokens,
+            mean_step_s=features.step_s,
+            runs_ahead=features.runs_ahead,
+            num_ranks=features.num_ranks,
+        )
 
         def begin() -> None:
-            self.workers[name] = SimulatedWorker(
-                process,
-                self.network,
-                WorkerSettings(
-                    pool=name.replace("worker", "pool"),
-                    address=f"unix:/sim/{name}",
-                    cachemgr=cachemgr_process.ADDRESS,
-                    model=features.model.value,
-                    vocab_size=VOCAB_SIZE,
-                    max_model_len=MAX_MODEL_LEN,
-                    block_size=features.block_size,
-                    num_blocks=features.num_blocks,
-                    num_host_blocks=features.num_host_blocks,
-                    max_num_seqs=features.max_num_seqs,
-                    max_step_tokens=features.max_step_tokens,
-                    runs_ahead=features.runs_ahead,
-                    num_ranks=features.num_ranks,
-                    step_s=features.step_s,
-                ),
-                seed=self.generator.getrandbits(32),
-            )
+            worker = SimulatedWorker(process, settings, address=address, cachemgr=parse_dial_address(ADDRESS))
+            server = SimulatedServer(self.network, process, address, worker_guard(process))
+            process.spawn(server.start())
+            worker.start(server)
+            self.workers[name] = worker
 
         process.loop.call_soon(begin)
 
@@ -189,6 +187,7 @@ class Cluster:
         """Raises WorldFailed."""
         faults = list(self.schedule.faults)
         world = self.world
+        self.disturbed_until = world.now
 
         def next_fault() -> None:
             while faults and faults[0].at_callback <= world.num_callbacks:

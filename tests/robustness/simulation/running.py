@@ -12,16 +12,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from robustness.simulation.cluster import Cluster
 from robustness.simulation.deliveries import Answer
-from robustness.simulation.digest_model import expected_tokens
 from robustness.simulation.disk import Disk
 from robustness.simulation.gateway import Call
 from robustness.simulation.network import Network
-from robustness.simulation.schedule import Fault, Features, ModelKind, Schedule, make_schedule
+from robustness.simulation.schedule import Features, Schedule, make_schedule
 from robustness.simulation.surroundings import surroundings
-from robustness.simulation.workload import NUM_REQUESTS, requests
+from robustness.simulation.transport import open_channel
+from robustness.simulation.workload import FUNCTIONS, NUM_REQUESTS, ModelKind, requests
 from robustness.simulation.world import World, WorldFailed
 
 from quire.client.engine.sampling import SamplingParams
@@ -78,7 +79,7 @@ def answers(model: ModelKind) -> Mapping[int, Answer]:
         if request.is_greedy:
             assert isinstance(request.params, SamplingParams)
             ((token_ids, _, _),) = found[number].samples
-            computed = expected_tokens(request.prompt, request.params.max_tokens or 0, model=model.value)
+            computed = FUNCTIONS[model].expected_tokens(request.prompt, request.params.max_tokens or 0)
             if token_ids != tuple(computed):
                 raise SchedulesFailed(f"undisturbed: request {number}: {token_ids}, computed {computed}")
     return found
@@ -88,13 +89,15 @@ def _run(
     schedule: Schedule, expected: Mapping[int, Answer] | None, tell: Callable[[str], None] | None
 ) -> tuple[Outcome, Cluster]:
     world = World(schedule.seed, callback_s=schedule.features.callback_s)
-    network = Network(world, seed=schedule.seed, delay_s=schedule.features.delay_s)
+    delay_s = schedule.features.delay_s
+    network = Network(world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s)
     disk = Disk(random.Random(f"disk {schedule.seed}"))
     cluster = Cluster(world, network, schedule, expected, disk, random.Random(f"cluster {schedule.seed}"))
     outcome = Outcome(schedule.seed)
     if tell is not None:
-        world.tells, world.tell = True, lambda line: tell(f"{world.now - 1000.0:10.6f}  {line}")
-    with _quiet(world, told=tell is not None), surroundings(world, network.open_channel), _booted(disk):
+        world.tells = network.tells = True
+        world.tell = lambda line: tell(f"{world.now - 1000.0:10.6f}  {line}")
+    with _quiet(world, told=tell is not None), surroundings(world, partial(open_channel, network)), _booted(disk):
         try:
             cluster.run()
         except WorldFailed as failure:

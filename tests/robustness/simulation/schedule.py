@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from robustness.simulation.gateway import Call
-from robustness.simulation.workload import NUM_REQUESTS, requests
+from robustness.simulation.workload import NUM_REQUESTS, ModelKind, requests
 
 from quire.client.engine.sampling import SamplingParams
 
@@ -20,15 +20,6 @@ LAST_CALLBACK = 6_000
 """Faults begin within so many callbacks of all processes together: most schedules without faults have fewer."""
 LEASE_TTL_S = 1.0
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 1.5)
-
-
-class ModelKind(Enum):
-    """The layers of the model: each kind has other answers."""
-
-    FULL = "full"
-    WINDOW = "window"
-    BOTH = "full and window"
-    CHUNKS = "full and chunks"
 
 
 class FaultKind(Enum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from robustness.simulation.digest_model import DigestFunction, DigestModel
@@ -20,8 +20,10 @@ from torch import Tensor
 from quire.compute.v1 import worker_service_pb2_grpc
 from quire.serving.addresses import Address
 from quire.serving.dialing import Dialer, DialOptions
+from quire.serving.interceptor import HandlerGuard
 from quire.serving.options import ServerOptions
 from quire.worker.config import WorkerConfig
+from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
 from quire.worker.memory.host_pool import make_host_pool
 from quire.worker.memory.kv_pool import KVPool
@@ -35,6 +37,7 @@ from quire.worker.sampling.grammars import NoGrammars
 from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import describe_model, describe_pool
+from quire.worker.service.roles import MESSAGE_LIMITS
 from quire.worker.service.servicer import WorkerServicer
 from quire.worker.service.steps import StepLimits, Steps, new_epoch
 
@@ -127,7 +130,7 @@ class SimulatedWorker:
         self.steps.on_violation = self._on_violation
         dialer = Dialer(cachemgr, config.cachemgr_dial)
         self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
-        model = describe_model(config, loaded.model, loaded.pool)
+        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer="")  # there is none
         self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry)
 
     def start(self, server: Any) -> None:
@@ -135,9 +138,10 @@ class SimulatedWorker:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, server)
         self.process.spawn(self.attachment.run())
 
-    async def drain(self) -> None:
-        """What a signal makes a worker do: end the steps that it has accepted. The process is not ended."""
+    async def terminate(self) -> None:
+        """SIGTERM: it ends the steps that it has accepted, and then itself."""
         await self.servicer.drain()
+        self.process.end()
 
     @property
     def is_honest(self) -> bool:
@@ -157,6 +161,14 @@ class SimulatedWorker:
         """Let the next step take so much longer."""
         self.thread.hang(seconds)
 
+    def late(self, seconds: float) -> None:
+        """Let its reports of so many seconds wait."""
+        self.reports.late(seconds)
+
+    def detach(self) -> None:
+        """Let its stream to cachemgr break."""
+        self.attachment._break()
+
     def lose_rank(self) -> None:
         """Let the second rank end: the worker ends with the next step."""
         assert self.leader is not None, "a worker of one rank has no other to lose"
@@ -171,10 +183,31 @@ class SimulatedWorker:
             rank.executor._table.check_invariants()
             rank.executor._sampler.check_invariants()
 
+    def left(self) -> list[str]:
+        """What is left when no client uses the pool any more: it should be nothing."""
+        gate, statistics = self.steps.gate.statistics(), self.executor.statistics()
+        counts = {
+            "leases": gate.num_open_leases,
+            "sequences": statistics.num_sequences,
+            "steps": self.steps.num_in_flight,
+            "reports": len(self.reports),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
     def _on_violation(self, error: BaseException) -> None:
         if self.is_honest and not self._is_lost_on_purpose:
             self.process.world.fail(f"{self.process.name}: {error}", error)
         self.process.end()
+
+
+def worker_guard(process: Process) -> HandlerGuard:
+    """The guard of a worker's server, as process.serve() has it."""
+    return HandlerGuard(
+        domain=DOMAIN,
+        fatal=(),
+        on_fatal=lambda error: process.world.fail(f"{process.name}: {error}", error),
+        message_limits=MESSAGE_LIMITS,
+    )
 
 
 def make_rank(settings: WorkerSettings, ranks: OneRank) -> Rank:

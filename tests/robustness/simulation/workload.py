@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from robustness.simulation.digest_model import DigestFunction
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse, Retention
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
+from quire.worker.memory.layer_spec import Causal, Chunked, Mask, Sliding
 
 VOCAB_SIZE = 64
 MAX_MODEL_LEN = 72
@@ -17,6 +21,28 @@ MAX_MODEL_LEN = 72
 MOST_BEGINNING, MOST_OWN, MOST_GENERATED = 40, 8, 16
 NUM_REQUESTS = 96
 TENANTS = ("", "alice", "bob")
+
+
+class ModelKind(Enum):
+    """The layers of the model: each kind has other answers."""
+
+    FULL = "full"
+    WINDOW = "window"
+    BOTH = "full and window"
+    CHUNKS = "full and chunks"
+
+
+WINDOW_TOKENS, CHUNK_TOKENS = 10, 16
+_MASKS: dict[ModelKind, tuple[Mask, ...]] = {
+    ModelKind.FULL: (Causal(), Causal()),
+    ModelKind.WINDOW: (Sliding(WINDOW_TOKENS), Sliding(WINDOW_TOKENS)),
+    ModelKind.BOTH: (Causal(), Sliding(WINDOW_TOKENS)),
+    ModelKind.CHUNKS: (Causal(), Chunked(CHUNK_TOKENS)),
+}
+FUNCTIONS = {
+    kind: DigestFunction(masks=masks, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    for kind, masks in _MASKS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +73,10 @@ def requests() -> tuple[Request, ...]:
         prompt = generator.choice(beginnings)[:shared] + _draw(generator, generator.randint(1, MOST_OWN))
         kind = _KINDS[index % len(_KINDS)]
         tenant = generator.choice(TENANTS)
-        found.append(Request(tuple(prompt), kind(generator, index, tenant), _draw_cache(generator)))
+        params, cache = kind(generator, index, tenant), _draw_cache(generator)
+        if isinstance(params, BeamSearchParams):
+            cache = replace(cache, reserve=False)  # beams are best effort
+        found.append(Request(tuple(prompt), params, cache))
     return tuple(found)
 
 
