@@ -25,8 +25,12 @@ from robustness.simulation.transport import open_channel
 from robustness.simulation.workload import FUNCTIONS, NUM_REQUESTS, ModelKind, requests
 from robustness.simulation.world import World, WorldFailed
 
+import torch
+
 from quire.client.engine.sampling import SamplingParams
 from quire.cachemgr import state
+
+torch.set_num_threads(1)
 
 COLLECT_EVERY = 20
 """Schedules between two collections of what they left."""
@@ -164,9 +168,11 @@ def _quiet(world: World, *, told: bool) -> Iterator[None]:
 def collect_the_dead() -> None:
     """Free the processes of earlier schedules. Their `finally` blocks run here, and reach nobody."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    logging.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()
+    logging.disable(logging.NOTSET)
     sys.unraisablehook = hook
 
 

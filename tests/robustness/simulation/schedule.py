@@ -166,11 +166,9 @@ def draw_features(generator: random.Random) -> Features:
 def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]:
     """Two to six requests; most come at once, and some callers leave or read slowly."""
     every = requests()
-    several = [
-        number
-        for number in range(NUM_REQUESTS)
-        if not features.uses_router or isinstance(every[number].params, SamplingParams)
-    ]
+    # A router has no beam search, and a search has to fit the pool with all of its beams.
+    has_beams = not features.uses_router and features.num_blocks * features.block_size > 450
+    several = [n for n in range(NUM_REQUESTS) if has_beams or isinstance(every[n].params, SamplingParams)]
     calls = [Call(number) for number in generator.sample(several, generator.randint(2, 6))]
     if generator.random() < 0.3:
         calls = [replace(call, after_s=generator.uniform(0.0, 0.1)) for call in calls]

@@ -64,6 +64,7 @@ class Answers:
             self._room.num_stalls = 0 if granted.run_ids else self._room.num_stalls + 1
             if granted.run_ids and not any(error.reason in NO_BLOCKS for error in refused.values()):
                 self._room.lengthen_chunks()
+            self._shortage.give_way(_placeless_of(plan, refused))
         return step
 
     def _take_releases(self, plan: Plan, refused: Refusals) -> None:
@@ -245,6 +246,12 @@ class Answers:
                 failed += self._endings.fail(sequence, error)
         self._shortage.relieve(needs, plan)
         return failed
+
+
+def _placeless_of(plan: Plan, refused: Refusals) -> list[Sequence]:
+    """Return the beams that could not be forked, because other clients have the places for them."""
+    errors = {seq_id: error for (item, seq_id), error in refused.items() if item is PlanItem.FORK}
+    return [plan.sequences[seq_id] for seq_id, error in errors.items() if error.reason == "TOO_MANY_SEQUENCES"]
 
 
 def _idle_of(plan: Plan, granted: GrantedStep) -> dict[int, Sequence]:

@@ -1,7 +1,8 @@
 """Answer a refusal of blocks: wait for them, preempt other sequences, or ask for fewer tokens. Pure.
 
 A running sequence that lacks blocks, which neither retired blocks nor releases will cover, preempts some below it in
-rank. If the policy names none, it waits and keeps its blocks. A newcomer that is refused waits at the head of the queue
+rank. If the policy names none, it waits and keeps its blocks. What waits for very long gives back what it holds: another
+client of the pool may wait for it. A newcomer that is refused waits at the head of the queue
 until the blocks that it needs can have become free.
 
 cachemgr keeps no reserve of a quota. So after a preemption for quota, and until a running sequence has ended, no
@@ -88,6 +89,13 @@ class Shortage:
         self._room.starved = min(needs, default=None, key=by_rank)
         if needs:
             self._relieve_some(needs, plan)
+
+    def give_way(self, placeless: abc.Sequence[Sequence]) -> None:
+        """Preempt a group that has waited long for places of beams. Another client may wait for those that it has."""
+        groups = {beam.group for beam in placeless if beam.group is not None and beam.group.running}
+        if groups and self._room.num_stalls >= self._room.limits.max_stalls:
+            last = max((group.leader for group in groups), key=by_rank)
+            self._preemption.preempt(last)
 
     def _relieve_some(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan) -> None:
         """Make room for these, the first in rank first."""
