@@ -36,6 +36,9 @@ class Stream(Protocol):
     def break_off(self, reason: str) -> None:
         """The connection is gone."""
 
+    def abandon(self) -> None:
+        """This process has closed the connection, or has ended."""
+
 
 class Link:
     """One direction between two processes by name. The fields are what faults change."""
@@ -135,6 +138,8 @@ class End:
         """Hang up. The peer reads what was sent before, unless that is lost."""
         if not self.is_open:
             return
+        for stream in self.streams:
+            stream.abandon()
         self._shut()
         if not self.is_mute:
             peer = self.peer

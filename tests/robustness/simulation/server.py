@@ -71,7 +71,8 @@ class ServerHalf(Half):
             return
         super().break_off(reason)
         if self.context is not None:
-            self.context.close()
+            # The handler learns first that it reads nothing more.
+            self.process.loop.call_soon(self.context.close)
 
     def on_sent(self, has_left: bool) -> None:
         if self._ending is None:

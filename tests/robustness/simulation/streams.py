@@ -201,6 +201,10 @@ class Half:
         self.inbox.clear()
         self.finish()
 
+    def abandon(self) -> None:
+        """Nobody of this process waits any more."""
+        self.is_over = True
+
     def _make_room(self) -> None:
         num_bytes, self._arriving_bytes = self._arriving_bytes, 0
         self._unreturned_bytes -= num_bytes

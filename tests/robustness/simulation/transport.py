@@ -192,12 +192,11 @@ class ClientHalf(Half):
         call = self._call
         if self.is_over or call is None:
             return
-        if self.inbox and not status.code:
+        if self.inbox:
             self._held = status
             self.end_input()
             self.refuse_output()
             return
-        self.inbox.clear()
         self.finish()
         call.answer = answer
         call.end(status)
