@@ -4,8 +4,10 @@
     Link         one direction between two names: how long a frame takes, and what is wrong at present
     Connection   made of two Ends, one in each process; each carries streams, which transport.py defines
 
-A frame is a call of a function in the receiving process, later. Frames of a stream arrive in their order. Frames of
-different streams overtake each other. Names outlive processes: a link stays the same when a process is started again.
+A frame is a call of a function of the receiving process, later. Frames of a stream arrive in their order. Frames of
+different streams overtake each other. What takes a frame wakes the process and does not run for it: frames also reach
+a process that stands still, as bytes reach its sockets. Names outlive processes: a link stays the same when a process
+is started again.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Link:
         self._random = network.random.random
 
     def send(self, not_before: float, process: Process | None, deliver: Deliver, *args: Any) -> float:
-        """Call `deliver` in the receiving process after a while, and at `not_before` at the earliest.
+        """Call `deliver` after a while, and at `not_before` at the earliest, unless the process has ended by then.
 
         Returns the time of arrival.
         """
@@ -87,13 +89,15 @@ class Link:
             self.next_delay_s = 0.0
         if arrival < not_before:
             arrival = not_before
-        world.after(arrival - now, self._arrive, process, deliver, args, process=process)
+        world.after(arrival - now, self._arrive, process, deliver, args)
         return arrival
 
     def _arrive(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
         world = self.world
         if self.stands_until > world.now:
-            world.after(self.stands_until - world.now, self._arrive, process, deliver, args, process=process)
+            world.after(self.stands_until - world.now, self._arrive, process, deliver, args)
+            return
+        if process is not None and not process.is_alive:
             return
         if self.network.tells:
             world.tell(f"{world.now:.6f} {self.sender} -> {self.receiver} {_described(deliver, args)}")
