@@ -439,12 +439,13 @@ class Network:
 
 
 def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
-    """A line's words about a frame: the function that takes it, of what, and the sizes of its contents."""
+    """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
     owner = getattr(deliver, "__self__", None)
-    shown = [f"{len(arg)} bytes" if isinstance(arg, bytes) else str(arg) for arg in args if _is_plain(arg)]
-    name = getattr(owner, "name", type(owner).__name__)
-    return " ".join([str(name), getattr(deliver, "__name__", "").lstrip("_"), *shown])
+    name = getattr(owner, "name", type(owner).__name__.lower())
+    return " ".join([name, deliver.__name__.lstrip("_"), *filter(None, map(_in_words, args))])
 
 
-def _is_plain(arg: Any) -> bool:
-    return isinstance(arg, (bytes, str, int, float))
+def _in_words(arg: Any) -> str:
+    if isinstance(arg, bytes):
+        return f"{len(arg)} bytes"
+    return str(arg) if isinstance(arg, (str, int, float)) else str(getattr(arg, "in_words", ""))

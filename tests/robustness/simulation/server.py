@@ -15,6 +15,8 @@ from robustness.simulation.world import Process
 from quire.serving.interceptor import HandlerGuard
 from quire.serving.server import SERVER_OPTIONS
 
+RETRY_WITHIN_S = 0.01
+"""After the first one, for a call that arrives twice."""
 OK, UNKNOWN, UNIMPLEMENTED, UNAVAILABLE = 0, 2, 12, 14
 
 
@@ -23,6 +25,22 @@ class CallDetails(NamedTuple):
 
     method: str
     invocation_metadata: Metadata
+
+
+class Nowhere(Half):
+    """The client's side of a call whose answer nobody takes."""
+
+    __slots__ = ()
+
+    def __init__(self, end: End, name: str) -> None:
+        super().__init__(end, name)
+        self.is_over = True
+
+    def take_headers(self, metadata: Metadata) -> None:
+        """Nothing."""
+
+    def take_trailers(self, status: Status, answer: bytes | None) -> None:
+        """Nothing."""
 
 
 class ServerHalf(Half):
@@ -34,6 +52,18 @@ class ServerHalf(Half):
         super().__init__(end, name)
         self.context: SimulatedContext | None = None
         self._ending: tuple[Status, asyncio.Future[bool]] | None = None
+
+    def takes_second_copy(self) -> bool:
+        """True if a fault wants this call to arrive twice."""
+        link = self.peer.link
+        doubles, link.doubles_call = link.doubles_call, False
+        return bool(doubles)
+
+    def copy(self) -> ServerHalf:
+        """The same call once more, without a client."""
+        copy = ServerHalf(self._end, self.name)
+        copy.peer = Nowhere(self._end.peer, self.name)
+        return copy
 
     def begin(self, context: SimulatedContext, request: bytes | None) -> None:
         """The call has arrived, a unary request with it."""
@@ -84,9 +114,9 @@ class ServerHalf(Half):
             ended.set_result(has_left)
 
     def _end_call(self, status: Status, answer: bytes | None) -> None:
-        if answer is not None and self._link.loses_answer:
-            self._link.loses_answer = False
-            self._link.network.break_connection(self._end)
+        if answer is not None and self.link.loses_answer:
+            self.link.loses_answer = False
+            self.link.network.break_connection(self._end)
         else:
             self.transmit(self.peer.take_trailers, status, answer)
         self.finish()
@@ -280,6 +310,10 @@ class SimulatedServer:
             half.finish()
             return
         self._begin(half, metadata, timeout_s, request)
+        if is_unary and half.takes_second_copy():
+            copy = half.copy()
+            later_s = self._network.random.random() * RETRY_WITHIN_S
+            self._network.world.after(later_s, self._begin, copy, metadata, timeout_s, request, process=self._process)
 
     def _accept(self, end: End) -> None:
         end.owner = self

@@ -189,6 +189,12 @@ class SimulatedStage:
         self._process: Process | None = None
         self._server: SimulatedServer | None = None
 
+    @property
+    def process(self) -> Process:
+        """The server's."""
+        assert self._process is not None, "nothing is served yet"
+        return self._process
+
     async def serve(self, **handlers: Callable[..., Any]) -> None:
         self.guard = new_guard()
         process = self._process = self._world.start("server")
@@ -202,9 +208,8 @@ class SimulatedStage:
 
     async def _elsewhere(self, work: Any) -> None:
         """Await what runs in the server's process."""
-        assert self._process is not None
         done = asyncio.Event()
-        self._process.spawn(work).add_done_callback(lambda _: done.set())
+        self.process.spawn(work).add_done_callback(lambda _: done.set())
         await done.wait()
 
     def channel(self, options: Any = OPTIONS) -> grpc.aio.Channel:
@@ -214,12 +219,10 @@ class SimulatedStage:
         self._network.cut("client", "server")
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.end()
+        self.process.end()
 
     def pause(self) -> None:
-        assert self._process is not None
-        self._process.paused_until = self._world.now + 1000.0
+        self.process.paused_until = self._world.now + 1000.0
 
 
 Seen = tuple[list[str], list[str]]

@@ -220,7 +220,7 @@ class ClientHalf(Half):
             return
         status = Status(UNAVAILABLE, reason)
         # What was pending and the status become known to the loop in any order.
-        if self._link.network.random.random() < 0.5:
+        if self.link.network.random.random() < 0.5:
             self.process.loop.call_soon(call.end, status)
         else:
             call.end(status)
