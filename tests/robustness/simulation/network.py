@@ -107,6 +107,7 @@ class Link:
 class End:
     """One process's end of a connection."""
 
+    name = "connection"
     __slots__ = (
         "_awaits_pong",
         "_keepalive_s",
@@ -218,8 +219,9 @@ class Listener:
 
 
 class Attempt:
-    """A process that connects to an address. Exactly one of the two functions is called, in the process."""
+    """A process that connects to an address. Exactly one of the two functions is called."""
 
+    name = "connection"
     __slots__ = ("_connected", "_failed", "_is_over", "_link", "_network", "address", "process")
 
     def __init__(
@@ -442,10 +444,13 @@ def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
     """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
     owner = getattr(deliver, "__self__", None)
     name = getattr(owner, "name", type(owner).__name__.lower())
-    return " ".join([name, deliver.__name__.lstrip("_"), *filter(None, map(_in_words, args))])
+    what = deliver.__name__.lstrip("_").removeprefix("take_").replace("_", " ")
+    return " ".join([name, what, *filter(None, map(_in_words, args))])
 
 
 def _in_words(arg: Any) -> str:
     if isinstance(arg, bytes):
         return f"{len(arg)} bytes"
-    return str(arg) if isinstance(arg, (str, int, float)) else str(getattr(arg, "in_words", ""))
+    if isinstance(arg, (str, int)) and not isinstance(arg, bool):
+        return str(arg)
+    return str(getattr(arg, "in_words", ""))

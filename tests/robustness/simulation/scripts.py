@@ -14,6 +14,7 @@ import grpc
 from robustness.simulation.stages import OPTIONS, SERVICE, Stage
 
 from quire.cache.v1.reasons import Reason
+from quire.client.cache_client import NOT_LISTENING
 from quire.client.channel import decode_rpc_error
 from quire.serving.errors import CallEnded, ErrorStatus
 
@@ -154,7 +155,8 @@ async def nobody_listens(stage: Stage) -> None:
             try:
                 await unary(channel)(b"1", timeout=5)
             except grpc.aio.AioRpcError as error:
-                stage.client.append(f"{error.code().name}")
+                says_so = any(sign in error.details() for sign in NOT_LISTENING)
+                stage.client.append(f"{error.code().name} {says_so}")
         call = stream(channel)()
         stage.client.append(await outcome(call.wait_for_connection()))
         stage.client.append(await outcome(call.write(b"1")))
@@ -178,19 +180,25 @@ async def until_answered(channel: grpc.aio.Channel) -> str:
 
 
 async def server_restarts(stage: Stage) -> None:
-    watched = Watched(stage)
-    await stage.serve(unary=answer, stream=echo, server_stream=watched.forever)
+    await stage.serve(unary=answer, stream=echo)
     async with stage.channel() as channel:
-        call = stream(channel)()
-        await call.write(b"1")
-        stage.client.append(await outcome(call.read()))
-        stage.kill()
-        stage.client.append(await outcome(call.read()))
-        stage.client.append(await outcome(call.read()))
-        stage.client.append(await outcome(call.write(b"2")))
-        stage.client.append(await outcome(unary(channel)(b"1")))
+        await meet_a_killed_server(stage, channel, stage.kill)
         await stage.serve(unary=answer)
         stage.client.append(await until_answered(channel))
+
+
+async def meet_a_killed_server(stage: Stage, channel: grpc.aio.Channel, kill: Callable[[], None]) -> None:
+    """What a client sees before and after."""
+    call = stream(channel)()
+    await call.write(b"1")
+    stage.client.append(await outcome(call.read()))
+    reader = asyncio.create_task(outcome(call.read()))
+    await is_waiting(reader)
+    kill()
+    stage.client.append(await reader)
+    stage.client.append(await outcome(call.read()))
+    stage.client.append(await outcome(call.write(b"2")))
+    stage.client.append(await outcome(unary(channel)(b"1")))
 
 
 async def connection_breaks_during_unary(stage: Stage) -> None:

@@ -46,18 +46,27 @@ class Nowhere(Half):
 class ServerHalf(Half):
     """The server's side of a stream."""
 
-    __slots__ = ("_ending", "context")
+    __slots__ = ("_ending", "_is_unary", "context")
 
     def __init__(self, end: End, name: str) -> None:
         super().__init__(end, name)
+        self._is_unary = False
         self.context: SimulatedContext | None = None
         self._ending: tuple[Status, asyncio.Future[bool]] | None = None
+
+    def take_call(self, metadata: Metadata, timeout_s: float | None, request: bytes | None, is_unary: bool) -> None:
+        """The call has arrived."""
+        if not self.is_over and self._end.is_open:
+            self._is_unary = is_unary
+            self._end.owner.take_call(self, metadata, timeout_s, request)
 
     def takes_second_copy(self) -> bool:
         """True if a fault wants this call to arrive twice."""
         link = self.peer.link
-        doubles, link.doubles_call = link.doubles_call, False
-        return bool(doubles)
+        if not (self._is_unary and link.doubles_call):
+            return False
+        link.doubles_call = False
+        return True
 
     def copy(self) -> ServerHalf:
         """The same call once more, without a client."""
@@ -114,7 +123,7 @@ class ServerHalf(Half):
             ended.set_result(has_left)
 
     def _end_call(self, status: Status, answer: bytes | None) -> None:
-        if answer is not None and self.link.loses_answer:
+        if self._is_unary and self.link.loses_answer:
             self.link.loses_answer = False
             self.link.network.break_connection(self._end)
         else:
@@ -299,18 +308,14 @@ class SimulatedServer:
 
     # What the network does.
 
-    def take_call(
-        self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None, is_unary: bool
-    ) -> None:
+    def take_call(self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None) -> None:
         """A call has arrived."""
-        if half.is_over:
-            return
         if self._is_stopping:
             half.transmit(half.peer.take_refusal)
             half.finish()
             return
         self._begin(half, metadata, timeout_s, request)
-        if is_unary and half.takes_second_copy():
+        if half.takes_second_copy():
             copy = half.copy()
             later_s = self._network.random.random() * RETRY_WITHIN_S
             self._network.world.after(later_s, self._begin, copy, metadata, timeout_s, request, process=self._process)

@@ -130,6 +130,13 @@ class Relay:
             self._listener.close()
 
 
+def _new_server(guard: HandlerGuard, address: Path, handlers: dict[str, Callable[..., Any]]) -> grpc.aio.Server:
+    server = grpc.aio.server(interceptors=(guard,), options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((generic_handler(handlers),))
+    server.add_insecure_port(f"unix:{address}")
+    return server
+
+
 class RealStage:
     """grpc.aio on the running loop."""
 
@@ -146,9 +153,7 @@ class RealStage:
         self._relay.stop_listening()
         self.guard = new_guard()
         self._behind = self._folder / f"server{len(self._servers)}"
-        server = grpc.aio.server(interceptors=(self.guard,), options=SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((generic_handler(handlers),))
-        server.add_insecure_port(f"unix:{self._behind}")
+        server = _new_server(self.guard, self._behind, handlers)
         await server.start()
         self._servers.append(server)
         self._relay = Relay(self._address, self._behind)
@@ -268,6 +273,14 @@ async def play_real(script: Script, folder: Path) -> Seen:
     finally:
         await stage.close()
     return stage.client, stage.server
+
+
+async def serve_forever(address: Path, **handlers: Callable[..., Any]) -> None:
+    """Serve, in a process of its own, until it is killed. Says when it is ready."""
+    server = _new_server(new_guard(), address, handlers)
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
 
 
 async def _limited(script: Script, stage: Any) -> None:

@@ -335,6 +335,29 @@ def test_a_killed_process_breaks_its_connections_at_once(play: Play) -> None:
     play.run(script)
 
 
+def test_a_call_that_meets_a_stopping_server_goes_to_its_successor(play: Play) -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: bytes, context: Any) -> bytes:
+        await gate.wait()
+        return b"slow"
+
+    async def script(play: Play) -> None:
+        await play.stage.serve(unary=slow)
+        async with play.stage.channel() as channel:
+            first = asyncio.create_task(outcome(unary(channel)(b"1")))
+            await asyncio.sleep(0.1)
+            stopping = asyncio.create_task(play.stage.stop(10.0))
+            await asyncio.sleep(0.0001)  # the server has stopped to listen, and the client does not know
+            await play.stage.serve(unary=answer)
+            assert await outcome(unary(channel)(b"2")) == "answer to 2"
+            gate.set()
+            assert await first == "slow"
+            await stopping
+
+    play.run(script)
+
+
 def test_a_paused_server_answers_when_it_goes_on(play: Play) -> None:
     async def script(play: Play) -> None:
         await play.stage.serve(stream=echo, unary=answer)
