@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import sys
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,9 @@ def kept_worlds() -> Iterator[None]:
     finally:
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         logging.disable()
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
         gc.enable()
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from robustness.simulation.surroundings import surroundings
 from robustness.simulation.transport import open_channel
 from robustness.simulation.world import World
 
-from quire.client.channel import CHANNEL_OPTIONS
+from quire.client.channel import CHANNEL_OPTIONS, OrderedStream
+from quire.client.errors import Unavailable
 
 LIMIT_S = 300.0
 WITHOUT_KEEPALIVE = (("grpc.min_reconnect_backoff_ms", 2_000), ("grpc.initial_reconnect_backoff_ms", 100))
@@ -30,6 +32,12 @@ class Play:
         self.world = World(seed)
         self.network = Network(self.world, seed, **options)
         self.stage = SimulatedStage(self.world, self.network)
+
+    async def restart(self, end: Callable[[], None]) -> None:
+        """End the server, and start another one a little later."""
+        end()
+        await asyncio.sleep(self.network.random.random())
+        await self.stage.serve(stream=echo, unary=answer)
 
     def run(self, script: Callable[[Play], Awaitable[None]]) -> None:
         with surroundings(self.world, partial(open_channel, self.network)):
@@ -402,3 +410,64 @@ def test_an_idle_connection_lives_for_hours(play: Play) -> None:
             assert await call.read() == b"1"
 
     play.run(script)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 50))
+def test_clients_get_through_every_mixture_of_faults(first_seed: int) -> None:
+    """Answers come in order or not at all, no call hangs, and calls succeed again when the faults are over."""
+    for seed in range(first_seed, first_seed + 50):
+        window_bytes = random.Random(seed).choice([16, 200, 65_535])
+        Play(seed, window_bytes=window_bytes).run(_through_faults)
+
+
+async def _through_faults(play: Play) -> None:
+    numbers = random.Random(play.world.random.getrandbits(32))
+    await play.stage.serve(stream=echo, unary=answer)
+    async with play.stage.channel(CHANNEL_OPTIONS) as channel:
+        steps = OrderedStream[bytes, bytes](stream(channel), timeout_s=40.0)
+        workers = [_send_steps(steps, numbers), _make_calls(channel, numbers), _make_calls(channel, numbers)]
+        tasks = [asyncio.create_task(worker) for worker in workers]
+        for _ in range(5):
+            await asyncio.sleep(numbers.random() * 0.1)
+            await _disturb(play, numbers)
+        await asyncio.wait_for(asyncio.gather(*tasks), 250.0)
+        await asyncio.sleep(60.0)
+        assert await until_answered(channel) == "answer to again"
+        await steps.close()
+
+
+async def _disturb(play: Play, numbers: random.Random) -> None:
+    network, seconds = play.network, numbers.choice([0.01, 1.0, 35.0])
+    sides = numbers.choice([("client", "server"), ("server", "client")])
+    faults: list[Callable[[], Any]] = [
+        lambda: network.cut(*sides),
+        lambda: network.partition(*sides, seconds),
+        lambda: network.freeze(*sides, seconds),
+        lambda: network.slow_reader(*sides, seconds),
+        lambda: network.delay(*sides, seconds),
+        lambda: network.half_close("client", "server"),
+        lambda: network.lose_answer("client", "server"),
+        lambda: network.double_next_unary("client", "server"),
+        lambda: setattr(play.stage.process, "paused_until", play.world.now + seconds),
+        lambda: play.restart(play.stage.kill),
+        lambda: play.restart(lambda: network.lose_machine(play.stage.process)),
+    ]
+    outcome = numbers.choice(faults)()
+    if outcome is not None:
+        await outcome
+
+
+async def _send_steps(steps: OrderedStream[bytes, bytes], numbers: random.Random) -> None:
+    for number in range(30):
+        answers = [await steps.send(b"%d.%d" % (number, index)) for index in range(numbers.randrange(3))]
+        for index, each in enumerate(answers):
+            with suppress(Unavailable):
+                assert await each == b"%d.%d" % (number, index)
+        await asyncio.sleep(numbers.random() * 0.02)
+
+
+async def _make_calls(channel: grpc.aio.Channel, numbers: random.Random) -> None:
+    for number in range(20):
+        seen = await outcome(unary(channel)(b"%d" % number, timeout=numbers.choice([0.01, 1.0, 20.0])))
+        assert seen in (f"answer to {number}", "AioRpcError UNAVAILABLE", "AioRpcError DEADLINE_EXCEEDED")
+        await asyncio.sleep(numbers.random() * 0.02)
