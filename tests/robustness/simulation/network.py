@@ -4,8 +4,10 @@
     Link         one direction between two names: how long a frame takes, and what is wrong at present
     Connection   made of two Ends, one in each process; each carries streams, which transport.py defines
 
-A frame is a call of a function in the receiving process, later. Frames of a stream arrive in their order. Frames of
-different streams overtake each other. Names outlive processes: a link stays the same when a process is started again.
+A frame is a call of a function of the receiving process, later. Frames of a stream arrive in their order. Frames of
+different streams overtake each other. What takes a frame wakes the process and does not run for it: frames also reach
+a process that stands still, as bytes reach its sockets. Names outlive processes: a link stays the same when a process
+is started again.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ class Stream(Protocol):
 
     def break_off(self, reason: str) -> None:
         """The connection is gone."""
+
+    def abandon(self) -> None:
+        """This process has closed the connection, or has ended."""
 
 
 class Link:
@@ -72,7 +77,7 @@ class Link:
         self._random = network.random.random
 
     def send(self, not_before: float, process: Process | None, deliver: Deliver, *args: Any) -> float:
-        """Call `deliver` in the receiving process after a while, and at `not_before` at the earliest.
+        """Call `deliver` after a while, and at `not_before` at the earliest, unless the process has ended by then.
 
         Returns the time of arrival.
         """
@@ -84,13 +89,15 @@ class Link:
             self.next_delay_s = 0.0
         if arrival < not_before:
             arrival = not_before
-        world.after(arrival - now, self._arrive, process, deliver, args, process=process)
+        world.after(arrival - now, self._arrive, process, deliver, args)
         return arrival
 
     def _arrive(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
         world = self.world
         if self.stands_until > world.now:
-            world.after(self.stands_until - world.now, self._arrive, process, deliver, args, process=process)
+            world.after(self.stands_until - world.now, self._arrive, process, deliver, args)
+            return
+        if process is not None and not process.is_alive:
             return
         if self.network.tells:
             world.tell(f"{world.now:.6f} {self.sender} -> {self.receiver} {_described(deliver, args)}")
@@ -100,6 +107,7 @@ class Link:
 class End:
     """One process's end of a connection."""
 
+    name = "connection"
     __slots__ = (
         "_awaits_pong",
         "_keepalive_s",
@@ -135,6 +143,8 @@ class End:
         """Hang up. The peer reads what was sent before, unless that is lost."""
         if not self.is_open:
             return
+        for stream in self.streams:
+            stream.abandon()
         self._shut()
         if not self.is_mute:
             peer = self.peer
@@ -209,8 +219,9 @@ class Listener:
 
 
 class Attempt:
-    """A process that connects to an address. Exactly one of the two functions is called, in the process."""
+    """A process that connects to an address. Exactly one of the two functions is called."""
 
+    name = "connection"
     __slots__ = ("_connected", "_failed", "_is_over", "_link", "_network", "address", "process")
 
     def __init__(
@@ -430,12 +441,16 @@ class Network:
 
 
 def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
-    """A line's words about a frame: the function that takes it, of what, and the sizes of its contents."""
+    """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
     owner = getattr(deliver, "__self__", None)
-    shown = [f"{len(arg)} bytes" if isinstance(arg, bytes) else str(arg) for arg in args if _is_plain(arg)]
-    name = getattr(owner, "name", type(owner).__name__)
-    return " ".join([str(name), getattr(deliver, "__name__", "").lstrip("_"), *shown])
+    name = getattr(owner, "name", type(owner).__name__.lower())
+    what = deliver.__name__.lstrip("_").removeprefix("take_").replace("_", " ")
+    return " ".join([name, what, *filter(None, map(_in_words, args))])
 
 
-def _is_plain(arg: Any) -> bool:
-    return isinstance(arg, (bytes, str, int, float))
+def _in_words(arg: Any) -> str:
+    if isinstance(arg, bytes):
+        return f"{len(arg)} bytes"
+    if isinstance(arg, (str, int)) and not isinstance(arg, bool):
+        return str(arg)
+    return str(getattr(arg, "in_words", ""))

@@ -15,6 +15,8 @@ from robustness.simulation.world import Process
 from quire.serving.interceptor import HandlerGuard
 from quire.serving.server import SERVER_OPTIONS
 
+RETRY_WITHIN_S = 0.01
+"""After the first one, for a call that arrives twice."""
 OK, UNKNOWN, UNIMPLEMENTED, UNAVAILABLE = 0, 2, 12, 14
 
 
@@ -25,15 +27,52 @@ class CallDetails(NamedTuple):
     invocation_metadata: Metadata
 
 
-class ServerHalf(Half):
-    """The server's side of a stream."""
+class Nowhere(Half):
+    """The client's side of a call whose answer nobody takes."""
 
-    __slots__ = ("_ending", "context")
+    __slots__ = ()
 
     def __init__(self, end: End, name: str) -> None:
         super().__init__(end, name)
+        self.is_over = True
+
+    def take_headers(self, metadata: Metadata) -> None:
+        """Nothing."""
+
+    def take_trailers(self, status: Status, answer: bytes | None) -> None:
+        """Nothing."""
+
+
+class ServerHalf(Half):
+    """The server's side of a stream."""
+
+    __slots__ = ("_ending", "_is_unary", "context")
+
+    def __init__(self, end: End, name: str) -> None:
+        super().__init__(end, name)
+        self._is_unary = False
         self.context: SimulatedContext | None = None
         self._ending: tuple[Status, asyncio.Future[bool]] | None = None
+
+    def take_call(self, metadata: Metadata, timeout_s: float | None, request: bytes | None, is_unary: bool) -> None:
+        """The call has arrived."""
+        if not self.is_over and self._end.is_open:
+            self._is_unary = is_unary
+            self._end.owner.take_call(self, metadata, timeout_s, request)
+
+    def takes_second_copy(self) -> bool:
+        """True if a fault wants this call to arrive twice."""
+        link = self.peer.link
+        if not (self._is_unary and link.doubles_call):
+            return False
+        link.doubles_call = False
+        return True
+
+    def copy(self) -> ServerHalf:
+        """The same call once more, without a client."""
+        copy = ServerHalf(self._end, self.name)
+        copy.peer = Nowhere(self._end.peer, self.name)
+        return copy
 
     def begin(self, context: SimulatedContext, request: bytes | None) -> None:
         """The call has arrived, a unary request with it."""
@@ -71,7 +110,8 @@ class ServerHalf(Half):
             return
         super().break_off(reason)
         if self.context is not None:
-            self.context.close()
+            # The handler learns first that it reads nothing more.
+            self.process.loop.call_soon(self.context.close)
 
     def on_sent(self, has_left: bool) -> None:
         if self._ending is None:
@@ -83,9 +123,9 @@ class ServerHalf(Half):
             ended.set_result(has_left)
 
     def _end_call(self, status: Status, answer: bytes | None) -> None:
-        if answer is not None and self._link.loses_answer:
-            self._link.loses_answer = False
-            self._link.network.break_connection(self._end)
+        if self._is_unary and self.link.loses_answer:
+            self.link.loses_answer = False
+            self.link.network.break_connection(self._end)
         else:
             self.transmit(self.peer.take_trailers, status, answer)
         self.finish()
@@ -268,17 +308,17 @@ class SimulatedServer:
 
     # What the network does.
 
-    def take_call(
-        self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None, is_unary: bool
-    ) -> None:
+    def take_call(self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None) -> None:
         """A call has arrived."""
-        if half.is_over:
-            return
         if self._is_stopping:
             half.transmit(half.peer.take_refusal)
             half.finish()
             return
         self._begin(half, metadata, timeout_s, request)
+        if half.takes_second_copy():
+            copy = half.copy()
+            later_s = self._network.random.random() * RETRY_WITHIN_S
+            self._network.world.after(later_s, self._begin, copy, metadata, timeout_s, request, process=self._process)
 
     def _accept(self, end: End) -> None:
         end.owner = self

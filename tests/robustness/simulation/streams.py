@@ -27,6 +27,11 @@ class Status(NamedTuple):
     details: str
     metadata: Metadata = ()
 
+    @property
+    def in_words(self) -> str:
+        """For a story."""
+        return f"status {self.code} {self.details}".rstrip()
+
 
 class _Turn:
     """Awaited, it lets the other callbacks of the process run once: what gRPC knows comes through its own loop."""
@@ -48,7 +53,6 @@ class Half:
         "_end",
         "_ends_input",
         "_is_output_ended",
-        "_link",
         "_missing_bytes",
         "_next_arrival",
         "_pending",
@@ -58,6 +62,7 @@ class Half:
         "_writer",
         "inbox",
         "is_over",
+        "link",
         "name",
         "peer",
         "process",
@@ -66,7 +71,7 @@ class Half:
     peer: Any  # the other Half, set by who makes both
 
     def __init__(self, end: End, name: str) -> None:
-        self._end, self._link, self.process = end, end.link, end.process
+        self._end, self.link, self.process = end, end.link, end.process
         self.name = name
         self.inbox: deque[bytes] = deque()
         self.is_over = False
@@ -126,7 +131,7 @@ class Half:
     def transmit(self, deliver: Deliver, *args: Any) -> None:
         """Call `deliver`, which is the peer's, behind all that was sent before."""
         end = self._end
-        arrival = self._link.send(self._next_arrival, end.peer.process, deliver, *args)
+        arrival = self.link.send(self._next_arrival, end.peer.process, deliver, *args)
         self._next_arrival = arrival + ORDER_S
         if arrival > end.latest:
             end.latest = arrival
@@ -201,6 +206,10 @@ class Half:
         self.inbox.clear()
         self.finish()
 
+    def abandon(self) -> None:
+        """Nobody of this process waits any more."""
+        self.is_over = True
+
     def _make_room(self) -> None:
         num_bytes, self._arriving_bytes = self._arriving_bytes, 0
         self._unreturned_bytes -= num_bytes
@@ -208,7 +217,7 @@ class Half:
 
     def _note_read(self, num_bytes: int) -> None:
         self._unreturned_bytes += num_bytes + PREFIX_BYTES
-        if 2 * self._unreturned_bytes >= self._link.network.window_bytes:
+        if 2 * self._unreturned_bytes >= self.link.network.window_bytes:
             num_bytes, self._unreturned_bytes = self._unreturned_bytes, 0
             self._return_room(num_bytes)
 
@@ -216,7 +225,7 @@ class Half:
         """Not in order with messages: it is about the other direction."""
         if self.is_over:
             return
-        link = self._link
+        link = self.link
         link.send(link.windows_stand_until, self._end.peer.process, self.peer.take_room, num_bytes)
 
     def _settle_writer(self, has_left: bool) -> None:

@@ -192,18 +192,17 @@ class ClientHalf(Half):
         call = self._call
         if self.is_over or call is None:
             return
-        if self.inbox and not status.code:
+        if self.inbox:
             self._held = status
             self.end_input()
             self.refuse_output()
             return
-        self.inbox.clear()
         self.finish()
         call.answer = answer
         call.end(status)
 
     def take_refusal(self) -> None:
-        """The server has not looked at the call: it stops. gRPC begins the call again by itself."""
+        """The server has not looked at the call."""
         if not self.is_over and self._call is not None:
             self.finish()
             self._call.begin_again()
@@ -221,7 +220,7 @@ class ClientHalf(Half):
             return
         status = Status(UNAVAILABLE, reason)
         # What was pending and the status become known to the loop in any order.
-        if self._link.network.random.random() < 0.5:
+        if self.link.network.random.random() < 0.5:
             self.process.loop.call_soon(call.end, status)
         else:
             call.end(status)
@@ -351,15 +350,17 @@ class CallCore:
         peer.peer = half
         end.streams[half] = None
         timeout_s = self.time_remaining()
-        half.transmit(end.peer.owner.take_call, peer, self._metadata, timeout_s, self._request, self._is_unary)
+        half.transmit(peer.take_call, self._metadata, timeout_s, self._request, self._is_unary)
         if not self._is_unary:
             self._go_on()
 
     def begin_again(self) -> None:
-        """The server has not looked at it."""
+        """The server has not looked at it: it stops. Messages of a stream are not kept for another attempt."""
+        if self._request is None:
+            self.end(Status(UNAVAILABLE, "GOAWAY received"))
+            return
         self._half = None
-        if self._status is None:
-            self._channel.begin(self)
+        self._channel.begin(self)
 
     def take_headers(self, metadata: Metadata) -> None:
         """The server's metadata is there."""

@@ -1,0 +1,59 @@
+"""The simulated transport against real gRPC: each script of a client and a server sees the same on both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from robustness.simulation.scripts import SCRIPTS, meet_a_killed_server, server_restarts
+from robustness.simulation.stages import RealStage, Script, kept_worlds, play_real, play_simulated
+
+NUM_SEEDS = 20
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_script_sees_the_same_over_grpc_and_in_the_simulator(script: Script, tmp_path: Path) -> None:
+    real = asyncio.run(play_real(script, tmp_path))
+    with kept_worlds():
+        seen = [play_simulated(script, seed) for seed in range(NUM_SEEDS)]
+    assert seen == [real] * NUM_SEEDS
+
+
+def test_a_seed_has_one_story() -> None:
+    stories: list[list[str]] = [[], [], []]
+    with kept_worlds():
+        for seed, story in zip((7, 7, 8), stories, strict=True):
+            for script in SCRIPTS:
+                play_simulated(script, seed, tells=story.append)
+    assert stories[0] == stories[1]
+    assert stories[0] != stories[2]
+
+
+SERVER = """
+import asyncio, pathlib, sys
+from robustness.simulation.scripts import answer, echo
+from robustness.simulation.stages import serve_forever
+asyncio.run(serve_forever(pathlib.Path(sys.argv[1]), unary=answer, stream=echo))
+"""
+
+
+def test_clients_of_a_killed_process_see_what_they_see_on_the_real_stage(tmp_path: Path) -> None:
+    """That stage kills no process: it breaks connections and stops listening."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "address")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        seen = asyncio.run(_seen_by_client_of(server, RealStage(tmp_path)))
+    on_stage, _ = asyncio.run(play_real(server_restarts, tmp_path))
+    assert seen == on_stage[: len(seen)]
+
+
+async def _seen_by_client_of(server: subprocess.Popen[bytes], stage: RealStage) -> list[str]:
+    async with stage.channel() as channel:
+        await meet_a_killed_server(stage, channel, server.kill)
+    return stage.client
