@@ -249,7 +249,7 @@ Fault = Callable[[Rank, grant_pb2.StepGrant], None]
 
 
 def run(settings: WorkerSettings, fault: Fault | None = None, *, at: int = -1) -> Desk:
-    """A prompt, a fork, which copies a block, and another prompt's way to the host tier and back; a fault in one step."""
+    """A prompt and its fork, which copies a block; another prompt's way to the host tier and back; a fault in a step."""
     desk = Desk(settings)
     requests = [
         StepRequest(admissions=[Admission(1, pack([5, 9, 2, 11, 3, 8])), Admission(3, pack([7] * 9))]),
