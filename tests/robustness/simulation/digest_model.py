@@ -39,13 +39,15 @@ TWO_FULL_LAYERS: tuple[Mask, ...] = (Causal(), Causal())
 _WORD = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _SHIFT, _LAST_SHIFT = 32, 29
+_FACTOR_64, _SHIFT_64, _LAST_SHIFT_64 = np.uint64(_FACTOR), np.uint64(_SHIFT), np.uint64(_LAST_SHIFT)
 _STATE_FACTOR = 0xD1342543DE82EF95
+_SALTS = np.arange(1, 65, dtype=np.uint64) * np.uint64(_STATE_FACTOR)
 _STATE = StateKey(0, "recurrent", 0)
 
 NUM_CANDIDATES = 4
 """Tokens with a logit that stands out. The first of them is the greatest."""
-_HEIGHTS = np.array([6.0, 5.5, 5.0, 4.5])
-_JITTER_BITS = np.array([32, 40, 48, 56], dtype=np.uint64)
+NUM_VARIANTS = 8
+"""Of the logits with the same greatest one."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,12 @@ class DigestFunction:
         return through_states(keys, 0)[0] if self.has_states else keys
 
     def logits(self, outputs: Digests) -> Logits:
-        """[n, vocab_size] of outputs [n]: a few candidates, and all others far below, no two alike."""
-        logits = np.tile(_floor(self.vocab_size), (len(outputs), 1))
-        size = np.uint64(self.vocab_size)
-        stride = np.uint64(1) + (outputs >> np.uint64(20)) % np.uint64((self.vocab_size - 1) // (NUM_CANDIDATES - 1))
-        numbers = np.arange(NUM_CANDIDATES, dtype=np.uint64)
-        tokens = (outputs[:, None] % size + stride[:, None] * numbers) % size
-        jitter = (outputs[:, None] >> _JITTER_BITS) & np.uint64(255)
-        logits[np.arange(len(outputs))[:, None], tokens.astype(np.int64)] = _HEIGHTS + jitter / 1024
-        return logits
+        """[n, vocab_size] of outputs [n]: a few candidates, and all others far below, no two alike.
+
+        The greatest is that of the token output % vocab_size.
+        """
+        rows = _logits(self.vocab_size)
+        return rows[(outputs % np.uint64(len(rows))).view(np.int64)]
 
     def expected_logits(self, tokens: Sequence[int]) -> Logits:
         """[n, vocab_size]: the logits behind each of a sequence's tokens."""
@@ -113,7 +112,7 @@ class DigestFunction:
             for layer in range(num_layers):
                 keys[layer, position] = output
                 seen = weights[layer][position, : position + 1]
-                output = _mix_one(int((keys[layer, : position + 1] * seen).sum()) + _salt(layer))
+                output = _mix_one(int((keys[layer, : position + 1] * seen).sum()) + int(_SALTS[layer]))
             if self.has_states:
                 output = state = _mix_one(state * _STATE_FACTOR + output)
         return tokens
@@ -159,14 +158,13 @@ class DigestModel(PagedModel):
         """See PagedModel.forward. In each layer all of the step's keys are written before any is read."""
         positions, written = batch.positions.numpy(), batch.slot_mapping.numpy()
         run_of = np.arange(batch.num_seqs).repeat(batch.counts_host)
-        shown = [_slots(table, pool.block_size) for table in batch.block_tables.numpy()]
-        length = min(shown[0].shape[1], self.max_model_len)
+        shown = slots_of_tables(batch.block_tables.numpy()[:, run_of], pool.block_size)[..., : self.max_model_len]
+        length = shown.shape[-1]
         outputs = embed(batch.input_ids.numpy(), positions)
         for layer, memory in enumerate(self._memory_of(pool)):
             group = pool.group_of(layer)
             memory[written[group]] = outputs
-            keys = memory[shown[group][:, :length]][run_of]
-            outputs = next_keys(keys, self.function.weights(layer)[:, :length][positions], layer)
+            outputs = next_keys(memory[shown[group]], self.function.weights(layer)[positions, :length], layer)
         if self.function.has_states:
             outputs = self._through_states(batch, outputs)
         if self._kept is not None:
@@ -206,12 +204,12 @@ class DigestModel(PagedModel):
 
 def embed(tokens: Ints, positions: Ints) -> Digests:
     """The first layer's keys of tokens, [n] each."""
-    return _mix((tokens.astype(np.int64) << _SHIFT | positions).view(np.uint64))
+    return _mix((tokens << _SHIFT | positions).view(np.uint64))
 
 
 def next_keys(keys: Digests, weights: Digests, layer: int) -> Digests:
     """A layer's outputs at n tokens, of the keys that each is shown: both [n, length]."""
-    return _mix((keys * weights).sum(1) + np.uint64(_salt(layer)))
+    return _mix((keys * weights).sum(1) + _SALTS[layer])
 
 
 def through_states(outputs: Digests, state: int) -> tuple[Digests, int]:
@@ -234,15 +232,22 @@ def _weights(mask: Mask, length: int) -> Digests:
     return weights
 
 
-@lru_cache(maxsize=32)
-def _floor(vocab_size: int) -> Logits:
-    return np.linspace(0, -1, vocab_size, dtype=np.float32)
+@lru_cache(maxsize=8)
+def _logits(vocab_size: int) -> Logits:
+    """All rows of logits that there are, [vocab_size * NUM_VARIANTS, vocab_size]."""
+    numbers = np.arange(vocab_size * NUM_VARIANTS)
+    stride = 1 + numbers // vocab_size % ((vocab_size - 1) // (NUM_CANDIDATES - 1))
+    tokens = (numbers[:, None] + stride[:, None] * np.arange(NUM_CANDIDATES)) % vocab_size
+    heights = 6.0 - 0.5 * np.arange(NUM_CANDIDATES) + 0.25 * np.random.default_rng(0).random(tokens.shape)
+    logits = np.tile(np.linspace(0, -1, vocab_size, dtype=np.float32), (len(numbers), 1))
+    logits[numbers[:, None], tokens] = heights
+    return logits
 
 
-def _slots(table: np.ndarray[tuple[int, ...], np.dtype[np.int32]], block_size: int) -> Ints:
-    """The slots of all positions of a table's rows: [B, M] -> [B, M * block_size]."""
-    first = table.astype(np.int64) * block_size
-    return (first[:, :, None] + np.arange(block_size)).reshape(len(table), -1)
+def slots_of_tables(tables: np.ndarray[tuple[int, ...], np.dtype[np.int32]], block_size: int) -> Ints:
+    """The slots of all positions of block tables: [..., M] -> [..., M * block_size]."""
+    slots = tables[..., None] * np.int64(block_size) + np.arange(block_size)
+    return slots.reshape(*tables.shape[:-1], -1)
 
 
 def _spec(layer: int, mask: Mask) -> LayerSpec:
@@ -260,13 +265,9 @@ def _spec(layer: int, mask: Mask) -> LayerSpec:
     )
 
 
-def _salt(layer: int) -> int:
-    return (layer + 1) * _STATE_FACTOR & _WORD
-
-
 def _mix(x: Digests) -> Digests:
-    x = (x ^ (x >> np.uint64(_SHIFT))) * np.uint64(_FACTOR)
-    return x ^ (x >> np.uint64(_LAST_SHIFT))
+    x = (x ^ (x >> _SHIFT_64)) * _FACTOR_64
+    return x ^ (x >> _LAST_SHIFT_64)
 
 
 def _mix_one(x: int) -> int:

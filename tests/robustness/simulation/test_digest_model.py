@@ -6,13 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import planning
 import pytest
 import torch
-from executor_driver import FORKED, MAX_MODEL_LEN, VOCAB_SIZE, ExecutorDriver, make_prompts, run_mixed
+from executor_driver import FORKED, MAX_MODEL_LEN, VOCAB_SIZE, make_prompts, run_mixed
 from planning import Admission, Fork, Planned, Restore, StepRequest, Trim
 from robustness.simulation.digest_model import TWO_FULL_LAYERS, DigestFunction, DigestModel
 from robustness.simulation.worker import Rank, WorkerSettings, make_config, make_rank
@@ -24,9 +25,8 @@ from quire.serving.addresses import TcpAddress
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.memory.layer_spec import Causal, Chunked, Mask, Sliding
-from quire.worker.run.executor import Executor, Outcome, StepResult
+from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.run.ranks import ONE_RANK
-from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 from quire.worker.service.description import describe_pool
@@ -174,6 +174,45 @@ def settings_of(kind: str, *, has_states: bool = False, **fields: Any) -> Worker
     return WorkerSettings(function=function, num_blocks=24 * len(set(KINDS[kind])), **fields)
 
 
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_forks_and_preemptions_in_a_pool_of_other_content_change_no_token(kind: str, has_states: bool) -> None:
+    """The driver fills what is free with NaN."""
+    function = DigestFunction(KINDS[kind], VOCAB_SIZE, MAX_MODEL_LEN, has_states)
+    found, forked = run_mixed(DigestModel(function), 10)
+    expected = [prompt + function.expected_tokens(prompt, 10) for prompt in make_prompts()]
+    assert found == expected
+    assert forked == [expected[i] for i in FORKED]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_agrees_with_its_own_logits(kind: str) -> None:
+    function, prompt = DigestFunction(KINDS[kind]), [5, 9, 2, 11]
+    tokens = function.expected_tokens(prompt, 30)
+    logits = function.expected_logits([*prompt, *tokens])
+    assert logits.argmax(1)[len(prompt) - 1 : -1].tolist() == tokens
+    assert len(set(tokens)) > 10
+    assert all(len(set(row)) == function.vocab_size for row in logits.tolist())
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_reference() -> None:
+    function, prompt = DigestFunction(), [5, 9, 2, 11, 3]
+    rank = make_rank(WorkerSettings(function=function), ONE_RANK)
+    grant = grant_pb2.StepGrant(lease_id=LEASE, step_number=1, given_run_indexes=[0])
+    grant.write_sequence_ids[:], grant.write_first_indexes[:], grant.write_block_counts[:] = [1], [0], [2]
+    grant.write_block_ids[:] = [3, 1]
+    grant.run_sequence_ids[:], grant.run_starts[:] = [1], [0]
+    grant.run_token_counts[:], grant.run_samples[:] = [5], [True]
+    scored = {0: ScoredTokens(np.array(prompt[1:], dtype=np.int32), num_top=2)}
+    sampling = {1: RowSampling(SamplingParams(temperature=1.0, seed=3, num_logprobs=3))}
+    result = rank.executor.execute(AcceptedStep(grant, {0: np.array(prompt, dtype=np.int32)}, sampling, scored))
+    expected = torch.from_numpy(function.expected_logits(prompt)).log_softmax(-1)
+    [found] = result.prompt_logprobs
+    assert found.logprobs == pytest.approx(expected[range(4), prompt[1:]].tolist())
+    assert found.top == pytest.approx(expected[:4].topk(2).values.flatten().tolist())
+    assert result.logprobs[0].top == pytest.approx(expected[4].topk(3).values.tolist())
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_plans_of_the_books_give_the_tokens_of_a_model_without_a_pool(kind: str, runs_ahead: bool) -> None:
@@ -204,38 +243,60 @@ def test_a_model_with_states_gives_the_tokens_of_one_without_a_pool() -> None:
     assert num_right > 100
 
 
-def run(
-    settings: WorkerSettings,
-    *,
-    change: Callable[[Rank, grant_pb2.StepGrant], None] = lambda rank, grant: None,
-    change_at: int = -1,
-) -> tuple[Desk, list[list[int]]]:
-    """A prompt with a fork, which copies a block, offloads its parent and gets it back; one grant is run otherwise.
+# -- wrong content ---------------------------------------------------------------------------------------------------
 
-    Returns all tokens.
-    """
+Fault = Callable[[Rank, grant_pb2.StepGrant], None]
+
+
+def run(settings: WorkerSettings, fault: Fault | None = None, *, at: int = -1) -> Desk:
+    """A prompt and its fork, which copies a block; another prompt's way to the host tier and back; a fault in a step."""
     desk = Desk(settings)
-    prompt = pack([5, 9, 2, 11, 3, 8])
     requests = [
-        StepRequest(admissions=[Admission(1, prompt)]),
+        StepRequest(admissions=[Admission(1, pack([5, 9, 2, 11, 3, 8])), Admission(3, pack([7] * 9))]),
         StepRequest(extend_ids=[1], extend_token_counts=[1]),
-        StepRequest(forks=[Fork(1, [2], 7)]),
-        StepRequest(extend_ids=[1, 2], extend_token_counts=[1, 1]),
-        StepRequest(offloads=[1], admissions=[Admission(3, pack([7] * 12))]),
-        StepRequest(extend_ids=[2, 3], extend_token_counts=[1, 1]),
-        StepRequest(releases=[3], restores=[Restore(1)]),
-        StepRequest(extend_ids=[1, 2], extend_token_counts=[1, 1]),
+        StepRequest(forks=[Fork(1, [2], 7)], extend_ids=[1], extend_token_counts=[1]),
+        StepRequest(extend_ids=[2], extend_token_counts=[1]),
+        StepRequest(offloads=[3], extend_ids=[1, 2], extend_token_counts=[1, 1]),
+        StepRequest(admissions=[Admission(4, pack([6] * 33))]),
+        StepRequest(releases=[4], restores=[Restore(3)]),
+        StepRequest(extend_ids=[1, 2, 3], extend_token_counts=[1, 1, 1]),
     ]
     for number, request in enumerate(requests):
-        is_changed = number == change_at
-        desk.step(request, change=(lambda grant: change(desk.rank, grant)) if is_changed else None)
-    return desk, [desk.tokens(seq_id) for seq_id in (1, 2)]
+        plan = desk.step(request, change=fault and partial(fault, desk.rank) if number == at else None)
+        assert plan.refusals == []
+    assert desk.num_right + desk.num_wrong == 12, (desk.num_right, desk.num_wrong)
+    return desk
 
 
-def swap_table_entries(rank: Rank, grant: grant_pb2.StepGrant) -> None:
-    """The blocks of a prompt are in the wrong order, from here on only for its holder."""
-    entries = grant.write_block_ids
-    entries[0], entries[1] = entries[1], entries[0]
+def row_of(rank: Rank, seq_id: int) -> int:
+    return rank.executor._leases[LEASE].rows[seq_id]
+
+
+def swap_entries(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    table, row = rank.executor._table, row_of(rank, 1)
+    table.stage_blocks(row, 0, table.block_ids(row)[1::-1])
+
+
+def read_a_free_block(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    rank.executor._table.stage_blocks(row_of(rank, 1), 0, [rank.pool.num_blocks - 1])
+
+
+def read_a_block_of_another(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    table = rank.executor._table
+    table.stage_blocks(row_of(rank, 1), 0, table.block_ids(row_of(rank, 3))[:1])
+
+
+def read_the_null_block(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    rank.executor._table.block_tables[:, row_of(rank, 1), 0] = NULL_BLOCK
+
+
+def flip_a_bit(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    block = rank.executor._table.block_ids(row_of(rank, 1))[0]
+    rank.pool.k(0).view(torch.int64)[block, 1] ^= 1
+
+
+def lose_a_slot_of_the_last_layer(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    rank.pool.k(1)[rank.executor._table.block_ids(row_of(rank, 1))[0], 1] = 0
 
 
 def lose_copies(rank: Rank, grant: grant_pb2.StepGrant) -> None:
@@ -253,11 +314,50 @@ def lose_restores(rank: Rank, grant: grant_pb2.StepGrant) -> None:
     del grant.restore_target_block_ids[:], grant.restore_source_host_block_ids[:]
 
 
-def write_elsewhere(rank: Rank, grant: grant_pb2.StepGrant) -> None:
-    """An entry is one of a free block."""
-    assert grant.write_block_ids
-    grant.write_block_ids[-1] = rank.pool.num_blocks - 1
+def take_another_token(rank: Rank, grant: grant_pb2.StepGrant) -> None:
+    rank.executor._table.last_token[row_of(rank, 1)] ^= 1
 
 
-def flip_a_bit(rank: Rank, grant: grant_pb2.StepGrant) -> None:
-    rank.pool.k(0).view(torch.int64)[1:] ^= 1
+FAULTS: dict[Fault, int] = {
+    swap_entries: 1,
+    read_a_free_block: 1,
+    read_a_block_of_another: 1,
+    read_the_null_block: 1,
+    flip_a_bit: 1,
+    lose_a_slot_of_the_last_layer: 1,
+    take_another_token: 1,
+    lose_copies: 2,
+    lose_offloads: 4,
+    lose_restores: 6,
+}
+"""Each fault, and the step that has it."""
+SMALL = WorkerSettings(num_blocks=14, num_host_blocks=4, runs_ahead=True)
+
+
+def test_the_steps_of_the_faults_are_right_without_one() -> None:
+    assert run(SMALL).num_wrong == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_slot_with_other_content_changes_the_tokens(fault: Fault) -> None:
+    assert run(SMALL, fault, at=FAULTS[fault]).num_wrong > 0
+
+
+def test_a_stale_state_changes_the_tokens() -> None:
+    desk = Desk(settings_of("full", has_states=True))
+    desk.step(StepRequest(admissions=[Admission(1, pack([5, 9, 2]))]))
+    desk.rank.model.states.tensors()[0].view(torch.int64)[:, row_of(desk.rank, 1)] ^= 1
+    desk.step(StepRequest(extend_ids=[1], extend_token_counts=[1]))
+    assert (desk.num_right, desk.num_wrong) == (1, 1)
+
+
+def test_all_bits_of_a_slot_are_copied() -> None:
+    """Numbers that no arithmetic keeps: NaNs of both kinds, with any payload, and both zeros."""
+    rank = make_rank(replace(SMALL, num_host_blocks=4), ONE_RANK)
+    words = [0x7FF0_0000_0000_0001, -0x8000_0000_0000_0000, 0x7FF8_0000_DEAD_BEEF, -1]
+    for layer in (0, 1):
+        rank.pool.k(layer).view(torch.int64)[1, :, 0, 0] = torch.tensor(words)
+    rank.pool.copy_blocks([(1, 2)])
+    rank.loaded.host_pool.offload([(2, 3)])
+    rank.loaded.host_pool.restore([(3, 5)])
+    assert [rank.pool.k(layer).view(torch.int64)[5, :, 0, 0].tolist() for layer in (0, 1)] == [words, words]

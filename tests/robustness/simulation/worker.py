@@ -33,6 +33,7 @@ from quire.worker.run.executor import Executor
 from quire.worker.run.loading import Loaded
 from quire.worker.run.ranks import ONE_RANK, OneRank
 from quire.worker.run.verify import VerifyingExecutor
+from quire.worker.run.watchdog import StuckStepError, Watchdog, WatchdogActions
 from quire.worker.sampling.grammars import NoGrammars
 from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.attachment import Attachment
@@ -42,12 +43,19 @@ from quire.worker.service.servicer import WorkerServicer
 from quire.worker.service.steps import StepLimits, Steps, new_epoch
 
 
+async def nothing() -> None:
+    """Take note of what the watchdog has found."""
+
+
+HEALTH_IS_NOT_SIMULATED = WatchdogActions(nothing, nothing, lambda: "model:simulated")
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """A worker's model, its sizes and its pace.
 
-    runs_ahead: steps are launched before earlier ones are collected, as on a GPU, and without the verifier, which waits
-    for each. num_ranks is 1 or 2.
+    step_timeout_s is the watchdog's; None: there is none, as on a CPU. runs_ahead: steps are launched before earlier
+    ones are collected, as on a GPU, and without the verifier, which waits for each. num_ranks is 1 or 2.
     """
 
     function: DigestFunction = field(default_factory=DigestFunction)
@@ -60,6 +68,7 @@ class WorkerSettings:
     eos_token_ids: tuple[int, ...] = ()
     layer_groups: LayerGroupChoice = "auto"
     mean_step_s: float = 0.01
+    step_timeout_s: float | None = None
     runs_ahead: bool = False
     num_ranks: int = 1
 
@@ -103,13 +112,14 @@ class Rank:
 class SimulatedWorker:
     """One start of a worker, in a process of its own; its epoch is a new one. Nothing runs before start().
 
-    An error that ends a real worker ends its process, after which on_end is called. It is also a finding, unless the
-    worker has lied or has lost a rank on purpose.
+    An error that ends a real worker ends its process. It is a finding, too, unless the worker has lied, or was to lose
+    a rank.
     """
 
     def __init__(self, process: Process, settings: WorkerSettings, *, address: str, cachemgr: Address) -> None:
         """`address` is where clients reach its service; `cachemgr` is dialed as all workers do."""
         self.process = process
+        self._settings = settings
         self.reports = UnreliableReports(process)
         numbers = random.Random(process.world.random.getrandbits(64))
         self.thread = SimulatedModelThread(process, numbers, mean_step_s=settings.mean_step_s)
@@ -121,7 +131,7 @@ class SimulatedWorker:
             self.leader = SimulatedLeader(follower, self.ranks[0].executor)
         self.ranks.append(make_rank(settings, self.leader or ONE_RANK))
         loaded, self.executor = self.ranks[-1].loaded, self.ranks[-1].executor
-        self._is_lost_on_purpose = False
+        self._is_rank_lost = False
         config = make_config(settings, cachemgr)
         geometry = describe_pool(config, loaded)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
@@ -137,6 +147,7 @@ class SimulatedWorker:
         """Serve WorkerService on a server of the process, which listens, and attach the pool."""
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, server)
         self.process.spawn(self.attachment.run())
+        self.process.spawn(self.watch())
 
     async def terminate(self) -> None:
         """SIGTERM: it ends the steps that it has accepted, and then itself."""
@@ -173,7 +184,7 @@ class SimulatedWorker:
         """Let the second rank end: the worker ends with the next step."""
         assert self.leader is not None, "a worker of one rank has no other to lose"
         self.leader.lose()
-        self._is_lost_on_purpose = True
+        self._is_rank_lost = True
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the memory of a rank is not as it must be between two steps."""
@@ -194,8 +205,17 @@ class SimulatedWorker:
         }
         return [f"{count} {what}" for what, count in counts.items() if count]
 
+    async def watch(self) -> None:
+        """End the process if a step does not end in twice its time."""
+        if self._settings.step_timeout_s is None:
+            return
+        try:
+            await Watchdog(self.steps.oldest, HEALTH_IS_NOT_SIMULATED, limit_s=self._settings.step_timeout_s).run()
+        except StuckStepError:
+            self.process.end()
+
     def _on_violation(self, error: BaseException) -> None:
-        if self.is_honest and not self._is_lost_on_purpose:
+        if self.is_honest and not self._is_rank_lost:
             self.process.world.fail(f"{self.process.name}: {error}", error)
         self.process.end()
 

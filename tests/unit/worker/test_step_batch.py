@@ -262,6 +262,16 @@ class TestStepBatch:
         assert all(tensor.dtype == torch.int64 for tensor in int64)
         assert all(tensor.dtype == torch.int32 for tensor in int32)
 
+    def test_each_tensor_is_where_kernels_expect_it(self) -> None:
+        """At a multiple of 16 bytes: kernels are compiled again for other addresses."""
+        table = make_table([7, 2], [9], [4])
+        for runs in ([(0, 0, [1])], [(0, 0, [1, 2, 3, 4, 5]), (1, 0, [1, 2])], [(row, 0, [1]) for row in range(3)]):
+            batch = build(table, *runs)
+            numbers = (batch.input_ids, batch.positions, batch.slot_mapping, batch.last_indices)
+            for tensor in (*numbers, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q):
+                assert tensor.data_ptr() % 16 == 0
+                assert tensor.is_contiguous()
+
     def test_takes_arrays_for_tokens(self) -> None:
         table = make_table([7])
         batch = build_step_batch(
@@ -279,7 +289,9 @@ class TestStepBatch:
         table = make_table([7])
         table.flush()
         table.stage_blocks(0, 1, [3])
-        assert build(table, (0, 4, [9])).slot_mapping.tolist() == [[12]]
+        batch = build(table, (0, 4, [9]))
+        assert batch.slot_mapping.tolist() == [[12]]
+        assert batch.block_tables.tolist() == [[[7, 3]]]
 
     @pytest.mark.parametrize(
         ("run", "message"),

@@ -198,8 +198,8 @@ class SequenceTable:
             self._check_row(row)
             self._last_token_position[row] = position
 
-    def slots(self, rows: Sequence[int], positions: Int64s, *, block_size: int) -> Int64s:
-        """The slot of one position of each row, [G, len(rows)], as the host has it. The rows must hold its block."""
+    def slots(self, rows: Sequence[int] | Int64s, positions: Int64s, *, block_size: int) -> Int64s:
+        """The slot of each position in its row, [G, len(rows)], as the host has it. The rows must hold its block."""
         block_ids = self._host_tables[:, rows, positions // block_size].astype(np.int64)
         return block_ids * block_size + positions % block_size
 

@@ -6,12 +6,15 @@ one transfer:
     part        length      content
     token_ids   T           0 where the token is on the device
     positions   T
-    token_rows  T           the table row of each token
+    slots       G * T       in each layer group
     rows        B           the table row of each sequence
-    seq_lens    B           tokens in the pool after this step
-    cu_seqlens  B + 1       first token of each sequence in the packed batch, then T
+    last        B           the last token of each sequence in the packed batch
     sampled_at  S           which tokens are the last sampled ones of their rows
     sampled_row S
+    seq_lens    B           int32, tokens in the pool after this step
+    cu_seqlens  B + 1       int32, first token of each sequence in the packed batch, then T
+
+Each part begins at a multiple of 16 bytes, for which kernels are compiled.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from quire.worker.device.transfer import to_device
 from quire.worker.memory.sequence_table import SequenceTable
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
+_ON_DEVICE: _Ints = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +94,34 @@ def build_step_batch(
     seq_lens = tuple(start + count for start, count in zip(starts, counts, strict=True))
     cu_seqlens = [0, *accumulate(counts)]
     sampled = [i for i, ids in enumerate(token_ids) if ids is None]
+    positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, seq_lens, strict=True)])
+    slots = table.slots(np.repeat(rows, counts), positions, block_size=block_size)
     parts = _to_device(
         [
-            np.concatenate([np.asarray((0,) if ids is None else ids, dtype=np.int64) for ids in token_ids]),
-            np.concatenate([np.arange(start, end) for start, end in zip(starts, seq_lens, strict=True)]),
-            np.repeat(rows, counts),
+            np.concatenate([_ON_DEVICE if ids is None else ids for ids in token_ids]),
+            positions,
+            slots.reshape(-1),
             rows,
-            seq_lens,
-            cu_seqlens,
+            [end - 1 for end in cu_seqlens[1:]],
             [cu_seqlens[i] for i in sampled],
             [rows[i] for i in sampled],
+            _int32s(seq_lens),
+            _int32s(cu_seqlens),
         ],
         table.device,
     )
-    input_ids, positions, token_rows, device_rows, device_seq_lens, device_cu_seqlens, sampled_at, sampled_rows = parts
+    input_ids, device_positions, device_slots, device_rows, last_indices, sampled_at, sampled_rows, *lengths = parts
     if sampled:
         input_ids.index_copy_(0, sampled_at, table.last_token.index_select(0, sampled_rows))
     max_blocks = max(-(-seq_len // block_size) for seq_len in seq_lens)
     return StepBatch(
         input_ids=input_ids,
-        positions=positions,
-        slot_mapping=_slots(table, token_rows, positions, block_size),
+        positions=device_positions,
+        slot_mapping=device_slots.view(slots.shape),
         block_tables=table.block_tables[:, :, :max_blocks].index_select(1, device_rows),
-        seq_lens=device_seq_lens.to(torch.int32),
-        cu_seqlens_q=device_cu_seqlens.to(torch.int32),
-        last_indices=device_cu_seqlens[1:] - 1,
+        seq_lens=lengths[0].view(torch.int32)[: len(rows)],
+        cu_seqlens_q=lengths[1].view(torch.int32)[: len(cu_seqlens)],
+        last_indices=last_indices,
         seq_lens_host=seq_lens,
         counts_host=tuple(counts),
         rows_host=tuple(rows),
@@ -162,13 +169,15 @@ def _check_blocks(
 
 
 def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Send integer lists as one int64 buffer; return a view of each on the device."""
-    packed = torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
-    return torch.split(to_device(packed, device), [len(part) for part in parts])
+    """Send integer lists as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
+    sizes = [size for part in parts for size in (len(part), len(part) % 2)]
+    packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
+    for part in parts:
+        packed[start : start + len(part)] = part
+        start += len(part) + len(part) % 2
+    return torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)[::2]
 
 
-def _slots(table: SequenceTable, token_rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """The slot of each token in each group, [G, T] int64, read from the device's block tables."""
-    index = token_rows * table.max_blocks_per_seq + positions.div(block_size, rounding_mode="floor")
-    block_ids = table.block_tables.view(table.num_groups, -1).index_select(1, index).to(torch.int64)
-    return block_ids * block_size + positions.remainder(block_size)
+def _int32s(values: Sequence[int]) -> _Ints:
+    """The values as int32, two of them in an int64."""
+    return np.array([*values, *[0] * (len(values) % 2)], dtype=np.int32).view(np.int64)

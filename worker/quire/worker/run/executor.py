@@ -445,7 +445,7 @@ class Executor:
                 counts=counts,
                 token_ids=token_ids,
             )
-            return replace(batch, keeps_hidden_states=bool(step.scored)), None
+            return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
         is_replayed = self._decode.samples and all(grant.run_samples) and not self._grammars.follows(rows)
         draws = self._sampler.draws(rows) if is_replayed else None
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
