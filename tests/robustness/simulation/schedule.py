@@ -16,7 +16,7 @@ from robustness.simulation.workload import NUM_REQUESTS, ModelKind, requests
 
 from quire.client.engine.sampling import SamplingParams
 
-LAST_CALLBACK = 6_000
+LAST_CALLBACK = 3_000
 """Faults begin within so many callbacks of all processes together: most schedules without faults have fewer."""
 LEASE_TTL_S = 1.0
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 1.5)
@@ -147,7 +147,7 @@ def draw_features(generator: random.Random) -> Features:
         num_blocks=least + int(least * generator.choice((0.0, 0.3, 1.0, 3.0))),
         num_host_blocks=generator.choice((0, 0, least, 3 * least)),
         max_num_seqs=generator.choice((3, 8, 16)),
-        max_step_tokens=generator.choice((8, 16, 48, 256)),
+        max_step_tokens=generator.choice((8, 16, 48, 256, 256)),
         runs_ahead=generator.random() < 0.5,
         num_ranks=1,
         num_pools=2 if uses_router else 1,
@@ -164,12 +164,12 @@ def draw_features(generator: random.Random) -> Features:
 
 
 def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]:
-    """Two to six requests; most come at once, and some callers leave or read slowly."""
+    """One to six requests; most come at once, and some callers leave or read slowly."""
     every = requests()
     # A router has no beam search, and a search has to fit the pool with all of its beams.
     has_beams = not features.uses_router and features.num_blocks * features.block_size > 450
     several = [n for n in range(NUM_REQUESTS) if has_beams or isinstance(every[n].params, SamplingParams)]
-    calls = [Call(number) for number in generator.sample(several, generator.randint(2, 6))]
+    calls = [Call(number) for number in generator.sample(several, generator.choice((1, 2, 2, 3, 3, 4, 6)))]
     if generator.random() < 0.3:
         calls = [replace(call, after_s=generator.uniform(0.0, 0.1)) for call in calls]
     if generator.random() < 0.3:

@@ -117,7 +117,7 @@ def _penalised(generator: random.Random, index: int, tenant: str) -> SamplingPar
 
 def _constrained(generator: random.Random, index: int, tenant: str) -> SamplingParams:
     return SamplingParams(
-        max_tokens=MOST_GENERATED,
+        max_tokens=10,
         temperature=0,
         min_tokens=4,
         stop_token_ids=(3, 40, 61),
@@ -136,11 +136,11 @@ def _best(generator: random.Random, index: int, tenant: str) -> SamplingParams:
 
 
 def _searched(generator: random.Random, index: int, tenant: str) -> BeamSearchParams:
-    return BeamSearchParams(max_tokens=generator.randint(2, 6), beam_width=3, n=2, tenant=tenant)
+    return BeamSearchParams(max_tokens=generator.randint(2, 4), beam_width=3, n=2, tenant=tenant)
 
 
 def _length(generator: random.Random) -> int:
-    return generator.randint(2, MOST_GENERATED)
+    return generator.choice((1, 2, 3, 4, 4, 6, 8, MOST_GENERATED))
 
 
 _Kind = Callable[[random.Random, int, str], SamplingParams | BeamSearchParams]
