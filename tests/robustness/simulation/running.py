@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -130,6 +131,10 @@ EXPECTED_ERRORS = (
 """Errors that a fault explains. Others are findings."""
 
 
+FOLDER = re.compile(r"/\S*quire-simulation-\w+")
+"""The state directory, which has another name in each run."""
+
+
 class _Log(logging.Handler):
     """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
 
@@ -142,7 +147,7 @@ class _Log(logging.Handler):
         process = self._world.running
         who = "-" if process is None else process.name
         if self._world.tells:
-            self._world.tell(f"{who}: {message}")
+            self._world.tell(f"{who}: {FOLDER.sub('state', message)}")
         if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
             error = record.exc_info[1] if record.exc_info else None
             self._world.fail(f"{who} logs: {message}", error)

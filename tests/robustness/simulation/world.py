@@ -28,6 +28,17 @@ class WorldFailed(Exception):  # noqa: N818  (a finding of a schedule)
     """Something that must never happen has happened. Its text names it."""
 
 
+class SimulatedTask(asyncio.Task[Any]):
+    """A task with a hash of its own: in sets of tasks the order of all runs is the same."""
+
+    def __init__(self, *args: Any, number: int, **options: Any) -> None:
+        self._number = number  # before anything asks for its hash
+        super().__init__(*args, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class ProcessLoop(asyncio.BaseEventLoop):
     """asyncio's loop without a selector: the world runs its callbacks and its timers."""
 
@@ -35,6 +46,12 @@ class ProcessLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._world = world
         self._process = process
+        self._num_tasks = 0
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
+
+    def _make_task(self, _: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> SimulatedTask:
+        self._num_tasks += 1
+        return SimulatedTask(work, loop=self, number=self._num_tasks, **options)
 
     def time(self) -> float:
         return self._world.now
