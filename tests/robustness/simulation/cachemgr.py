@@ -99,6 +99,11 @@ class SimulatedCachemgr:
             if num_rows := pool.ledger.probe.num_rows():
                 found.append(f"{num_rows} rows")
             found += inspector.audit_counts()
+        calls, service = self.guard.statistics(), self.servicer.statistics()
+        if calls.num_open != num_pools + service.num_watches:
+            found.append(f"{calls.num_open} open calls")
+        if service.num_waiting_admissions:
+            found.append(f"{service.num_waiting_admissions} admissions that wait")
         return found
 
     def violations(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from robustness.simulation.disk import FullDisk
+from robustness.simulation.reports import Lie
 from robustness.simulation.schedule import Fault, FaultKind
 
 if TYPE_CHECKING:
@@ -122,6 +123,14 @@ def _reset(cluster: Cluster, fault: Fault) -> float:
     return 0.0
 
 
+def _lie(cluster: Cluster, fault: Fault) -> float:
+    worker = cluster.workers.get(fault.target[0])
+    if worker is not None:
+        worker.reports.lie(cluster.generator.choice(tuple(Lie)))
+        cluster.is_deceived = True
+    return 0.0
+
+
 def _of_worker(do: Callable[[Any, float], None]) -> Callable[[Cluster, Fault], float]:
     def apply_to_worker(cluster: Cluster, fault: Fault) -> float:
         worker = cluster.workers.get(fault.target[0])
@@ -153,5 +162,8 @@ _DO: dict[FaultKind, Callable[[Cluster, Fault], float]] = {
     FaultKind.HANG: _of_worker(lambda worker, size: worker.hang(size)),
     FaultKind.LATE_REPORTS: _of_worker(lambda worker, size: worker.late(size)),
     FaultKind.DETACH: _of_worker(lambda worker, size: worker.detach()),
+    FaultKind.TWICE: _of_worker(lambda worker, size: worker.reports.twice()),
+    FaultKind.LIE: _lie,
+    FaultKind.LOST_RANK: _of_worker(lambda worker, size: worker.lose_rank()),
     FaultKind.RESET: _reset,
 }

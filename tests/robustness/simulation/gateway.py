@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,14 @@ class SimulatedGateway:
         uses_router: bool,
         max_step_tokens: int,
         lease_ttl_s: float,
+        wrong: Callable[[str], None],
     ) -> None:
         self.process = process
         self.is_closed = False
         """True when all calls have ended and the leases were given back."""
         self.backend: Engine | Router | None = None
         self._ending = False
+        self._wrong = wrong
         self._task = task
         self._requests = requests
         self._deliveries = deliveries
@@ -101,6 +103,8 @@ class SimulatedGateway:
             await asyncio.gather(*(self._call(backend, call) for call in calls))
         finally:
             watching.cancel()
+        if num_left := _num_requests(backend):
+            self._wrong(f"all callers have left, and it has {num_left} requests")
         await backend.close()
         self.is_closed = True
 
@@ -113,7 +117,7 @@ class SimulatedGateway:
 
     async def _watch(self, backend: Engine | Router) -> None:
         error = await backend.failed()
-        self.process.world.fail(f"{self.process.name}: {error}", error)
+        self._wrong(f"it can serve nothing any more: {error!r}")
 
     async def _open(self) -> Engine | Router:
         """As soon as it can be had: an engine outlives the absence of services, and needs them for its start."""
@@ -145,7 +149,7 @@ class SimulatedGateway:
         except QuireError as error:
             if self._ending and isinstance(error, EngineStopped):
                 return
-            self.process.world.fail(f"{self.process.name}: request {call.request} failed: {error!r}", error)
+            self._wrong(f"request {call.request} failed: {error!r}")
         self._task.ended.add(call.request)
 
     async def _generate(self, chunks: AsyncGenerator[Chunk, None], call: Call) -> None:
@@ -159,6 +163,12 @@ class SimulatedGateway:
                     return
                 if call.reads_s:
                     await asyncio.sleep(call.reads_s)
+
+
+def _num_requests(backend: Engine | Router) -> int:
+    if isinstance(backend, Engine):
+        return backend.statistics().num_requests
+    return sum(backend.router_statistics().open.values())
 
 
 def connect_worker(address: str) -> WorkerClient:

@@ -107,6 +107,9 @@ def _run(
             cluster.run()
         except WorldFailed as failure:
             outcome.failure, outcome.error = str(failure), failure.__cause__
+            if world.tells:
+                for line in (line for process in world.processes for line in process.whereabouts()):
+                    world.tell(line)
         finally:
             for process in list(world.processes):
                 process.end()

@@ -43,7 +43,10 @@ class FaultKind(Enum):
     FAIL_STEP = "failed step"  # the model raises
     DAMAGE = "damage"  # a grant can't be applied: the worker begins a new epoch
     HANG = "hang"  # a step takes very long
-    LATE_REPORTS = "late reports"  # the worker's messages to cachemgr wait
+    LATE_REPORTS = "late reports"  # the worker's reports wait
+    TWICE = "doubled report"  # the worker's next report comes twice
+    LIE = "lie"  # the worker's next report is wrong: from then on cachemgr has to survive, no more
+    LOST_RANK = "lost rank"  # the second rank of a worker ends
     RESET = "reset"  # an operator empties the prefix cache
     DETACH = "detach"  # the worker's stream breaks
 
@@ -53,8 +56,13 @@ OF_LINKS = (
     *(FaultKind.CUT, FaultKind.PARTITION, FaultKind.FREEZE, FaultKind.HALF_CLOSE, FaultKind.DELAY),
     *(FaultKind.LOSE_ANSWER, FaultKind.DOUBLE),
 )
+LIKELY = {FaultKind.LIE: 0.1}
+"""Of the kinds that are possible, those that are rarely drawn: what comes behind them can't be checked."""
 OF_CACHEMGR = (FaultKind.CLOCK, FaultKind.POWER_LOSS, FaultKind.FULL_DISK, FaultKind.RESET)
-OF_WORKERS = (FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH)
+OF_WORKERS = (
+    *(FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH),
+    *(FaultKind.TWICE, FaultKind.LIE, FaultKind.LOST_RANK),
+)
 NEED_STATE = (FaultKind.POWER_LOSS, FaultKind.FULL_DISK)
 
 
@@ -149,7 +157,7 @@ def draw_features(generator: random.Random) -> Features:
         max_num_seqs=generator.choice((3, 8, 16)),
         max_step_tokens=generator.choice((8, 16, 48, 256, 256)),
         runs_ahead=generator.random() < 0.5,
-        num_ranks=1,
+        num_ranks=generator.choice((1, 1, 1, 1, 2)),
         num_pools=2 if uses_router else 1,
         num_gateways=generator.choice((1, 1, 2)),
         uses_router=uses_router,
@@ -181,7 +189,13 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
 
 def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ...]:
     """None to five, of a few kinds."""
-    possible = [kind for kind in FaultKind if features.keeps_state or kind not in NEED_STATE]
+    possible = [
+        kind
+        for kind in FaultKind
+        if (features.keeps_state or kind not in NEED_STATE)
+        and (features.num_ranks > 1 or kind is not FaultKind.LOST_RANK)
+        and generator.random() < LIKELY.get(kind, 1.0)
+    ]
     kinds = generator.sample(possible, generator.randint(1, 6))
     count = generator.choice((0, 1, 1, 2, 2, 3, 4, 5))
     drawn = [draw_fault(generator, generator.choice(kinds), features) for _ in range(count)]

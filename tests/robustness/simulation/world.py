@@ -16,6 +16,7 @@ import heapq
 import random
 from asyncio import events
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 MAX_CALLBACKS = 2_000_000
@@ -115,6 +116,19 @@ class Process:
         if self.is_alive:
             error = context.get("exception")
             self.world.fail(f"{self.name}: {context['message']}: {error!r}", error)
+
+    def whereabouts(self) -> list[str]:
+        """The lines at which its tasks wait, the innermost last."""
+        lines = []
+        for task in sorted(asyncio.all_tasks(self.loop), key=hash):
+            frames, awaited = [], task.get_coro()
+            while awaited is not None:
+                frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+                if frame is not None:
+                    frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+            lines.append(f"{self.name}: {' > '.join(frames)}")
+        return lines
 
     @property
     def has_work(self) -> bool:

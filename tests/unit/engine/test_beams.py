@@ -325,6 +325,21 @@ def test_a_group_that_waits_for_blocks_of_another_client_is_preempted_in_the_end
     world.check_found()
 
 
+def test_a_group_that_waits_for_places_of_another_client_is_preempted_in_the_end() -> None:
+    world = BeamWorld(limits(max_stalls=3))
+    group = world.search([1, 2, 3], beam_width=3, max_tokens=6)
+    world.cache.refuses_forks = True  # TOO_MANY_SEQUENCES: the other client waits for the place of this one's beam
+    while not group.running:
+        world.turn()
+    before = world.scheduler.statistics()
+    while group.running:
+        assert world.scheduler.statistics().planned_steps <= before.planned_steps + 12
+        world.turn()
+    world.cache.refuses_forks = False
+    world.run()
+    world.check_found()
+
+
 def test_a_beam_apart_ends_with_its_group() -> None:
     world = ApartWorld()
     group = world.part()

@@ -540,6 +540,10 @@ class World:
     def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
             return
+        if any(refusal.error.reason == "TOO_MANY_SEQUENCES" for refusal in outcome.refusals):
+            room = self.scheduler._room
+            assert room.num_stalls >= room.limits.max_stalls, "places may become free"
+            return
         blocks = outcome.blocks
         needed = sum(r.error.number("needed") for r in outcome.refusals if isinstance(r.error, OutOfRoom))
         assert needed > self.cache.room() + blocks.retired, "preempted though blocks were coming back"
