@@ -27,7 +27,7 @@ sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "fra
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from robustness.simulation.running import COLLECT_EVERY, Outcome, collect_the_dead, run, run_seed
+from robustness.simulation.running import Outcome, run, run_seed, simulating
 from robustness.simulation.schedule import make_schedule
 from robustness.simulation.shrinking import shrink
 
@@ -71,13 +71,8 @@ class Totals:
 
 
 def run_chunk(seeds: range) -> list[Outcome]:
-    outcomes = []
-    for number, seed in enumerate(seeds):
-        outcomes.append(plain(run_seed(seed)))
-        if number % COLLECT_EVERY == 0:
-            collect_the_dead()
-    collect_the_dead()
-    return outcomes
+    with simulating():
+        return [plain(run_seed(seed)) for seed in seeds]
 
 
 def plain(outcome: Outcome) -> Outcome:
@@ -100,10 +95,12 @@ def outcomes_of(seeds: range, jobs: int) -> Iterator[Outcome]:
 def replay(seed: int, console: Console) -> bool:
     """Print the story of a seed; of one that fails the shortest that fails alike. Returns False if it fails."""
     schedule = make_schedule(seed)
-    outcome = run(schedule)
-    if outcome.failure is not None:
-        schedule = shrink(schedule, outcome.failure)
-    outcome = run(schedule, tell=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+    with simulating():
+        outcome = run(schedule)
+        if outcome.failure is not None:
+            schedule = shrink(schedule, outcome.failure)
+    with simulating(told=True):
+        outcome = run(schedule, tell=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     console.print(f"{schedule}", markup=False)
     console.print(f"digest {outcome.digest}: {outcome.failure or 'all is well'}", markup=False)
     return outcome.failure is None

@@ -31,9 +31,9 @@ import torch
 from quire.client.engine.sampling import SamplingParams
 from quire.cachemgr import state
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # a step has a few numbers
 
-COLLECT_EVERY = 20
+COLLECT_EVERY = 40
 """Schedules between two collections of what they left."""
 
 
@@ -102,7 +102,7 @@ def _run(
     if tell is not None:
         world.tells = network.tells = True
         world.tell = lambda line: tell(f"{world.now - 1000.0:10.6f}  {line}")
-    with _quiet(world, told=tell is not None), surroundings(world, partial(open_channel, network)), _booted(disk):
+    with _present(world), surroundings(world, partial(open_channel, network)), _booted(disk):
         try:
             cluster.run()
         except WorldFailed as failure:
@@ -138,36 +138,59 @@ FOLDER = re.compile(r"/\S*quire-simulation-\w+")
 """The state directory, which has another name in each run."""
 
 
-class _Log(logging.Handler):
-    """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        process = self._world.running
-        who = "-" if process is None else process.name
-        if self._world.tells:
-            self._world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
-            error = record.exc_info[1] if record.exc_info else None
-            self._world.fail(f"{who} logs: {message}", error)
+_running: World | None = None
+"""The world that runs now."""
+_num_run = 0
 
 
 @contextlib.contextmanager
-def _quiet(world: World, *, told: bool) -> Iterator[None]:
-    """Log lines go to the world. What the dead leave is collected now and then, and says nothing."""
-    log, handler = logging.getLogger("quire"), _Log(world)
+def _present(world: World) -> Iterator[None]:
+    """The world takes the log lines. Earlier ones are freed now and then."""
+    global _running, _num_run
+    _num_run += 1
+    if _num_run % COLLECT_EVERY == 0:
+        collect_the_dead()
+    _running = world
+    try:
+        yield
+    finally:
+        _running = None
+
+
+class _Log(logging.Handler):
+    """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _running is None or _running.running is None:
+            return
+        world, who, message = _running, _running.running.name, record.getMessage()
+        if world.tells:
+            world.tell(f"{who}: {FOLDER.sub('state', message)}")
+        if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
+            error = record.exc_info[1] if record.exc_info else None
+            world.fail(f"{who} logs: {message}", error)
+
+
+@contextlib.contextmanager
+def simulating(*, told: bool = False) -> Iterator[None]:
+    """Run schedules in this context: log lines go to their worlds, and what they leave is freed between them.
+
+    told: with the lines that only a story needs.
+    """
+    log, handler = logging.getLogger("quire"), _Log()
     level, propagates = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO if told else logging.ERROR)
     log.propagate = False
+    gc.collect()
+    gc.freeze()  # what is imported is not looked at again
     gc.disable()
     try:
         yield
     finally:
+        collect_the_dead()
+        gc.unfreeze()
+        gc.enable()
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagates

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from robustness.simulation.running import COLLECT_EVERY, collect_the_dead, run, run_seed
+from robustness.simulation.running import run, run_seed, simulating
 from robustness.simulation.schedule import make_schedule
 
 RUN = Path(__file__).with_name("run.py")
@@ -18,13 +18,9 @@ VERIFY_CHUNKS = range(1, 11)
 
 
 def run_all(seeds: range) -> None:
-    failed = {}
-    for number, seed in enumerate(seeds):
-        outcome = run_seed(seed)
-        if outcome.failure is not None:
-            failed[seed] = outcome.failure
-        if number % COLLECT_EVERY == 0:
-            collect_the_dead()
+    with simulating():
+        outcomes = map(run_seed, seeds)
+        failed = {outcome.seed: outcome.failure for outcome in outcomes if outcome.failure is not None}
     assert not failed, "make simulate ARGS='--replay SEED' tells the story of one"
 
 
@@ -43,7 +39,8 @@ def test_a_seed_is_the_same_run_to_the_last_line() -> None:
     for seed in range(20):
         stories: list[list[str]] = [[], []]
         for story in stories:
-            run(make_schedule(seed), tell=story.append)
+            with simulating(told=True):
+                run(make_schedule(seed), tell=story.append)
         assert stories[0] == stories[1]
         assert len(stories[0]) > 10
 
