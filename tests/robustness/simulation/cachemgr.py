@@ -1,8 +1,7 @@
-"""A simulated process of cachemgr: its service, catalog, books and state directory, as `quire cachemgr` composes them."""
+"""A simulated process of cachemgr: service, catalog, books and state directory, as `quire cachemgr` composes them."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.service.roles import MESSAGE_LIMITS
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.cachemgr.service.statuses import DOMAIN
-from quire.cachemgr.service.watch import View, watch_blocks
 from quire.cachemgr.shares import Share, Shares
 from quire.cachemgr.state import StateDirectory
 from quire.serving.interceptor import HandlerGuard
@@ -76,11 +74,6 @@ class SimulatedCachemgr:
         self.guard.end_streams()
         await self.server.stop(0.5)
         self.process.end()
-
-    async def watch(self, take: Callable[[Any], None], pool: str) -> None:
-        """Follow the changes of a pool, as a watcher in another process that is never late."""
-        async for answer in watch_blocks(self.catalog, pool, View(tenant=None, with_content=False), cursor="", clock=self._clock(self.process)):
-            take(answer)
 
     def left(self, *, num_pools: int) -> list[str]:
         """What is left when nobody uses the pools any more: it should be nothing."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from robustness.simulation.cluster import Cluster
 from robustness.simulation.deliveries import Answer
 from robustness.simulation.disk import Disk
@@ -26,10 +27,8 @@ from robustness.simulation.transport import open_channel
 from robustness.simulation.workload import FUNCTIONS, NUM_REQUESTS, ModelKind, requests
 from robustness.simulation.world import World, WorldFailed
 
-import torch
-
-from quire.client.engine.sampling import SamplingParams
 from quire.cachemgr import state
+from quire.client.engine.sampling import SamplingParams
 
 torch.set_num_threads(1)  # a step has a few numbers
 

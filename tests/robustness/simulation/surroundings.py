@@ -1,6 +1,7 @@
 """The clock, the randomness and the network of simulated processes, in place of the real ones while a world runs.
 
-The code under test reads them as everybody does: `time.monotonic()`, `secrets.token_hex()`, `grpc.aio.insecure_channel`.
+The code under test reads them as everybody does: `time.monotonic()`, `secrets.token_hex()`,
+`grpc.aio.insecure_channel()`.
 """
 
 from __future__ import annotations

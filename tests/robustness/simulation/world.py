@@ -25,7 +25,7 @@ CALLBACKS_BETWEEN_LOOKS = 16
 """The end of a schedule is looked for this often."""
 
 
-class WorldFailed(Exception):  # noqa: N818  (a finding of a schedule)
+class WorldFailed(Exception):
     """Something that must never happen has happened. Its text names it."""
 
 

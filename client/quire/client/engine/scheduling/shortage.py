@@ -1,9 +1,9 @@
 """Answer a refusal of blocks: wait for them, preempt other sequences, or ask for fewer tokens. Pure.
 
 A running sequence that lacks blocks, which neither retired blocks nor releases will cover, preempts some below it in
-rank. If the policy names none, it waits and keeps its blocks. What waits for very long gives back what it holds: another
-client of the pool may wait for it. A newcomer that is refused waits at the head of the queue
-until the blocks that it needs can have become free.
+rank. If the policy names none, it waits and keeps its blocks. What waits for very long gives back what it holds:
+another client of the pool may wait for it. A newcomer that is refused waits at the head of the queue until the blocks
+that it needs can have become free.
 
 cachemgr keeps no reserve of a quota. So after a preemption for quota, and until a running sequence has ended, no
 sequence is admitted beside others.
