@@ -146,7 +146,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
-        self._streams: set[_Stream] = set()
+        self._streams: dict[_Stream, None] = {}  # in the order in which they were opened
         self._ending_streams = False
 
     def statistics(self) -> CallStatistics:
@@ -292,13 +292,13 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         task = asyncio.current_task()
         assert task is not None, "gRPC runs handlers in tasks"
         opened = _Stream(task, method, self._admit(method, context))
-        self._streams.add(opened)
+        self._streams[opened] = None
         if self._ending_streams:
             opened.end(shutting_down(self._domain))
         try:
             yield opened
         finally:
-            self._streams.discard(opened)
+            del self._streams[opened]
 
     async def _last_words(self, opened: "_Stream", context: Context) -> ErrorStatus:
         """Return the reason why we cancelled a stream. Raises CancelledError if it was its client."""
