@@ -609,6 +609,29 @@ async def slow_client_makes_server_wait(stage: Stage) -> None:
         await waiter
 
 
+async def window_is_filled_by_small_messages(stage: Stage) -> None:
+    num_written, reached = 0, asyncio.Event()
+
+    async def many(requests: Any, context: Any) -> None:
+        nonlocal num_written
+        while True:
+            await context.write(b"x" * 1000)
+            num_written += 1
+            reached.set()
+
+    await stage.serve(stream=many)
+    async with stage.channel() as channel:
+        call = stream(channel)()
+        await reached.wait()
+        await asyncio.sleep(SOON_S)
+        stage.client.append(f"{num_written}")
+        for _ in range(200):
+            await call.read()
+        await asyncio.sleep(SOON_S)
+        stage.client.append(f"{200 < num_written < 300}")
+        call.cancel()
+
+
 async def writing_task_is_cancelled(stage: Stage) -> None:
     watched = Watched(stage)
     await stage.serve(stream=watched.forever)
@@ -714,6 +737,22 @@ async def guard_ends_streams(stage: Stage) -> None:
         stage.client.append(await outcome(unary(channel)(b"1")))
 
 
+async def guard_ends_many_streams(stage: Stage) -> None:
+    watched = [Watched(stage) for _ in range(8)]
+    waiting = iter(watched)
+
+    async def handle(requests: Any, context: Any) -> None:
+        await next(waiting).forever(requests, context)
+
+    await stage.serve(stream=handle)
+    async with stage.channel() as channel:
+        calls = [stream(channel)() for _ in watched]
+        for each in watched:
+            await each.began.wait()
+        stage.guard.end_streams()
+        stage.client += [await outcome(call.read()) for call in calls]
+
+
 async def server_stops_at_once(stage: Stage) -> None:
     watched = Watched(stage)
     await stage.serve(stream=watched.forever)
@@ -773,6 +812,44 @@ async def read_is_given_up_at_server(stage: Stage) -> None:
         await asyncio.sleep(SOON_S)
         gate.set()
         stage.client.append(await outcome(call.read()))
+
+
+async def write_is_given_up_at_server(stage: Stage) -> None:
+    """One message is sent at a time, and metadata goes with the first one: no status can be sent before it has left."""
+    await give_up_a_write(stage, num_messages_before=0)
+
+
+async def second_write_is_given_up_at_server(stage: Stage) -> None:
+    """The status waits for the message."""
+    await give_up_a_write(stage, num_messages_before=1)
+
+
+async def give_up_a_write(stage: Stage, *, num_messages_before: int) -> None:
+    noted = asyncio.Event()
+
+    async def handle(requests: Any, context: Any) -> None:
+        for _ in range(num_messages_before):
+            await context.write(b"small")
+        try:
+            async with asyncio.timeout(SOON_S):
+                await context.write(b"x" * 1000 * KIB)
+        except TimeoutError:
+            stage.server.append("timeout")
+        stage.server.append(await outcome(context.write(b"again")))
+        noted.set()
+        raise CallEnded(ErrorStatus.of(Reason.OVERLOADED, "too much", "test.quire.dev"))
+
+    await stage.serve(stream=handle)
+    async with stage.channel() as channel:
+        call = stream(channel)()
+        await call.wait_for_connection()
+        await noted.wait()
+        for _ in range(num_messages_before + 1):
+            stage.client.append(await outcome(call.read()))
+        reader = asyncio.create_task(outcome(call.read()))
+        if await is_waiting(reader):
+            call.cancel()
+        stage.client.append(await reader)
 
 
 async def two_reads_at_once(stage: Stage) -> None:
@@ -869,6 +946,7 @@ SCRIPTS = [
     connection_breaks_during_writes,
     slow_server_makes_client_wait,
     slow_client_makes_server_wait,
+    window_is_filled_by_small_messages,
     writing_task_is_cancelled,
     stream_is_cancelled_during_write,
     large_messages_pass,
@@ -876,9 +954,12 @@ SCRIPTS = [
     server_stands_still,
     channel_closes_with_open_calls,
     guard_ends_streams,
+    guard_ends_many_streams,
     server_stops_at_once,
     server_stops_with_grace,
     read_is_given_up_at_server,
+    write_is_given_up_at_server,
+    second_write_is_given_up_at_server,
     two_reads_at_once,
     headers_come_early,
     server_writes_after_client_left,

@@ -33,6 +33,7 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.bdp_probe", 0),  # else windows grow with the traffic
 )
 _KINDS = {
     "unary": grpc.unary_unary_rpc_method_handler,
