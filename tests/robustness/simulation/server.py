@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import grpc
 from grpc._cython import cygrpc
-from robustness.simulation.network import ORDER_S, End, Network
+from robustness.simulation.connections import End
+from robustness.simulation.links import ORDER_S
+from robustness.simulation.network import Network
 from robustness.simulation.streams import TURN, Half, Metadata, Status
 from robustness.simulation.world import Process
 

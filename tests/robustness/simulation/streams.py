@@ -12,7 +12,8 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from grpc._cython import cygrpc
-from robustness.simulation.network import ORDER_S, Deliver, End
+from robustness.simulation.connections import End
+from robustness.simulation.links import ORDER_S, Deliver
 
 PREFIX_BYTES = 5
 """In front of each message: its length."""

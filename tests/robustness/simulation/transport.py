@@ -17,7 +17,8 @@ from typing import Any
 
 from grpc._cython import cygrpc
 from grpc.aio import _channel
-from robustness.simulation.network import End, Network
+from robustness.simulation.connections import End
+from robustness.simulation.network import Network
 from robustness.simulation.server import ServerHalf
 from robustness.simulation.streams import TURN, Half, Metadata, Status
 
