@@ -163,7 +163,7 @@ class Attempt:
 
     def begin(self, timeout_s: float) -> None:
         """Fails after the timeout, if nothing was heard until then."""
-        self._link.send(0.0, None, self._knock, 0)
+        self._send_knock(0)
         timed_out = "connection attempt timed out before receiving SETTINGS frame"
         self._network.world.after(timeout_s, self.fail, timed_out, process=self.process)
 
@@ -173,6 +173,9 @@ class Attempt:
             self._is_over = True
             self._failed(reason)
 
+    def _send_knock(self, number: int) -> None:
+        self._link.send(0.0, None, self._knock, number)
+
     def _knock(self, number: int) -> None:
         """What the kernel of the server's machine does. Its first answer must find a way back, too."""
         network, world = self._network, self._network.world
@@ -180,7 +183,7 @@ class Attempt:
         back = network.link(network.name_of(self.address), self.process.name)
         if (listener is None and self.address in network.lost_addresses) or back.stands_until > world.now:
             if number < len(SYN_INTERVALS_S):
-                self._link.world.after(SYN_INTERVALS_S[number], self._link.send, 0.0, None, self._knock, number + 1)
+                world.after(SYN_INTERVALS_S[number], self._send_knock, number + 1)
         elif listener is None:
             back.send(0.0, self.process, self.fail, "connect failed (Connection refused)")
         else:

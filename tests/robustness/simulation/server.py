@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
@@ -22,11 +23,12 @@ RETRY_WITHIN_S = 0.01
 OK, UNKNOWN, UNIMPLEMENTED, UNAVAILABLE = 0, 2, 12, 14
 
 
-class CallDetails(NamedTuple):
+@dataclass(slots=True)
+class CallDetails:
     """What an interceptor sees."""
 
     method: str
-    invocation_metadata: Metadata
+    invocation_metadata: Any
 
 
 class Nowhere(Half):
@@ -211,7 +213,7 @@ class SimulatedContext:
         self._details = details
 
     def peer(self) -> str:
-        return self._half.peer.process.name
+        return str(self._half.peer.process.name)
 
     def auth_context(self) -> Mapping[str, Any]:
         return {}
@@ -365,7 +367,7 @@ class SimulatedServer:
         except (cygrpc.AbortError, cygrpc.ExecuteBatchError, asyncio.CancelledError):
             pass  # gRPC logs the last two; the call stays as it is
 
-    async def _find(self, details: CallDetails) -> Any:
+    async def _find(self, details: grpc.HandlerCallDetails) -> Any:
         handler = self._methods.get(details.method)
         if handler is not None:
             return handler

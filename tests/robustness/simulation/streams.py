@@ -105,7 +105,8 @@ class Half:
         if self._ends_input or self.is_over or self._reader is not None:
             await TURN
             return None
-        self._reader = reader = self.process.loop.create_future()
+        reader: asyncio.Future[bytes | None] = self.process.loop.create_future()
+        self._reader = reader
         if self._arriving_bytes:
             self._make_room()
         return await reader

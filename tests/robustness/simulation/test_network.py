@@ -12,9 +12,18 @@ from typing import Any
 
 import grpc
 import pytest
+from robustness.simulation.comparison.scripting import (
+    KIB,
+    answer,
+    echo,
+    outcome,
+    server_stream,
+    stream,
+    unary,
+    until_answered,
+)
+from robustness.simulation.comparison.stages import SimulatedStage, kept_worlds
 from robustness.simulation.network import Network
-from robustness.simulation.scripts import KIB, answer, echo, outcome, server_stream, stream, unary, until_answered
-from robustness.simulation.stages import SimulatedStage, kept_worlds
 from robustness.simulation.surroundings import surroundings
 from robustness.simulation.transport import open_channel
 from robustness.simulation.world import World

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from robustness.simulation.scripts import SCRIPTS, meet_a_killed_server, server_restarts
-from robustness.simulation.stages import RealStage, Script, kept_worlds, play_real, play_simulated
+from robustness.simulation.comparison import flow_scripts, stream_scripts, unary_scripts
+from robustness.simulation.comparison.scripting import scripts_of
+from robustness.simulation.comparison.stages import RealStage, Script, kept_worlds, play_real, play_simulated
+from robustness.simulation.comparison.unary_scripts import meet_a_killed_server, server_restarts
 
+SCRIPTS = scripts_of(unary_scripts, stream_scripts, flow_scripts)
 NUM_SEEDS = 20
 
 
@@ -35,8 +38,8 @@ def test_a_seed_has_one_story() -> None:
 
 SERVER = """
 import asyncio, pathlib, sys
-from robustness.simulation.scripts import answer, echo
-from robustness.simulation.stages import serve_forever
+from robustness.simulation.comparison.scripting import answer, echo
+from robustness.simulation.comparison.stages import serve_forever
 asyncio.run(serve_forever(pathlib.Path(sys.argv[1]), unary=answer, stream=echo))
 """
 

@@ -45,7 +45,7 @@ class SimulatedChannel(_channel.Channel):
         self._stream_stream_interceptors = []
         self._loop = core.process.loop
         self._channel = core
-        self._active_calls = _OrderedCalls()
+        self._active_calls: Any = _OrderedCalls()
 
 
 class _OrderedCalls:

@@ -73,7 +73,7 @@ Script = Callable[[Stage], Awaitable[None]]
 
 
 def generic_handler(handlers: dict[str, Callable[..., Any]]) -> grpc.GenericRpcHandler:
-    methods = {name: _KINDS[name.rstrip("0123456789")](handler) for name, handler in handlers.items()}
+    methods: dict[str, Any] = {name: _KINDS[name.rstrip("0123456789")](handler) for name, handler in handlers.items()}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
@@ -87,7 +87,7 @@ class Relay:
 
     def __init__(self, address: Path, server: Path) -> None:
         self._address, self._server = address, server
-        self._transports: list[asyncio.Transport] = []
+        self._transports: list[asyncio.WriteTransport] = []
         self._listener: asyncio.Server | None = None
         self._is_paused = False
         self._tasks: set[asyncio.Task[None]] = set()
