@@ -58,7 +58,7 @@ class Play:
             process.end()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _kept() -> Iterator[None]:
     with kept_worlds():
         yield

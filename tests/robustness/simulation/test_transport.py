@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,23 @@ SCRIPTS = scripts_of(unary_scripts, stream_scripts, flow_scripts)
 NUM_SEEDS = 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kept() -> Iterator[None]:
+    with kept_worlds():
+        yield
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_sees_the_same_over_grpc_and_in_the_simulator(script: Script, tmp_path: Path) -> None:
     real = asyncio.run(play_real(script, tmp_path))
-    with kept_worlds():
-        seen = [play_simulated(script, seed) for seed in range(NUM_SEEDS)]
-    assert seen == [real] * NUM_SEEDS
+    assert [play_simulated(script, seed) for seed in range(NUM_SEEDS)] == [real] * NUM_SEEDS
 
 
 def test_a_seed_has_one_story() -> None:
     stories: list[list[str]] = [[], [], []]
-    with kept_worlds():
-        for seed, story in zip((7, 7, 8), stories, strict=True):
-            for script in SCRIPTS:
-                play_simulated(script, seed, tells=story.append)
+    for seed, story in zip((7, 7, 8), stories, strict=True):
+        for script in SCRIPTS:
+            play_simulated(script, seed, tells=story.append)
     assert stories[0] == stories[1]
     assert stories[0] != stories[2]
 
