@@ -147,14 +147,13 @@ class SimulatedContext:
         "_has_sent_headers",
         "_is_ended",
         "_metadata",
-        "_server",
         "_trailing_metadata",
         "serialize",
         "task",
     )
 
-    def __init__(self, server: SimulatedServer, half: ServerHalf, metadata: Metadata) -> None:
-        self._server, self._half, self._metadata = server, half, metadata
+    def __init__(self, half: ServerHalf, metadata: Metadata) -> None:
+        self._half, self._metadata = half, metadata
         self.task: asyncio.Task[None] | None = None
         self.serialize: Callable[[Any], bytes] | None = None
         self._code, self._details = OK, ""
@@ -332,7 +331,7 @@ class SimulatedServer:
             end.keep_alive(self._keepalive_s, self._keepalive_timeout_s)
 
     def _begin(self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None) -> None:
-        context = SimulatedContext(self, half, metadata)
+        context = SimulatedContext(half, metadata)
         half.begin(context, request)
         task = context.task = self._process.loop.create_task(self._handle(half.name, context))
         self._tasks[task] = half

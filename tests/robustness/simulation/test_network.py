@@ -164,6 +164,29 @@ def test_one_direction_freezes(play: Play) -> None:
     play.run(script)
 
 
+def test_a_server_knows_the_deadline_of_a_client_that_it_does_not_hear(play: Play) -> None:
+    cancelled = asyncio.Event()
+
+    async def handle(request: bytes, context: Any) -> bytes:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def script(play: Play) -> None:
+        await play.stage.serve(unary=handle)
+        async with play.stage.channel() as channel:
+            call = asyncio.create_task(outcome(unary(channel)(b"1", timeout=5.0)))
+            await asyncio.sleep(0.1)
+            play.network.partition("client", "server", 10.0)
+            with lasting(play, 4.8, 5.0):
+                await cancelled.wait()
+            assert await call == "AioRpcError DEADLINE_EXCEEDED"
+
+    play.run(script)
+
+
 def test_requests_end_at_a_proxy(play: Play) -> None:
     async def handle(requests: Any, context: Any) -> Any:
         async for request in requests:

@@ -311,6 +311,26 @@ async def stream_is_cancelled_during_write(stage: Stage) -> None:
 
 
 @script
+async def writing_ends_behind_a_message_that_waits(stage: Stage) -> None:
+    gate = asyncio.Event()
+
+    async def handle(requests: Any, context: Any) -> None:
+        await gate.wait()
+        for _ in range(2):
+            stage.server.append(await outcome(context.read()))
+
+    await stage.serve(stream=handle)
+    async with stage.channel() as channel:
+        call = stream(channel)()
+        writer = asyncio.create_task(outcome(call.write(b"x" * 3000 * KIB)))
+        stage.client.append(f"{await is_waiting(writer)}")
+        ending = asyncio.create_task(outcome(call.done_writing()))
+        await is_waiting(ending)
+        gate.set()
+        stage.client += [await writer, await ending, await outcome(call.read())]
+
+
+@script
 async def large_messages_pass(stage: Stage) -> None:
     await stage.serve(stream=echo)
     async with stage.channel() as channel:

@@ -28,12 +28,14 @@ from quire.serving.interceptor import HandlerGuard
 from quire.serving.server import SERVER_OPTIONS
 
 SERVICE = "test.Scripts"
+FIXED_WINDOWS = ("grpc.http2.bdp_probe", 0)
+"""Else windows grow with the traffic."""
 OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.http2.bdp_probe", 0),  # else windows grow with the traffic
+    FIXED_WINDOWS,
 )
 _KINDS = {
     "unary": grpc.unary_unary_rpc_method_handler,
@@ -133,7 +135,7 @@ class Relay:
 
 
 def _new_server(guard: HandlerGuard, address: Path, handlers: dict[str, Callable[..., Any]]) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=(guard,), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(guard,), options=(*SERVER_OPTIONS, FIXED_WINDOWS))
     server.add_generic_rpc_handlers((generic_handler(handlers),))
     server.add_insecure_port(f"unix:{address}")
     return server
