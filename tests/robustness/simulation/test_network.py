@@ -167,9 +167,9 @@ def test_one_direction_freezes(play: Play) -> None:
 def test_a_server_knows_the_deadline_of_a_client_that_it_does_not_hear(play: Play) -> None:
     cancelled = asyncio.Event()
 
-    async def handle(request: bytes, context: Any) -> bytes:
+    async def handle(request: bytes, context: Any) -> None:
         try:
-            return await asyncio.get_running_loop().create_future()
+            await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             cancelled.set()
             raise
