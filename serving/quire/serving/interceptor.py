@@ -146,7 +146,7 @@ class HandlerGuard(grpc.aio.ServerInterceptor):
         self._fatal = fatal
         self._on_fatal = on_fatal
         self._handlers: dict[str, Handler] = {}
-        self._streams: dict[_Stream, None] = {}  # in the order of their beginning
+        self._streams: dict[_Stream, None] = {}  # in the order in which they were opened
         self._ending_streams = False
 
     def statistics(self) -> CallStatistics:

@@ -1,8 +1,8 @@
-"""The network between simulated processes: links, connections and what goes wrong on them, in virtual time.
+"""The network between simulated processes, in virtual time: addresses and who listens there, and what goes wrong.
 
-    Network      addresses and who listens there, links by the names of processes, and the faults
-    Link         one direction between two names: how long a frame takes, and what is wrong at present
-    Connection   made of two Ends, one in each process; each carries streams, which transport.py defines
+    Network      this file
+    Link         one direction between two names: links.py
+    End          one process's end of a connection: connections.py. Each carries streams, which streams.py defines
 
 A frame is a call of a function of the receiving process, later. Frames of a stream arrive in their order. Frames of
 different streams overtake each other. What takes a frame wakes the process and does not run for it: frames also reach
@@ -15,273 +15,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
+from robustness.simulation.connections import Attempt, End, Listener
+from robustness.simulation.links import Link
 from robustness.simulation.world import Process, World
 
 WINDOW_BYTES = 65_535
 """The bytes of a stream that may be on their way or unread, in each direction."""
-ORDER_S = 1e-9
-"""Between two frames of a stream, at least."""
-SYN_INTERVALS_S = (1.0, 2.0, 4.0, 8.0)
-"""Between attempts of TCP to connect to a machine that says nothing."""
-
-Deliver = Callable[..., None]
-
-
-class Stream(Protocol):
-    """A stream at one end of a connection."""
-
-    def end_input(self) -> None:
-        """The peer sends nothing more."""
-
-    def break_off(self, reason: str) -> None:
-        """The connection is gone."""
-
-    def abandon(self) -> None:
-        """This process has closed the connection, or has ended."""
-
-
-class Link:
-    """One direction between two processes by name. The fields are what faults change."""
-
-    __slots__ = (
-        "_random",
-        "doubles_call",
-        "jitter_s",
-        "loses_answer",
-        "mean_s",
-        "network",
-        "next_delay_s",
-        "receiver",
-        "sender",
-        "stands_until",
-        "windows_stand_until",
-        "world",
-    )
-
-    def __init__(self, network: Network, sender: str, receiver: str) -> None:
-        self.network, self.world = network, network.world
-        self.sender, self.receiver = sender, receiver
-        self.mean_s, self.jitter_s = network.mean_delay_s, network.jitter_s
-        self.stands_until = 0.0
-        """Nothing arrives before this time."""
-        self.windows_stand_until = 0.0
-        """The receiver gives no room before this time: it reads slowly."""
-        self.next_delay_s = 0.0
-        """Of one frame, in addition."""
-        self.loses_answer = False
-        """The next answer to a unary call breaks its connection instead."""
-        self.doubles_call = False
-        """The next unary call reaches the server twice."""
-        self._random = network.random.random
-
-    def send(self, not_before: float, process: Process | None, deliver: Deliver, *args: Any) -> float:
-        """Call `deliver` after a while, and at `not_before` at the earliest, unless the process has ended by then.
-
-        Returns the time of arrival.
-        """
-        world = self.world
-        now = world.now
-        arrival = now + self.mean_s + self.jitter_s * self._random()
-        if self.next_delay_s:
-            arrival += self.next_delay_s
-            self.next_delay_s = 0.0
-        if arrival < not_before:
-            arrival = not_before
-        world.after(arrival - now, self._arrive, process, deliver, args)
-        return arrival
-
-    def _arrive(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
-        world = self.world
-        if self.stands_until > world.now:
-            world.after(self.stands_until - world.now, self._arrive, process, deliver, args)
-            return
-        if process is not None and not process.is_alive:
-            return
-        if self.network.tells:
-            world.tell(f"{world.now:.6f} {self.sender} -> {self.receiver} {_described(deliver, args)}")
-        deliver(*args)
-
-
-class End:
-    """One process's end of a connection."""
-
-    name = "connection"
-    __slots__ = (
-        "_awaits_pong",
-        "_keepalive_s",
-        "_pong_timeout_s",
-        "is_mute",
-        "is_open",
-        "latest",
-        "link",
-        "on_lost",
-        "owner",
-        "peer",
-        "process",
-        "streams",
-    )
-
-    def __init__(self, process: Process, link: Link) -> None:
-        self.process, self.link = process, link
-        self.peer: End = self
-        self.is_open = True
-        self.is_mute = False
-        """The machine is lost: it does not even say that the process has ended."""
-        self.streams: dict[Stream, None] = {}
-        self.latest = 0.0
-        """When the last frame that was sent arrives."""
-        self.owner: Any = None
-        """Takes the frames that belong to no stream yet."""
-        self.on_lost: Callable[[str], None] = lambda reason: None
-        """Called when the connection is gone, unless this end has closed it."""
-        self._keepalive_s = self._pong_timeout_s = 0.0
-        self._awaits_pong = False
-
-    def close(self, *, loses_data: bool = False) -> None:
-        """Hang up. The peer reads what was sent before, unless that is lost."""
-        if not self.is_open:
-            return
-        for stream in self.streams:
-            stream.abandon()
-        self._shut()
-        if not self.is_mute:
-            peer = self.peer
-            self.link.send(0.0 if loses_data else self.latest + ORDER_S, peer.process, peer.lose, "Socket closed")
-
-    def lose(self, reason: str) -> None:
-        """The connection is gone, as this process learns now."""
-        if not self.is_open:
-            return
-        streams = list(self.streams)
-        self._shut()
-        for stream in streams:
-            stream.break_off(reason)
-        self.on_lost(reason)
-
-    def take_goaway(self) -> None:
-        """The peer takes no new calls on this connection."""
-        if self.is_open:
-            self.owner.take_goaway()
-
-    def keep_alive(self, every_s: float, timeout_s: float) -> None:
-        """Ping the peer, and give the connection up when it does not answer in time."""
-        self._keepalive_s, self._pong_timeout_s = every_s, timeout_s
-        self.link.world.after(every_s, self._ping)
-
-    def _shut(self) -> None:
-        self.is_open = False
-        self.streams.clear()
-        self.link.network.forget(self)
-
-    # gRPC answers pings in threads of its own: these are events of the world. A paused process answers none.
-
-    def _ping(self) -> None:
-        if self.is_open and not self._waits_for_process(self._ping):
-            self._awaits_pong = True
-            self.link.send(0.0, None, self.peer._answer_ping)
-            self.link.world.after(self._pong_timeout_s, self._check_pong)
-
-    def _answer_ping(self) -> None:
-        if self.is_open and not self.is_mute and not self._waits_for_process(self._answer_ping):
-            self.link.send(0.0, None, self.peer._take_pong)
-
-    def _take_pong(self) -> None:
-        if self.is_open and self._awaits_pong:
-            self._awaits_pong = False
-            self.link.world.after(self._keepalive_s, self._ping)
-
-    def _check_pong(self) -> None:
-        if self.is_open and self._awaits_pong and not self._waits_for_process(self._check_pong):
-            peer = self.peer
-            self.link.send(self.latest + ORDER_S, peer.process, peer.lose, "Socket closed")
-            self.link.world.after(0.0, self.lose, "ping timeout", process=self.process)
-
-    def _waits_for_process(self, then: Callable[[], None]) -> bool:
-        """True if the process is paused; `then` is called when it goes on."""
-        world, until = self.link.world, self.process.paused_until
-        if until > world.now:
-            world.after(until - world.now + 0.01, then)
-            return True
-        return False
-
-
-class Listener:
-    """A process that listens at an address."""
-
-    __slots__ = ("accept", "attempts", "process")
-
-    def __init__(self, process: Process, accept: Callable[[End], None]) -> None:
-        self.process, self.accept = process, accept
-        self.attempts: dict[Attempt, None] = {}
-        """The kernel has accepted them, and the process has not."""
-
-
-class Attempt:
-    """A process that connects to an address. Exactly one of the two functions is called."""
-
-    name = "connection"
-    __slots__ = ("_connected", "_failed", "_is_over", "_link", "_network", "address", "process")
-
-    def __init__(
-        self,
-        network: Network,
-        process: Process,
-        address: str,
-        connected: Callable[[End], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        self._network, self.process, self.address = network, process, address
-        self._connected, self._failed = connected, failed
-        self._link = network.link(process.name, network.name_of(address))
-        self._is_over = False
-
-    def begin(self, timeout_s: float) -> None:
-        """Fails after the timeout, if nothing was heard until then."""
-        self._link.send(0.0, None, self._knock, 0)
-        timed_out = "connection attempt timed out before receiving SETTINGS frame"
-        self._network.world.after(timeout_s, self.fail, timed_out, process=self.process)
-
-    def fail(self, reason: str) -> None:
-        """Only the first end of an attempt counts."""
-        if not self._is_over:
-            self._is_over = True
-            self._failed(reason)
-
-    def _knock(self, number: int) -> None:
-        """What the kernel of the server's machine does. Its first answer must find a way back, too."""
-        network, world = self._network, self._network.world
-        listener = network.listeners.get(self.address)
-        back = network.link(network.name_of(self.address), self.process.name)
-        if (listener is None and self.address in network.lost_addresses) or back.stands_until > world.now:
-            if number < len(SYN_INTERVALS_S):
-                self._link.world.after(SYN_INTERVALS_S[number], self._link.send, 0.0, None, self._knock, number + 1)
-        elif listener is None:
-            back.send(0.0, self.process, self.fail, "connect failed (Connection refused)")
-        else:
-            listener.attempts[self] = None
-            world.after(0.0, self._accept, listener, back, process=listener.process)
-
-    def _accept(self, listener: Listener, back: Link) -> None:
-        listener.attempts.pop(self, None)
-        if self._is_over or not self.process.is_alive:
-            return
-        client, server = End(self.process, self._link), End(listener.process, back)
-        client.peer, server.peer = server, client
-        self._network.remember(client, server)
-        listener.accept(server)
-        server.latest = back.send(server.latest, self.process, self._succeed, client)
-
-    def _succeed(self, client: End) -> None:
-        if self._is_over:
-            client.close()
-            return
-        self._is_over = True
-        if client.is_open:
-            self._connected(client)
-        else:
-            self._failed("Socket closed")
 
 
 class Network:
@@ -414,7 +154,8 @@ class Network:
     def break_connection(self, end: End) -> None:
         """Break one connection, now."""
         for each in (end, end.peer):
-            each.link.send(0.0, each.process, each.lose, "Connection reset by peer")
+            learns_after_s = self.random.random() * self.jitter_s
+            self.world.after(learns_after_s, each.lose, "Connection reset by peer", process=each.process)
 
     def _between(self, first: str, second: str) -> list[End]:
         wanted = {first, second}
@@ -438,19 +179,3 @@ class Network:
         for end in list(self._ends[process]):
             end.close(loses_data=self.random.random() < 0.5)
         del self._ends[process]
-
-
-def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
-    """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
-    owner = getattr(deliver, "__self__", None)
-    name = getattr(owner, "name", type(owner).__name__.lower())
-    what = deliver.__name__.lstrip("_").removeprefix("take_").replace("_", " ")
-    return " ".join([name, what, *filter(None, map(_in_words, args))])
-
-
-def _in_words(arg: Any) -> str:
-    if isinstance(arg, bytes):
-        return f"{len(arg)} bytes"
-    if isinstance(arg, (str, int)) and not isinstance(arg, bool):
-        return str(arg)
-    return str(getattr(arg, "in_words", ""))

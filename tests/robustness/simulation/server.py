@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
-from robustness.simulation.network import ORDER_S, End, Network
+from robustness.simulation.connections import End
+from robustness.simulation.links import ORDER_S
+from robustness.simulation.network import Network
 from robustness.simulation.streams import TURN, Half, Metadata, Status
 from robustness.simulation.world import Process
 
@@ -20,11 +23,12 @@ RETRY_WITHIN_S = 0.01
 OK, UNKNOWN, UNIMPLEMENTED, UNAVAILABLE = 0, 2, 12, 14
 
 
-class CallDetails(NamedTuple):
+@dataclass(slots=True)
+class CallDetails:
     """What an interceptor sees."""
 
     method: str
-    invocation_metadata: Metadata
+    invocation_metadata: Any
 
 
 class Nowhere(Half):
@@ -143,14 +147,13 @@ class SimulatedContext:
         "_has_sent_headers",
         "_is_ended",
         "_metadata",
-        "_server",
         "_trailing_metadata",
         "serialize",
         "task",
     )
 
-    def __init__(self, server: SimulatedServer, half: ServerHalf, metadata: Metadata) -> None:
-        self._server, self._half, self._metadata = server, half, metadata
+    def __init__(self, half: ServerHalf, metadata: Metadata) -> None:
+        self._half, self._metadata = half, metadata
         self.task: asyncio.Task[None] | None = None
         self.serialize: Callable[[Any], bytes] | None = None
         self._code, self._details = OK, ""
@@ -209,7 +212,7 @@ class SimulatedContext:
         self._details = details
 
     def peer(self) -> str:
-        return self._half.peer.process.name
+        return str(self._half.peer.process.name)
 
     def auth_context(self) -> Mapping[str, Any]:
         return {}
@@ -328,7 +331,7 @@ class SimulatedServer:
             end.keep_alive(self._keepalive_s, self._keepalive_timeout_s)
 
     def _begin(self, half: ServerHalf, metadata: Metadata, timeout_s: float | None, request: bytes | None) -> None:
-        context = SimulatedContext(self, half, metadata)
+        context = SimulatedContext(half, metadata)
         half.begin(context, request)
         task = context.task = self._process.loop.create_task(self._handle(half.name, context))
         self._tasks[task] = half
@@ -363,7 +366,7 @@ class SimulatedServer:
         except (cygrpc.AbortError, cygrpc.ExecuteBatchError, asyncio.CancelledError):
             pass  # gRPC logs the last two; the call stays as it is
 
-    async def _find(self, details: CallDetails) -> Any:
+    async def _find(self, details: grpc.HandlerCallDetails) -> Any:
         handler = self._methods.get(details.method)
         if handler is not None:
             return handler

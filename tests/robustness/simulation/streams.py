@@ -12,7 +12,8 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from grpc._cython import cygrpc
-from robustness.simulation.network import ORDER_S, Deliver, End
+from robustness.simulation.connections import End
+from robustness.simulation.links import ORDER_S, Deliver
 
 PREFIX_BYTES = 5
 """In front of each message: its length."""
@@ -104,7 +105,8 @@ class Half:
         if self._ends_input or self.is_over or self._reader is not None:
             await TURN
             return None
-        self._reader = reader = self.process.loop.create_future()
+        reader: asyncio.Future[bytes | None] = self.process.loop.create_future()
+        self._reader = reader
         if self._arriving_bytes:
             self._make_room()
         return await reader

@@ -7,13 +7,23 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import grpc
 import pytest
+from robustness.simulation.comparison.scripting import (
+    KIB,
+    answer,
+    echo,
+    outcome,
+    server_stream,
+    stream,
+    unary,
+    until_answered,
+)
+from robustness.simulation.comparison.stages import SimulatedStage, kept_worlds
 from robustness.simulation.network import Network
-from robustness.simulation.scripts import KIB, answer, echo, outcome, server_stream, stream, unary, until_answered
-from robustness.simulation.stages import SimulatedStage, kept_worlds
 from robustness.simulation.surroundings import surroundings
 from robustness.simulation.transport import open_channel
 from robustness.simulation.world import World
@@ -48,7 +58,7 @@ class Play:
             process.end()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _kept() -> Iterator[None]:
     with kept_worlds():
         yield
@@ -150,6 +160,29 @@ def test_one_direction_freezes(play: Play) -> None:
                 await heard.wait()
             with lasting(play, 2.9, 3.1):
                 assert await call == b"2"
+
+    play.run(script)
+
+
+def test_a_server_knows_the_deadline_of_a_client_that_it_does_not_hear(play: Play) -> None:
+    cancelled = asyncio.Event()
+
+    async def handle(request: bytes, context: Any) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def script(play: Play) -> None:
+        await play.stage.serve(unary=handle)
+        async with play.stage.channel() as channel:
+            call = asyncio.create_task(outcome(unary(channel)(b"1", timeout=5.0)))
+            await asyncio.sleep(0.1)
+            play.network.partition("client", "server", 10.0)
+            with lasting(play, 4.8, 5.0):
+                await cancelled.wait()
+            assert await call == "AioRpcError DEADLINE_EXCEEDED"
 
     play.run(script)
 
@@ -307,6 +340,83 @@ def test_messages_pass_a_small_window(window_bytes: int) -> None:
 
     for seed in range(5):
         Play(seed, window_bytes=window_bytes).run(script)
+
+
+def test_a_large_message_does_not_widen_the_window() -> None:
+    async def script(play: Play) -> None:
+        gate, read = asyncio.Event(), asyncio.Event()
+
+        async def handle(requests: Any, context: Any) -> None:
+            assert len(await context.read()) == 5_000
+            read.set()
+            await gate.wait()
+            while await context.read() is not grpc.aio.EOF:
+                pass
+
+        await play.stage.serve(stream=handle)
+        async with play.stage.channel() as channel:
+            call = stream(channel)()
+            await call.write(b"x" * 5_000)
+            await read.wait()
+            written = 0
+
+            async def write_all() -> None:
+                nonlocal written
+                for _ in range(100):
+                    await call.write(b"x" * 95)
+                    written += 1
+                await call.done_writing()
+
+            writer = asyncio.create_task(write_all())
+            await asyncio.sleep(1.0)
+            assert 0 < written <= 10
+            gate.set()
+            await writer
+            assert await call.read() is grpc.aio.EOF
+
+    Play(0, window_bytes=1_000).run(script)
+
+
+def test_attempts_to_connect_go_on_with_backoff(play: Play) -> None:
+    times: list[float] = []
+
+    async def script(play: Play) -> None:
+        async with play.stage.channel(CHANNEL_OPTIONS) as channel:
+            await outcome(unary(channel)(b"1"))
+            await asyncio.sleep(20.0)
+
+    play.network.tells = True
+    play.world.tell = lambda line: times.append(play.world.now) if "knock" in line else None
+    play.run(script)
+    waits = [later - earlier for earlier, later in pairwise(times)]
+    expected = [0.1, 0.16, 0.256, 0.41, 0.655] + [1.0] * (len(waits) - 5)
+    assert all(0.79 * mean_s <= wait <= 1.21 * mean_s for wait, mean_s in zip(waits, expected, strict=True))
+    assert len({round(wait, 6) for wait in waits}) == len(waits)
+
+
+def test_a_server_that_is_killed_before_it_accepts_refuses(play: Play) -> None:
+    async def script(play: Play) -> None:
+        await play.stage.serve(unary=answer)
+        play.stage.pause()
+        async with play.stage.channel(CHANNEL_OPTIONS) as channel:
+            call = asyncio.create_task(outcome(unary(channel)(b"1")))
+            await asyncio.sleep(1.0)
+            play.stage.kill()
+            with lasting(play, 0.0, 0.01):
+                assert await call == "AioRpcError UNAVAILABLE"
+
+    play.run(script)
+
+
+def test_connecting_is_tried_again_when_no_answer_comes_back(play: Play) -> None:
+    async def script(play: Play) -> None:
+        await play.stage.serve(unary=answer)
+        play.network.freeze("server", "client", 2.5)
+        async with play.stage.channel(CHANNEL_OPTIONS) as channel:
+            with lasting(play, 2.9, 3.1):
+                assert await outcome(unary(channel)(b"1")) == "answer to 1"
+
+    play.run(script)
 
 
 def test_a_lost_machine_says_nothing(play: Play) -> None:

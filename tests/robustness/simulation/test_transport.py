@@ -6,37 +6,44 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from robustness.simulation.scripts import SCRIPTS, meet_a_killed_server, server_restarts
-from robustness.simulation.stages import RealStage, Script, kept_worlds, play_real, play_simulated
+from robustness.simulation.comparison import flow_scripts, stream_scripts, unary_scripts
+from robustness.simulation.comparison.scripting import scripts_of
+from robustness.simulation.comparison.stages import RealStage, Script, kept_worlds, play_real, play_simulated
+from robustness.simulation.comparison.unary_scripts import meet_a_killed_server, server_restarts
 
+SCRIPTS = scripts_of(unary_scripts, stream_scripts, flow_scripts)
 NUM_SEEDS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept() -> Iterator[None]:
+    with kept_worlds():
+        yield
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_sees_the_same_over_grpc_and_in_the_simulator(script: Script, tmp_path: Path) -> None:
     real = asyncio.run(play_real(script, tmp_path))
-    with kept_worlds():
-        seen = [play_simulated(script, seed) for seed in range(NUM_SEEDS)]
-    assert seen == [real] * NUM_SEEDS
+    assert [play_simulated(script, seed) for seed in range(NUM_SEEDS)] == [real] * NUM_SEEDS
 
 
 def test_a_seed_has_one_story() -> None:
     stories: list[list[str]] = [[], [], []]
-    with kept_worlds():
-        for seed, story in zip((7, 7, 8), stories, strict=True):
-            for script in SCRIPTS:
-                play_simulated(script, seed, tells=story.append)
+    for seed, story in zip((7, 7, 8), stories, strict=True):
+        for script in SCRIPTS:
+            play_simulated(script, seed, tells=story.append)
     assert stories[0] == stories[1]
     assert stories[0] != stories[2]
 
 
 SERVER = """
 import asyncio, pathlib, sys
-from robustness.simulation.scripts import answer, echo
-from robustness.simulation.stages import serve_forever
+from robustness.simulation.comparison.scripting import answer, echo
+from robustness.simulation.comparison.stages import serve_forever
 asyncio.run(serve_forever(pathlib.Path(sys.argv[1]), unary=answer, stream=echo))
 """
 

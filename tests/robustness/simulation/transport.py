@@ -17,7 +17,8 @@ from typing import Any
 
 from grpc._cython import cygrpc
 from grpc.aio import _channel
-from robustness.simulation.network import End, Network
+from robustness.simulation.connections import End
+from robustness.simulation.network import Network
 from robustness.simulation.server import ServerHalf
 from robustness.simulation.streams import TURN, Half, Metadata, Status
 
@@ -44,7 +45,7 @@ class SimulatedChannel(_channel.Channel):
         self._stream_stream_interceptors = []
         self._loop = core.process.loop
         self._channel = core
-        self._active_calls = _OrderedCalls()
+        self._active_calls: Any = _OrderedCalls()
 
 
 class _OrderedCalls:

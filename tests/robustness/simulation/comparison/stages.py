@@ -28,11 +28,14 @@ from quire.serving.interceptor import HandlerGuard
 from quire.serving.server import SERVER_OPTIONS
 
 SERVICE = "test.Scripts"
+FIXED_WINDOWS = ("grpc.http2.bdp_probe", 0)
+"""Else windows grow with the traffic."""
 OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
+    FIXED_WINDOWS,
 )
 _KINDS = {
     "unary": grpc.unary_unary_rpc_method_handler,
@@ -72,7 +75,7 @@ Script = Callable[[Stage], Awaitable[None]]
 
 
 def generic_handler(handlers: dict[str, Callable[..., Any]]) -> grpc.GenericRpcHandler:
-    methods = {name: _KINDS[name.rstrip("0123456789")](handler) for name, handler in handlers.items()}
+    methods: dict[str, Any] = {name: _KINDS[name.rstrip("0123456789")](handler) for name, handler in handlers.items()}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
@@ -86,7 +89,7 @@ class Relay:
 
     def __init__(self, address: Path, server: Path) -> None:
         self._address, self._server = address, server
-        self._transports: list[asyncio.Transport] = []
+        self._transports: list[asyncio.WriteTransport] = []
         self._listener: asyncio.Server | None = None
         self._is_paused = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +135,7 @@ class Relay:
 
 
 def _new_server(guard: HandlerGuard, address: Path, handlers: dict[str, Callable[..., Any]]) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=(guard,), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(guard,), options=(*SERVER_OPTIONS, FIXED_WINDOWS))
     server.add_generic_rpc_handlers((generic_handler(handlers),))
     server.add_insecure_port(f"unix:{address}")
     return server

@@ -1,0 +1,94 @@
+"""One direction between two simulated processes: how long a frame takes, and what is wrong at present."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from robustness.simulation.world import Process
+
+if TYPE_CHECKING:
+    from robustness.simulation.network import Network
+
+ORDER_S = 1e-9
+"""Between two frames of a stream, at least."""
+
+Deliver = Callable[..., None]
+
+
+class Link:
+    """One direction between two processes by name. The fields are what faults change."""
+
+    __slots__ = (
+        "_random",
+        "doubles_call",
+        "jitter_s",
+        "loses_answer",
+        "mean_s",
+        "network",
+        "next_delay_s",
+        "receiver",
+        "sender",
+        "stands_until",
+        "windows_stand_until",
+        "world",
+    )
+
+    def __init__(self, network: Network, sender: str, receiver: str) -> None:
+        self.network, self.world = network, network.world
+        self.sender, self.receiver = sender, receiver
+        self.mean_s, self.jitter_s = network.mean_delay_s, network.jitter_s
+        self.stands_until = 0.0
+        """Nothing arrives before this time."""
+        self.windows_stand_until = 0.0
+        """The receiver gives no room before this time: it reads slowly."""
+        self.next_delay_s = 0.0
+        """Of one frame, in addition."""
+        self.loses_answer = False
+        """The next answer to a unary call breaks its connection instead."""
+        self.doubles_call = False
+        """The next unary call reaches the server twice."""
+        self._random = network.random.random
+
+    def send(self, not_before: float, process: Process | None, deliver: Deliver, *args: Any) -> float:
+        """Call `deliver` after a while, and at `not_before` at the earliest, unless the process has ended by then.
+
+        Returns the time of arrival.
+        """
+        world = self.world
+        now = world.now
+        arrival = now + self.mean_s + self.jitter_s * self._random()
+        if self.next_delay_s:
+            arrival += self.next_delay_s
+            self.next_delay_s = 0.0
+        if arrival < not_before:
+            arrival = not_before
+        world.after(arrival - now, self._arrive, process, deliver, args)
+        return arrival
+
+    def _arrive(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
+        world = self.world
+        if self.stands_until > world.now:
+            world.after(self.stands_until - world.now, self._arrive, process, deliver, args)
+            return
+        if process is not None and not process.is_alive:
+            return
+        if self.network.tells:
+            world.tell(f"{world.now:.6f} {self.sender} -> {self.receiver} {_described(deliver, args)}")
+        deliver(*args)
+
+
+def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
+    """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
+    owner = getattr(deliver, "__self__", None)
+    name = getattr(owner, "name", type(owner).__name__.lower())
+    what = deliver.__name__.lstrip("_").removeprefix("take_").replace("_", " ")
+    return " ".join([name, what, *filter(None, map(_in_words, args))])
+
+
+def _in_words(arg: Any) -> str:
+    if isinstance(arg, bytes):
+        return f"{len(arg)} bytes"
+    if isinstance(arg, (str, int)) and not isinstance(arg, bool):
+        return str(arg)
+    return str(getattr(arg, "in_words", ""))
