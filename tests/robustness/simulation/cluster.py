@@ -1,6 +1,6 @@
 """The processes of one schedule: started, killed, started again, disturbed, and looked at in the end.
 
-    gateway-N ──► cachemgr ◄── worker-N          gateway-N ──► worker-N
+gateway-N ──► cachemgr ◄── worker-N          gateway-N ──► worker-N
 """
 
 from __future__ import annotations

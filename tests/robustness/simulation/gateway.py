@@ -187,6 +187,4 @@ def _chunks(backend: Engine | Router, request: Request) -> AsyncGenerator[Chunk,
 
 def _values(chunk: Chunk) -> list[Any]:
     """The log-probabilities of a chunk's tokens, rounded, if they were asked for."""
-    return [
-        tuple((token, round(value, 3)) for token, value in each.top) for each in chunk.logprobs or ()
-    ]
+    return [tuple((token, round(value, 3)) for token, value in each.top) for each in chunk.logprobs or ()]

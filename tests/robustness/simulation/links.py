@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from robustness.simulation.story import line_of
 from robustness.simulation.world import Process
 
 if TYPE_CHECKING:
@@ -74,21 +75,7 @@ class Link:
         if process is not None and not process.is_alive:
             return
         if self.network.tells:
-            world.tell(f"{world.now:.6f} {self.sender} -> {self.receiver} {_described(deliver, args)}")
+            line = line_of(self.sender, self.receiver, deliver, args)
+            if line is not None:
+                world.tell(line)
         deliver(*args)
-
-
-def _described(deliver: Deliver, args: tuple[Any, ...]) -> str:
-    """A line's words about a frame: the stream, the function that takes it, and what can be said of its contents."""
-    owner = getattr(deliver, "__self__", None)
-    name = getattr(owner, "name", type(owner).__name__.lower())
-    what = deliver.__name__.lstrip("_").removeprefix("take_").replace("_", " ")
-    return " ".join([name, what, *filter(None, map(_in_words, args))])
-
-
-def _in_words(arg: Any) -> str:
-    if isinstance(arg, bytes):
-        return f"{len(arg)} bytes"
-    if isinstance(arg, (str, int)) and not isinstance(arg, bool):
-        return str(arg)
-    return str(getattr(arg, "in_words", ""))
