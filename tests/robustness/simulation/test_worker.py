@@ -199,7 +199,7 @@ class Client:
 @pytest.fixture
 def world() -> Iterator[World]:
     world = World(1)
-    with surroundings(world, lambda target: None):
+    with surroundings(world, lambda *_: None):
         yield world
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from robustness.simulation.digest_model import DigestFunction, DigestModel
@@ -45,6 +45,9 @@ async def nothing() -> None:
 
 
 HEALTH_IS_NOT_SIMULATED = WatchdogActions(nothing, nothing, lambda: "model:simulated")
+
+NO_TOKENIZER = "/"
+"""A folder that is there, so that clients find no tokenizer in it, and look nowhere else."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class SimulatedWorker:
         self.steps.on_violation = self._on_violation
         dialer = Dialer(cachemgr, config.cachemgr_dial)
         self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
-        model = describe_model(config, loaded.model, loaded.pool)
+        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER)
         self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry)
 
     def start(self, server: Any) -> None:
