@@ -54,8 +54,9 @@ NO_TOKENIZER = "/"
 class WorkerSettings:
     """A worker's model, its sizes and its pace.
 
-    step_timeout_s is the watchdog's; None: there is none, as on a CPU. runs_ahead: steps are launched before earlier
-    ones are collected, as on a GPU, and without the verifier, which waits for each. num_ranks is 1 or 2.
+    step_timeout_s is the watchdog's; None: there is none, as on a CPU. verifies: with QUIRE_VERIFY's executor.
+    runs_ahead: steps are launched before earlier ones are collected, as on a GPU, and not verified, as the verifier
+    waits for each. num_ranks is 1 or 2.
     """
 
     function: DigestFunction = field(default_factory=DigestFunction)
@@ -69,6 +70,7 @@ class WorkerSettings:
     layer_groups: LayerGroupChoice = "auto"
     mean_step_s: float = 0.01
     step_timeout_s: float | None = None
+    verifies: bool = True
     runs_ahead: bool = False
     num_ranks: int = 1
 
@@ -213,7 +215,7 @@ def make_rank(settings: WorkerSettings, ranks: OneRank) -> Rank:
     )
     host_pool = make_host_pool(pool, num_blocks=settings.num_host_blocks)
     grammars = NoGrammars("the simulated model has no tokenizer")
-    kind = Executor if settings.runs_ahead else VerifyingExecutor
+    kind = VerifyingExecutor if settings.verifies and not settings.runs_ahead else Executor
     executor = kind(model, pool, max_num_seqs=settings.max_num_seqs, host_pool=host_pool, ranks=ranks)
     executor.runs_ahead = settings.runs_ahead
     loaded = Loaded(grammars, model, pool, host_pool, None, pool.bytes_per_block * settings.num_ranks)
