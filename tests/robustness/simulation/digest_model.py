@@ -184,6 +184,7 @@ class DigestModel(PagedModel):
         if function.has_states:
             self.state_specs = {_STATE: StateSpec((1,), torch.int64)}
         self.allocate_states(0)
+        self._weights = [function.weights(layer) for layer in self.specs]
         self._memory: tuple[KVPool, list[Digests]] | None = None
         self._kept: HiddenDigests | None = None
 
@@ -197,7 +198,7 @@ class DigestModel(PagedModel):
         for layer, memory in enumerate(self._memory_of(pool)):
             group = pool.group_of(layer)
             memory[written[group]] = outputs
-            outputs = next_keys(memory[shown[group]], self.function.weights(layer)[positions, :length], layer)
+            outputs = next_keys(memory[shown[group]], self._weights[layer][positions, :length], layer)
         if self.function.has_states:
             outputs = self._through_states(batch, outputs)
         if self._kept is not None:
@@ -208,7 +209,9 @@ class DigestModel(PagedModel):
     def _memory_of(self, pool: KVPool) -> list[Digests]:
         """The slots of each layer, [B * S]: the same memory as that of the pool's tensors."""
         if self._memory is None or self._memory[0] is not pool:
-            views = [pool.k(layer).view(torch.int64).numpy().reshape(-1).view(np.uint64) for layer in self.specs]
+            views: list[Digests] = [
+                pool.k(layer).view(torch.int64).numpy().reshape(-1).view(np.uint64) for layer in self.specs
+            ]
             self._memory = pool, views
         return self._memory[1]
 
