@@ -27,6 +27,7 @@ from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.memory.layer_spec import Causal, Chunked, Mask, Sliding
 from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.run.ranks import ONE_RANK
+from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 from quire.worker.service.description import describe_pool
@@ -195,6 +196,47 @@ def test_the_reference_agrees_with_its_own_logits(kind: str) -> None:
     assert all(len(set(row)) == function.vocab_size for row in logits.tolist())
 
 
+PARAMETERS = {
+    "drawn": SamplingParams(temperature=1.0, seed=3),
+    "filtered": SamplingParams(temperature=2.0, seed=4, top_k=3, top_p=0.9),
+    "penalized": SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0),
+    "biased": SamplingParams(constraints=Constraints(logit_bias={7: 20.0})),
+    "without bad words": SamplingParams(constraints=Constraints(bad_words=((33, 23), (28,)))),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_tokens_by_other_parameters_are_those_of_the_reference(name: str) -> None:
+    """Beside another row, in chunks, and with tokens that stay on the device."""
+    function, prompt, params = DigestFunction(), [5, 9, 2, 11, 3], PARAMETERS[name]
+    rank = make_rank(WorkerSettings(function=function, runs_ahead=True), ONE_RANK)
+    expected = function.expected_tokens(prompt, 8, params)
+    assert expected != function.expected_tokens(prompt, 8)
+    sampled: dict[int, list[int]] = {1: [], 2: []}
+    for number, (start, count) in enumerate([(0, 2), (2, 3), *((start, 1) for start in range(5, 12))], start=1):
+        grant = grant_pb2.StepGrant(
+            lease_id=LEASE,
+            step_number=number,
+            run_sequence_ids=[2, 1],
+            run_starts=[start] * 2,
+            run_token_counts=[count] * 2,
+            run_samples=[number > 1] * 2,
+        )
+        step = AcceptedStep(grant)
+        if number < 3:
+            given = np.array(prompt[start : start + count], dtype=np.int32)
+            step = AcceptedStep(grant, {0: given, 1: given})
+        if number == 1:
+            grant.write_sequence_ids[:], grant.write_first_indexes[:] = [1, 2], [0, 0]
+            grant.write_block_counts[:], grant.write_block_ids[:] = [3, 3], [3, 1, 9, 2, 8, 4]
+            row = RowSampling(params, prompt_token_ids=prompt, last_token_ids=prompt)
+            step = replace(step, sampling={1: row})
+        result = rank.executor.execute(step)
+        for seq_id, token in zip(result.sampled_ids, result.sampled_tokens, strict=True):
+            sampled[seq_id].append(token)
+    assert sampled == {1: expected, 2: function.expected_tokens(prompt, 8)}
+
+
 def test_log_probabilities_of_a_prompt_are_those_of_the_reference() -> None:
     function, prompt = DigestFunction(), [5, 9, 2, 11, 3]
     rank = make_rank(WorkerSettings(function=function), ONE_RANK)
@@ -218,7 +260,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_reference() -> None:
 def test_all_plans_of_the_books_give_the_tokens_of_a_model_without_a_pool(kind: str, runs_ahead: bool) -> None:
     used: set[str] = set()
     num_right = 0
-    for seed in range(8):
+    for seed in range(5):
         desk = Desk(settings_of(kind, num_host_blocks=24, block_size=2 + seed % 3, runs_ahead=runs_ahead))
         walk = Walk(desk, seed)
         for _ in range(40):
@@ -226,21 +268,21 @@ def test_all_plans_of_the_books_give_the_tokens_of_a_model_without_a_pool(kind: 
         assert desk.num_wrong == 0
         num_right += desk.num_right
         used |= walk.used
-    assert num_right > 200
+    assert num_right > 150
     expected = {"copy", "offload", "restore", "fork", "trim", "cached", "pass"}
     assert used == expected - ({"pass"} if kind == "full" else set())
 
 
 def test_a_model_with_states_gives_the_tokens_of_one_without_a_pool() -> None:
     num_right = 0
-    for seed in range(8):
+    for seed in range(5):
         desk = Desk(settings_of("full", has_states=True))
         walk = Walk(desk, seed)
         for _ in range(40):
             walk.step()
         assert desk.num_wrong == 0
         num_right += desk.num_right
-    assert num_right > 100
+    assert num_right > 80
 
 
 # -- wrong content ---------------------------------------------------------------------------------------------------
@@ -249,7 +291,7 @@ Fault = Callable[[Rank, grant_pb2.StepGrant], None]
 
 
 def run(settings: WorkerSettings, fault: Fault | None = None, *, at: int = -1) -> Desk:
-    """A prompt and its fork, which copies a block; another prompt's way to the host tier and back; a fault in a step."""
+    """A prompt and its fork, which copies a block; another prompt's way to the host tier and back; a fault."""
     desk = Desk(settings)
     requests = [
         StepRequest(admissions=[Admission(1, pack([5, 9, 2, 11, 3, 8])), Admission(3, pack([7] * 9))]),

@@ -199,7 +199,7 @@ class Client:
 @pytest.fixture
 def world() -> Iterator[World]:
     world = World(1)
-    with surroundings(world, lambda target: None):
+    with surroundings(world, lambda *_: None):
         yield world
 
 
@@ -265,6 +265,19 @@ def test_a_step_that_hangs_ends_the_process_if_there_is_a_watchdog(world: World)
     client.worker.hang(100.0)
     assert client.run(client.request()) == []
     assert not client.process.is_alive
+
+
+@BOTH
+def test_a_seed_gives_the_same_world_again(runs_ahead: bool) -> None:
+    seen = []
+    for seed in (5, 5, 6):
+        world = World(seed)
+        with surroundings(world, lambda *_: None):
+            client = Client(world, WorkerSettings(runs_ahead=runs_ahead))
+            client.run(*[client.request() for _ in range(4)])
+            seen.append((client.worker.steps.gate.epoch, world.now, world.num_callbacks, client.sent))
+    assert seen[0] == seen[1]
+    assert seen[0] != seen[2]
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

@@ -49,13 +49,17 @@ async def nothing() -> None:
 
 HEALTH_IS_NOT_SIMULATED = WatchdogActions(nothing, nothing, lambda: "model:simulated")
 
+NO_TOKENIZER = "/"
+"""A folder that is there, so that clients find no tokenizer in it, and look nowhere else."""
+
 
 @dataclass(frozen=True)
 class WorkerSettings:
     """A worker's model, its sizes and its pace.
 
-    step_timeout_s is the watchdog's; None: there is none, as on a CPU. runs_ahead: steps are launched before earlier
-    ones are collected, as on a GPU, and without the verifier, which waits for each. num_ranks is 1 or 2.
+    step_timeout_s is the watchdog's; None: there is none, as on a CPU. verifies: with QUIRE_VERIFY's executor.
+    runs_ahead: steps are launched before earlier ones are collected, as on a GPU, and not verified, as the verifier
+    waits for each. num_ranks is 1 or 2.
     """
 
     function: DigestFunction = field(default_factory=DigestFunction)
@@ -69,6 +73,7 @@ class WorkerSettings:
     layer_groups: LayerGroupChoice = "auto"
     mean_step_s: float = 0.01
     step_timeout_s: float | None = None
+    verifies: bool = True
     runs_ahead: bool = False
     num_ranks: int = 1
 
@@ -140,7 +145,7 @@ class SimulatedWorker:
         self.steps.on_violation = self._on_violation
         dialer = Dialer(cachemgr, config.cachemgr_dial)
         self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
-        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer="")  # there is none
+        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER)
         self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry)
 
     def start(self, server: Any) -> None:
@@ -243,7 +248,7 @@ def make_rank(settings: WorkerSettings, ranks: OneRank) -> Rank:
     )
     host_pool = make_host_pool(pool, num_blocks=settings.num_host_blocks)
     grammars = NoGrammars("the simulated model has no tokenizer")
-    kind = Executor if settings.runs_ahead else VerifyingExecutor
+    kind = VerifyingExecutor if settings.verifies and not settings.runs_ahead else Executor
     executor = kind(model, pool, max_num_seqs=settings.max_num_seqs, host_pool=host_pool, ranks=ranks)
     executor.runs_ahead = settings.runs_ahead
     loaded = Loaded(grammars, model, pool, host_pool, None, pool.bytes_per_block * settings.num_ranks)
