@@ -109,6 +109,7 @@ class World:
 
     draw: random.Random
     geometry: Geometry
+    has_resets: bool = True
     epoch: int = 1
     is_over: bool = False
     """Nothing happens any more."""
@@ -153,7 +154,7 @@ class World:
             self.report: 30,
             self.pin: 3,
             self.unpin: 1,
-            self.reset: 1,
+            self.reset: int(self.has_resets),
         }
         before = self.ledger.inspector.num_changes()
         self.draw.choices(list(happens), list(happens.values()))[0]()
