@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
+import pages
 import pytest
 from planning import (
     Admission,
@@ -530,6 +532,31 @@ def test_what_came_in_parts_before_a_break_comes_again() -> None:
         assert replica.cursor == cursor
         assert len(await read_all(world, replica)) == 3
         replica.check(listed(world.ledger, None), is_last=True)
+
+    run_in_virtual_time(test())
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_the_page_finds_what_lookup_finds(groups: str) -> None:
+    names: dict[str, Any] = {}
+    block = pages.block("docs/reference/watch.md", test="tests/unit/cachemgr/test_watch_promise.py")
+    exec(block.text, names)
+    draw = random.Random(groups)
+
+    async def test() -> None:
+        world, num_found = World(draw, geometry_of(GROUPS[groups], num_blocks=49)), 0
+        geometry = encode_geometry(world.geometry)
+        for _ in range(200):
+            world.step()
+            tenant, salt, tokens = world.prompts[-1] if world.prompts else ("alice", b"", [1])
+            found = names["find"](listed(world.ledger, None), [*tokens, 0, 1], geometry, tenant, salt)
+            asked = int32_bytes([*tokens, 0, 1])
+            assert found == world.ledger.inspector.num_cached_tokens(asked, salt=salt, tenant=tenant)
+            num_found += found
+        assert num_found > 100
 
     run_in_virtual_time(test())
 

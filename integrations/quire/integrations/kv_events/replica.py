@@ -166,6 +166,11 @@ class PrefixReplica:
         self._is_cleared = False
         self._num_published = 0
 
+    @property
+    def num_published(self) -> int:
+        """The blocks that consumers know."""
+        return self._num_published
+
     def statistics(self) -> ReplicaStatistics:
         """Return the numbers of blocks. Cost: O(blocks) in a pool without full groups."""
         num_unknown = len(self._unknown)
