@@ -180,7 +180,7 @@ WINDOW = attach_pb2.LayerGroup(
 
 
 def test_a_pool_whose_only_group_has_a_window(cachemgr: LoneCachemgr, publish: Publish, subscribe: Subscribe) -> None:
-    """What was evicted behind the window hides nothing, and a process that begins later says what it can't publish."""
+    """Evicted blocks behind the window hide nothing. A process that begins later says which blocks it leaves out."""
     worker = Bookkeeper(cachemgr, "one", epoch=1, **SMALL_POOL, layer_groups=[WINDOW])
     alice = Tenant.begin(cachemgr, worker, "alice")
     events = publish()

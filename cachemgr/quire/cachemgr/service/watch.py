@@ -108,7 +108,7 @@ def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
 
 
 class Changes:
-    """What a reader is told of one epoch of a pool: the changes from a number on, after a snapshot or without one."""
+    """Answers about one epoch of a pool: the changes from a number on, after a snapshot or without one."""
 
     def __init__(self, ledger: Ledger, view: View, number: int, *, max_events: int = MAX_EVENTS) -> None:
         self._ledger = ledger

@@ -162,7 +162,7 @@ class PrefixReplica:
         # Prefix hashes by parent, in the order they came.
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._touched: dict[bytes, None] = {}
-        """Prefix hashes whose holders changed in this moment."""
+        """Prefix hashes with another number of blocks than at the last moment."""
         self._is_cleared = False
         self._num_published = 0
 
