@@ -30,7 +30,7 @@ def answers(num_blocks: int) -> Iterator[bytes]:
     """Yield answers of a watch, a chain each."""
     draw = random.Random(1)
     for first in range(1, num_blocks, CHAIN):
-        answer, parent = pb.WatchBlocksResponse(epoch=1), b""
+        answer, parent = pb.WatchBlocksResponse(epoch=1, cursor="c"), b""
         for block_id in range(first, min(first + CHAIN, num_blocks + 1)):
             tokens = [draw.randrange(VOCABULARY) for _ in range(BLOCK_SIZE)]
             prefix_hash = sha256(parent + str(tokens).encode()).digest()

@@ -104,7 +104,7 @@ class LoneCachemgr:
 class Bookkeeper:
     """One epoch of a pool. Accepts leases and fences them; from `detach` on it is gone."""
 
-    def __init__(self, cachemgr: LoneCachemgr, pool: str, *, epoch: int, **geometry: int) -> None:
+    def __init__(self, cachemgr: LoneCachemgr, pool: str, *, epoch: int, **geometry: Any) -> None:
         self.pool, self.epoch = pool, epoch
         self.block_size = {**GEOMETRY, **geometry}["block_size_tokens"]
         self._lock = threading.Lock()

@@ -30,6 +30,8 @@ from integration.lone_cachemgr import (
 )
 from integration.protocol_client import await_that
 
+from quire.cache.v1 import attach_pb2, cache_service_pb2
+
 TENANTS = ("alice", "bob")
 SALTS = (b"", b"blue")
 MAX_BLOCKS = 6
@@ -169,6 +171,40 @@ def test_consumers_know_what_can_be_found(
         await_equal(cachemgr, "one", *indexes, seed=number)
         indexes.append(subscribe(address))
     await_equal(cachemgr, "one", *indexes, seed=9)
+
+
+CACHED = cache_service_pb2.BLOCK_STATE_CACHED
+WINDOW = attach_pb2.LayerGroup(
+    kind=attach_pb2.LAYER_GROUP_KIND_SLIDING, window_token_count=2 * BLOCK_SIZE, layer_count=1
+)
+
+
+def test_a_pool_whose_only_group_has_a_window(cachemgr: LoneCachemgr, publish: Publish, subscribe: Subscribe) -> None:
+    """Evicted blocks behind the window hide nothing. A process that begins later says which blocks it leaves out."""
+    worker = Bookkeeper(cachemgr, "one", epoch=1, **SMALL_POOL, layer_groups=[WINDOW])
+    alice = Tenant.begin(cachemgr, worker, "alice")
+    events = publish()
+    index = subscribe(events.await_pool("one")[0])
+    alice.admit(1, prompt(1, 6))
+    alice.settle()
+    alice.plan()  # the blocks behind the window are let go before the others, and are evicted before them
+    alice.settle()
+    alice.release(1)
+    await_that("it is told", lambda: index.num_blocks == 6)
+    alice.cache(2, prompt(2, 8))
+    await_that("both are found", lambda: [matched(index, number) for number in (1, 2)] == [6, 8])
+    assert [cached(cachemgr, worker, prompt(*each)) for each in ((1, 6), (2, 8))] == [6, 8]
+    assert len(call(cachemgr, "olga", "ListBlocks", pool="one", state=CACHED).blocks) < 6 + 8, "some were evicted"
+    assert "inside of a published prefix a prompt can find less pool=one" in events.log()
+    assert "the tokens before them are not known" not in events.log()
+    events.kill()
+    late = publish()
+    await_that("it says so", lambda: "the tokens before them are not known pool=one" in late.log())
+    assert index.wrong == []
+
+
+def matched(index: Index, number: int) -> int:
+    return index.match(prompt(number, 9), namespace="alice:", block_size=BLOCK_SIZE) // BLOCK_SIZE
 
 
 def test_missed_batches_are_replayed(cachemgr: LoneCachemgr, publish: Publish, subscribe: Subscribe) -> None:

@@ -142,6 +142,15 @@ class Reset:
     """A reset of the prefix cache in progress."""
 
 @final
+class Known:
+    """The changes of a pool's blocks that a reader knows: all before a number, and of some blocks later ones."""
+
+    def __init__(self, number: int) -> None: ...
+    @property
+    def number(self) -> int:
+        """The number of the first change that the reader may not know."""
+
+@final
 class Lease:
     """The right to hold blocks of one pool, with the state at the time of the call.
 
@@ -496,11 +505,16 @@ class Inspector:
         Cost: O(page + 65,536), and for a lease its table entries.
         """
 
-    def snapshot(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int | None]:
-        """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse."""
+    def snapshot(
+        self, first: int, most: int, known: Known, *, tenant: str | None, with_content: bool
+    ) -> tuple[bytes, int | None]:
+        """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse.
 
-    def changes(self, first: int, most: int, *, tenant: str | None, with_content: bool) -> tuple[bytes, int] | None:
-        """The changes from number `first` on, of at most `most` blocks, and the number to continue from.
+        `known` has their present state then.
+        """
+
+    def changes(self, known: Known, most: int, *, tenant: str | None, with_content: bool) -> bytes | None:
+        """The next changes that are not in `known`, of at most `most` blocks. They are in it then.
 
         Events of a WatchBlocksResponse, serialised: the blocks in their present state; a tenant sees blocks that it
         has lost as free. None if the next change is not kept any more: `num_changes_kept` changes are.

@@ -22,6 +22,8 @@ CORE = "core"
 """The Rust crate; every other package is a Python package of the repository."""
 GPU_IDEA = "a GPU"
 """The idea of bugs that show on a GPU only: `tests/gpu_desk` stands in for it."""
+PROMISE_IDEA = "watch's promise"
+"""The idea of bugs that break a word of docs/reference/watch.md."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -849,17 +851,114 @@ BUGS = [
     events(
         "KV events",
         "a block is published before its parent",
-        ("_hold", "if parent_hash == ROOT or (parent is not None and parent.is_published):", "if True:"),
+        ("_publish", "for node in reversed(path):", "for node in path:"),
     ),
     events(
         "KV events",
         "blocks are removed, a parent before its children",
-        ("_leave", "changes.removed(hidden[::-1])", "changes.removed(hidden)"),
+        ("_end_moment", "withdrawn += self._withdraw(prefix_hash)", "withdrawn += self._withdraw(prefix_hash)[::-1]"),
     ),
     events(
         "KV events",
         "the first block of a change names a parent that is not its own",
         ("_end", "BlocksStored(first.parent_hash, blocks,", "BlocksStored(first.block.prefix_hash, blocks,"),
+    ),
+    # -- the watch's promise: docs/reference/watch.md
+    rust(
+        PROMISE_IDEA,
+        "unique: a block that was told ahead of its changes is told again with each of them",
+        ("changes_in", "if number < known_until {", "if number < known.next {"),
+    ),
+    rust(
+        PROMISE_IDEA,
+        "unique: a block is told again that changed before its page of a snapshot",
+        ("read_page", "self.pages.push((end, num_changes));", "let _ = (end, num_changes);"),
+    ),
+    rust(
+        PROMISE_IDEA,
+        "reliable: a tenant is not told of a block that it lost between two parts",
+        (
+            "changes",
+            "let (blocks, events): (Vec<BlockId>, Vec<BlockEvent>) = "
+            "changes.into_iter().filter_map(|change| Some((change.block, told(change)?))).unzip();",
+            "let blocks: Vec<BlockId> = changes.iter().map(|change| change.block).collect();\n"
+            "let events: Vec<BlockEvent> = changes.into_iter().filter_map(told).collect();",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "ordered: an answer has the cursor of the answer before it",
+        (
+            "_ended",
+            "self._told_number = self._known.number\n"
+            "response.cursor = Place(self._ledger.epoch, self._known.number).cursor",
+            "response.cursor = Place(self._ledger.epoch, self._told_number).cursor\n"
+            "self._told_number = self._known.number",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "unique: an answer is sent twice",
+        ("watch_blocks", "yield change", "yield change\nyield change"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: a large answer lacks its last event",
+        ("next", "response.MergeFromString(events)", "response.MergeFromString(events)\ndel response.events[4:]"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: the ends of pins and of advice are not told while nothing else happens",
+        (
+            "watch_blocks",
+            "while catalog.pool(name).ledger is ledger:\n    ledger.advance(clock())",
+            "while catalog.pool(name).ledger is ledger:\n    pass",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "atomic: a part of a moment has a cursor",
+        ("next", "is_whole=not self._has_more", "is_whole=True"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "atomic: a snapshot has a cursor though blocks changed since it began",
+        ("snapshot", "is_whole=following is None and not self._num_waiting()", "is_whole=following is None"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "atomic: a moment that ends with changes of other tenants has no cursor",
+        ("_owes_cursor", "return self._is_in_part or num_unseen", "return num_unseen"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "resumable: a cursor is forgotten",
+        ("watch_blocks", "if place is not None and place.epoch == ledger.epoch:", "if False:"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "resumable: a cursor of an epoch that has ended goes on in the next one",
+        ("watch_blocks", "if place is not None and place.epoch == ledger.epoch:", "if place is not None:"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "bounded delay: changes wait for three intervals",
+        ("pause", "self._looked_at + INTERVAL_S", "self._looked_at + 3 * INTERVAL_S"),
+    ),
+    events(
+        PROMISE_IDEA,
+        "atomic: `quire events` publishes a part of a moment",
+        ("apply", "return self._end_moment() if answer.cursor else []", "return self._end_moment()"),
+    ),
+    events(
+        PROMISE_IDEA,
+        "reliable: an evicted block behind a window hides those that follow",
+        ("_drop_if_needless", "(children and not self.layout.has_full)", "False"),
+    ),
+    events(
+        PROMISE_IDEA,
+        "reliable: a prefix is published without the blocks of a window",
+        ("is_found", "all(run >= number for run, number in zip(runs, needed, strict=True))", "runs[0] >= needed[0]"),
     ),
     # -- a GPU: what its start depends on
     worker(

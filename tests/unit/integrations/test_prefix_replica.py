@@ -10,6 +10,8 @@ from hashlib import sha256
 import pytest
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cache.v1.layer_spans import LayerGroupKind
+from quire.integrations.kv_events.layout import Layout
 from quire.integrations.kv_events.replica import (
     ROOT,
     AllCleared,
@@ -18,6 +20,7 @@ from quire.integrations.kv_events.replica import (
     CachedBlock,
     Change,
     PrefixReplica,
+    ReplicaStatistics,
 )
 
 FREE, ACTIVE = pb.BLOCK_STATE_FREE, pb.BLOCK_STATE_ACTIVE
@@ -43,8 +46,8 @@ def removed(block_id: int) -> pb.BlockEvent:
     return pb.BlockEvent(kind=REMOVED, block=pb.Block(block_id=block_id, state=FREE))
 
 
-def answer(*events: pb.BlockEvent, cleared: bool = False) -> pb.WatchBlocksResponse:
-    return pb.WatchBlocksResponse(epoch=1, cleared=cleared, events=events)
+def answer(*events: pb.BlockEvent, cleared: bool = False, is_part: bool = False) -> pb.WatchBlocksResponse:
+    return pb.WatchBlocksResponse(epoch=1, cleared=cleared, events=events, cursor="" if is_part else "c")
 
 
 def chain(*names: int, after: tuple[int, ...] = (), tenant: str = "alice", salt: bytes = b"") -> BlocksStored:
@@ -203,12 +206,90 @@ def test_consumers_know_what_can_be_found(seed: int) -> None:
         assert replica.statistics().num_published == len(consumer.parents)
 
 
-def test_blocks_of_other_layer_groups_are_left_out() -> None:
+# -- moments ------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_moment_are_one_list_of_changes() -> None:
     replica = PrefixReplica()
-    twice = [stored(1, 1), stored(2, 1, layer_group=1), stored(3, 1, 2, layer_group=1)]
-    assert replica.apply(answer(*twice)) == [chain(1)]
-    assert replica.apply(answer(removed(2))) == []
-    assert replica.apply(answer(stored(4, 1, 2))) == [chain(2, after=(1,))]
-    # The block is used for another group, with the same content.
-    assert replica.apply(answer(stored(1, 1, layer_group=1))) == [BlocksRemoved((hash_of(1, 2), hash_of(1)))]
-    assert replica.statistics().num_unknown == 0
+    assert replica.apply(answer(stored(1, 1), cleared=True, is_part=True)) == []
+    assert list(replica.chains()) == []
+    assert replica.apply(answer(stored(2, 1, 2), is_part=True)) == []
+    assert replica.apply(answer()) == [AllCleared(), chain(1, 2)]
+    assert replica.apply(answer(removed(1), is_part=True)) == []
+    assert replica.apply(answer(stored(3, 1))) == [], "the content has moved to another block"
+
+
+def test_what_is_cleared_within_a_moment_is_not_stored_later() -> None:
+    replica = PrefixReplica()
+    replica.apply(answer(stored(1, 1), cleared=True, is_part=True))
+    assert replica.clear() == [AllCleared()]
+    assert replica.apply(answer()) == []
+    assert replica.statistics().num_published == 0
+
+
+# -- layer groups -------------------------------------------------------------------------------------------------
+
+FULL, WINDOW = (LayerGroupKind.FULL, 0), (LayerGroupKind.SLIDING, 5)
+"""With blocks of two tokens, a token behind a full block sees the last two blocks of the window's group."""
+
+
+def with_groups(*groups: tuple[LayerGroupKind, int]) -> PrefixReplica:
+    return PrefixReplica(Layout(2, groups))
+
+
+def test_a_prefix_is_published_when_every_group_has_what_the_next_token_sees() -> None:
+    replica = with_groups(FULL, WINDOW)
+    assert replica.apply(answer(stored(1, 1), stored(2, 1, 2), stored(3, 1, 2, 3))) == []
+    assert replica.statistics().num_stranded == 3
+    window = [stored(12, 1, 2, layer_group=1), stored(13, 1, 2, 3, layer_group=1)]
+    assert replica.apply(answer(*window)) == [chain(1, 2, 3)]
+    assert replica.apply(answer(removed(12))) == [BlocksRemoved((hash_of(1, 2, 3), hash_of(1, 2), hash_of(1)))]
+    assert replica.apply(answer(stored(11, 1, layer_group=1))) == [chain(1)]
+    assert replica.apply(answer(removed(1))) == [BlocksRemoved((hash_of(1),))]
+
+
+def test_a_block_of_a_full_group_that_is_missing_strands_what_follows() -> None:
+    replica = with_groups(FULL, WINDOW)
+    both = [
+        stored(number + 10 * group, 1, *range(2, number + 1), layer_group=group)
+        for number in (1, 2, 3)
+        for group in (0, 1)
+    ]
+    assert replica.apply(answer(*both)) == [chain(1, 2, 3)]
+    assert replica.apply(answer(removed(2))) == [BlocksRemoved((hash_of(1, 2, 3), hash_of(1, 2)))]
+    assert replica.apply(answer(stored(2, 1, 2))) == [chain(2, 3, after=(1,))]
+
+
+def test_evicted_blocks_behind_the_only_window_stay_while_a_prompt_finds_what_follows() -> None:
+    replica = with_groups(WINDOW)
+    blocks = [stored(number, *range(1, number + 1)) for number in (1, 2, 3, 4)]
+    assert replica.apply(answer(*blocks)) == [chain(1, 2, 3, 4)]
+    assert replica.apply(answer(removed(1), removed(2))) == []
+    assert replica.statistics() == ReplicaStatistics(num_published=4, num_stranded=0, num_unknown=0)
+    late = Consumer()
+    late.apply(replica.chains())
+    assert set(late.parents) == {hash_of(*range(1, number + 1)) for number in (1, 2, 3, 4)}
+    all_of_it = tuple(hash_of(*range(1, number + 1)) for number in (4, 3, 2, 1))
+    assert replica.apply(answer(removed(3))) == [BlocksRemoved(all_of_it)]
+    assert replica.statistics() == ReplicaStatistics(num_published=0, num_stranded=1, num_unknown=0)
+    assert replica.apply(answer(blocks[2])) == [chain(1, 2, 3, 4)]
+    replica.apply(answer(removed(3), removed(4)))
+    assert replica.apply(answer(blocks[2], blocks[3])) == [], "nothing was cached behind blocks 1 and 2 meanwhile"
+    assert replica.statistics().num_unconnected == 2
+
+
+def test_blocks_that_follow_unknown_ones_are_counted() -> None:
+    replica = with_groups(WINDOW)
+    assert replica.apply(answer(stored(3, 1, 2, 3), stored(4, 1, 2, 3, 4), cleared=True)) == [AllCleared()]
+    assert replica.statistics() == ReplicaStatistics(0, 0, 0, num_unconnected=2)
+    assert replica.apply(answer(stored(2, 1, 2))) == []
+    assert replica.apply(answer(stored(1, 1))) == [chain(1, 2, 3, 4)]
+    assert replica.statistics().num_unconnected == 0
+
+
+def test_the_same_content_in_two_groups_is_two_holders() -> None:
+    replica = with_groups(FULL, FULL)
+    assert replica.apply(answer(stored(1, 1))) == []
+    assert replica.apply(answer(stored(2, 1, layer_group=1))) == [chain(1)]
+    assert replica.apply(answer(stored(1, 1, layer_group=1))) == [BlocksRemoved((hash_of(1),))]
+    assert replica.statistics() == ReplicaStatistics(0, 1, 0)

@@ -4,7 +4,7 @@ use crate::books::Books;
 use crate::books::geometry::Geometry;
 use crate::books::lease::leases::Leases;
 use crate::books::sequences::{Row, SequenceTable};
-use crate::cache::journal::Change;
+use crate::cache::journal::{Change, Known};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, NULL_BLOCK};
 use crate::cache::tenants::{TenantId, Tenants};
@@ -132,33 +132,35 @@ impl Listing<'_> {
     }
 
     /// A page of a snapshot: events of the blocks that are not free, and the first block of the next page, if there is
-    /// one.
+    /// one. `known` has their present state then.
     pub fn snapshot(
         &self,
         first: BlockId,
         most: usize,
+        known: &mut Known,
         tenant: Option<&[u8]>,
         with_content: bool,
     ) -> (Vec<BlockEvent>, Option<BlockId>) {
         let filter = BlockFilter { states: States::NotFree, tenant, lease_id: None };
         let (blocks, next) = self.list_blocks(first, most, &filter);
+        known.read_page(next.unwrap_or(BlockId::MAX), self.pool.records.journal.num_changes());
         let kind =
             |block| if self.pool.index().is_findable(block) { BlockEventKind::Stored } else { BlockEventKind::Changed };
         (blocks.into_iter().map(|block| self.event(block, kind(block), with_content)).collect(), next)
     }
 
-    /// The next changed blocks from number `first` of the journal on, in their present state, and the number to
-    /// continue from; None if the journal does not keep the next change any more. A tenant sees blocks that it has lost
-    /// as free.
+    /// The next changed blocks that a reader does not know, in their present state; `known` has them then. None if the
+    /// journal does not keep the next change any more. A tenant sees blocks that it has lost as free.
     pub fn changes(
         &self,
-        first: u64,
+        known: &mut Known,
         most: usize,
         tenant: Option<&[u8]>,
         with_content: bool,
-    ) -> Option<(Vec<BlockEvent>, u64)> {
+    ) -> Option<Vec<BlockEvent>> {
         let tenant = self.tenant_of_filter(tenant);
-        let (changes, next) = self.pool.records.journal.since(first, most, tenant)?;
+        let journal = &self.pool.records.journal;
+        let (changes, next) = journal.since(known, most, tenant)?;
         let told = |change: Change| {
             let Change { block, of_content, was_own } = change;
             let is_seen = tenant.is_none_or(|tenant| self.pool.owner(block) == Some(tenant));
@@ -173,7 +175,10 @@ impl Listing<'_> {
             let kind = if of_content { BlockEventKind::Removed } else { BlockEventKind::Changed };
             was_own.then(|| BlockEvent { kind: kind as i32, block: Some(free_block(block)), ..BlockEvent::default() })
         };
-        Some((changes.into_iter().filter_map(told).collect(), next))
+        let (blocks, events): (Vec<BlockId>, Vec<BlockEvent>) =
+            changes.into_iter().filter_map(|change| Some((change.block, told(change)?))).unzip();
+        known.go_on(next, blocks, journal.num_changes());
+        Some(events)
     }
 
     fn event(&self, block: BlockId, kind: BlockEventKind, with_content: bool) -> BlockEvent {
@@ -322,7 +327,7 @@ mod tests {
     struct Replica {
         tenant: Option<&'static str>,
         reads: bool,
-        number: u64,
+        known: Known,
         blocks: BTreeMap<i32, Block>,
         kinds: BTreeSet<i32>,
         num_contents: usize,
@@ -330,12 +335,13 @@ mod tests {
 
     impl Replica {
         fn begin(books: &mut Books, tenant: Option<&'static str>, reads: bool) -> Replica {
-            let number = books.pool.records.journal.num_changes();
+            let known = Known::before(books.pool.records.journal.num_changes());
             let mut replica =
-                Replica { tenant, reads, number, blocks: BTreeMap::new(), kinds: BTreeSet::new(), num_contents: 0 };
+                Replica { tenant, reads, known, blocks: BTreeMap::new(), kinds: BTreeSet::new(), num_contents: 0 };
             let mut next = Some(0);
             while let Some(first) = next {
-                let (events, following) = books.listing().snapshot(first, 5, tenant.map(str::as_bytes), reads);
+                let (events, following) =
+                    books.listing().snapshot(first, 5, &mut replica.known, tenant.map(str::as_bytes), reads);
                 events.into_iter().for_each(|event| replica.apply(books, event));
                 next = following;
             }
@@ -343,10 +349,10 @@ mod tests {
         }
 
         fn go_on(&mut self, books: &Books, most: usize) {
-            let (events, next) =
-                books.listing().changes(self.number, most, self.tenant.map(str::as_bytes), self.reads).unwrap();
-            assert!(next > self.number || books.pool.records.journal.num_changes() == self.number);
-            self.number = next;
+            let number = self.known.next();
+            let tenant = self.tenant.map(str::as_bytes);
+            let events = books.listing().changes(&mut self.known, most, tenant, self.reads).unwrap();
+            assert!(self.known.next() > number || books.pool.records.journal.num_changes() == number);
             events.into_iter().for_each(|event| self.apply(books, event));
         }
 
@@ -424,7 +430,7 @@ mod tests {
                 read.for_each(|(replica, _)| replica.go_on(&bench.0, 3));
             }
             for replica in &mut replicas {
-                while replica.number < bench.0.pool.records.journal.num_changes() {
+                while replica.known.next() < bench.0.pool.records.journal.num_changes() {
                     replica.go_on(&bench.0, 4);
                 }
                 assert_eq!(replica.blocks, replica.listed(&bench.0));
@@ -442,11 +448,12 @@ mod tests {
         settle(&mut bench, "b");
         admit(&mut bench, "a", 1, &[5]);
         let told = |bench: &Bench, tenant: &str| {
-            let (events, _) = bench.0.listing().changes(0, 99, Some(tenant.as_bytes()), false).unwrap();
+            let events = bench.0.listing().changes(&mut Known::default(), 99, Some(tenant.as_bytes()), false).unwrap();
             events.into_iter().map(|event| (event.kind, event.block.unwrap().block_id)).collect::<Vec<_>>()
         };
         assert_eq!((told(&bench, "bob"), told(&bench, "alice")), (vec![(1, 1), (3, 2)], vec![(3, 3)]));
-        assert_eq!((told(&bench, "carla"), bench.0.listing().changes(99, 1, Some(b"carla"), false)), (vec![], None));
+        let beyond = bench.0.listing().changes(&mut Known::before(99), 1, Some(b"carla"), false);
+        assert_eq!((told(&bench, "carla"), beyond), (vec![], None));
         bench.plan_for("b", StepRequest { releases: vec![1], ..StepRequest::default() });
         settle(&mut bench, "b");
         admit(&mut bench, "a", 2, &[1, 2, 3, 4, 5]);
@@ -460,12 +467,18 @@ mod tests {
         bench.0.keep_contents(false);
         admit(&mut bench, "a", 1, &[1, 2, 3]);
         settle(&mut bench, "a");
-        let stored = |bench: &Bench| bench.0.listing().snapshot(0, 99, None, true).0[0].clone();
+        let stored = |bench: &Bench| bench.0.listing().snapshot(0, 99, &mut Known::default(), None, true).0[0].clone();
         assert_eq!((stored(&bench).kind, stored(&bench).token_ids), (1, vec![]));
         bench.0.keep_contents(true);
         admit(&mut bench, "a", 2, &[1, 2, 4, 5]);
         settle(&mut bench, "a");
-        let tokens = bench.0.listing().snapshot(0, 99, None, true).0.into_iter().map(|event| event.token_ids);
+        let tokens = bench
+            .0
+            .listing()
+            .snapshot(0, 99, &mut Known::default(), None, true)
+            .0
+            .into_iter()
+            .map(|event| event.token_ids);
         assert_eq!(tokens.filter(|tokens| !tokens.is_empty()).collect::<Vec<_>>(), [[4, 5]]);
         assert_eq!(crate::cache::pool::tests::violations(&bench.0.pool), [""; 0]);
     }
@@ -478,12 +491,12 @@ mod tests {
         admit(&mut bench, "a", 2, &[4, 5, 6, 7]);
         settle(&mut bench, "a");
         let told = |bench: &Bench, with_content| {
-            let (events, _) = bench.0.listing().changes(0, 99, None, with_content).unwrap();
+            let events = bench.0.listing().changes(&mut Known::default(), 99, None, with_content).unwrap();
             events.into_iter().filter(|event| event.kind == 1).map(|event| event.token_ids).collect::<Vec<_>>()
         };
         assert_eq!(told(&bench, true), [vec![1, 2], vec![4, 5], vec![6, 7]]);
         assert_eq!(told(&bench, false), [[0; 0]; 3]);
-        let (shown, _) = bench.0.listing().snapshot(0, 99, None, true);
+        let (shown, _) = bench.0.listing().snapshot(0, 99, &mut Known::default(), None, true);
         assert_eq!(
             shown.iter().map(|event| &event.token_ids[..]).collect::<Vec<_>>(),
             [&[1, 2][..], &[], &[4, 5], &[6, 7]]

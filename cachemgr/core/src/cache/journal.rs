@@ -8,6 +8,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -19,14 +20,61 @@ const MIN_KEPT: usize = 65_536;
 /// Changes that are read for one answer, times the blocks that it may have.
 const READ_AHEAD: usize = 16;
 
-/// The change of one block since a reader's last number.
+/// The changes of one block that a reader does not know yet, as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
     pub block: BlockId,
-    /// True if it began or ceased to be found by content since.
+    /// True if it began or ceased to be found by content.
     pub of_content: bool,
     /// True if it was the given tenant's block at one of these changes.
     pub was_own: bool,
+}
+
+/// The changes that a reader knows: all before `next`, and later ones of blocks that it was told of while more waited.
+///
+/// Memory: O(blocks told since the reader last knew all changes).
+#[derive(Debug, Clone, Default)]
+pub struct Known {
+    next: u64,
+    ahead: HashMap<BlockId, u64>,
+    pages: Vec<(BlockId, u64)>, // of a snapshot: the block behind each page, and the number of changes that it knows
+}
+
+impl Known {
+    /// All changes before a number.
+    pub fn before(next: u64) -> Known {
+        Known { next, ..Known::default() }
+    }
+
+    /// The number of the first change that the reader may not know.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The reader has read a page of a snapshot, which ends before this block, after so many changes.
+    pub fn read_page(&mut self, end: BlockId, num_changes: u64) {
+        self.pages.push((end, num_changes));
+    }
+
+    /// The number before which all changes of a block are known.
+    fn of(&self, block: BlockId) -> u64 {
+        let page = self.pages.partition_point(|(end, _)| *end <= block);
+        let of_page = self.pages.get(page).map_or(self.next, |(_, number)| *number);
+        self.ahead.get(&block).copied().unwrap_or(of_page).max(self.next)
+    }
+
+    /// The reader knows all changes before `next`, and was told the present state of these blocks, after so many changes.
+    ///
+    /// Of a block that a tenant was not told of it can still know an older state: later changes are not known.
+    pub fn go_on(&mut self, next: u64, told: impl IntoIterator<Item = BlockId>, num_changes: u64) {
+        self.next = next;
+        if next == num_changes {
+            self.ahead.clear();
+            self.pages.clear();
+        } else {
+            self.ahead.extend(told.into_iter().map(|block| (block, num_changes)));
+        }
+    }
 }
 
 /// A ring of changes. Memory: 8 bytes for each that is kept, and 8 for each block.
@@ -80,31 +128,46 @@ impl Journal {
         self.content_at[block as usize]
     }
 
-    /// The next changed blocks from number `first` on, each once and at most `most`, and the number to continue from.
+    /// The next changed blocks that a reader does not know, each once and at most `most`, and the number to go on from.
     /// `tenant`: only blocks that were this tenant's. None if the next change is not kept any more.
     ///
     /// Cost: O(READ_AHEAD * most).
-    pub fn since(&self, first: u64, most: usize, tenant: Option<TenantId>) -> Option<(Vec<Change>, u64)> {
-        let num_new = self.num_changes.checked_sub(first)?;
+    pub fn since(&self, known: &Known, most: usize, tenant: Option<TenantId>) -> Option<(Vec<Change>, u64)> {
+        let num_new = self.num_changes.checked_sub(known.next)?;
         if num_new > self.ring.len() as u64 {
             return None;
         }
-        let end = first + num_new.min((READ_AHEAD * most) as u64);
-        let (mut changes, mut places) = (Vec::new(), HashMap::new());
-        for number in first..end {
+        let numbers = known.next..known.next + num_new.min((READ_AHEAD * most) as u64);
+        Some(self.changes_in(numbers, known, most, tenant))
+    }
+
+    /// The blocks with a change of these numbers that is not known, and the number to go on from.
+    fn changes_in(
+        &self,
+        numbers: Range<u64>,
+        known: &Known,
+        most: usize,
+        tenant: Option<TenantId>,
+    ) -> (Vec<Change>, u64) {
+        let (end, mut changes, mut places) = (numbers.end, Vec::new(), HashMap::new());
+        for number in numbers {
             let (block, owner) = self.ring[number as usize & self.mask];
+            let known_until = known.of(block);
+            if number < known_until {
+                continue;
+            }
             let place = match places.entry(block) {
                 Entry::Occupied(place) => *place.get(),
-                Entry::Vacant(_) if changes.len() == most => return Some((changes, number)),
+                Entry::Vacant(_) if changes.len() == most => return (changes, number),
                 Entry::Vacant(place) => {
-                    let of_content = self.content_at[block as usize] > first;
+                    let of_content = self.content_at[block as usize] > known_until;
                     changes.push(Change { block, of_content, was_own: false });
                     *place.insert(changes.len() - 1)
                 }
             };
             changes[place].was_own |= tenant == Some(owner);
         }
-        Some((changes, end))
+        (changes, end)
     }
 }
 
@@ -114,6 +177,11 @@ mod tests {
 
     fn blocks(changes: &[Change]) -> Vec<BlockId> {
         changes.iter().map(|change| change.block).collect()
+    }
+
+    /// The changes from a number on, for a reader who knows those before, and the number to go on from.
+    fn since(journal: &Journal, first: u64, most: usize, tenant: Option<TenantId>) -> Option<(Vec<Change>, u64)> {
+        journal.since(&Known::before(first), most, tenant)
     }
 
     fn journal_of(blocks: impl IntoIterator<Item = BlockId>) -> Journal {
@@ -130,7 +198,7 @@ mod tests {
         journal.touch_content(4, 7);
         journal.touch(3, 9);
         let told = |first, tenant| {
-            let (changes, next) = journal.since(first, 9, tenant).unwrap();
+            let (changes, next) = since(&journal, first, 9, tenant).unwrap();
             assert_eq!(next, 6);
             changes.into_iter().map(|change| (change.block, change.of_content, change.was_own)).collect::<Vec<_>>()
         };
@@ -143,29 +211,29 @@ mod tests {
     #[test]
     fn what_is_read_in_parts_goes_on_where_the_last_part_ended() {
         let journal = journal_of([1, 2, 1, 3, 2, 4]);
-        let (first, next) = journal.since(0, 2, None).unwrap();
+        let (first, next) = since(&journal, 0, 2, None).unwrap();
         assert_eq!((blocks(&first), next), (vec![1, 2], 3));
-        let (second, next) = journal.since(next, 2, None).unwrap();
+        let (second, next) = since(&journal, next, 2, None).unwrap();
         assert_eq!((blocks(&second), next), (vec![3, 2], 5));
-        assert_eq!(journal.since(5, 2, None).unwrap().1, 6);
-        assert_eq!(journal.since(6, 2, None).unwrap(), (vec![], 6));
+        assert_eq!(since(&journal, 5, 2, None).unwrap().1, 6);
+        assert_eq!(since(&journal, 6, 2, None).unwrap(), (vec![], 6));
     }
 
     #[test]
     fn no_more_is_read_at_once_than_was_agreed() {
         let journal = journal_of([1; 100]);
-        assert_eq!(journal.since(0, 2, None).unwrap().1, 2 * READ_AHEAD as u64);
+        assert_eq!(since(&journal, 0, 2, None).unwrap().1, 2 * READ_AHEAD as u64);
     }
 
     #[test]
     fn what_was_overwritten_is_a_gap_and_so_is_what_was_never_written() {
         let mut journal = journal_of((0..MIN_KEPT as BlockId).map(|number| number % 8));
-        assert_eq!((journal.num_kept(), blocks(&journal.since(0, 1, None).unwrap().0)), (MIN_KEPT, vec![0]));
+        assert_eq!((journal.num_kept(), blocks(&since(&journal, 0, 1, None).unwrap().0)), (MIN_KEPT, vec![0]));
         journal.touch(6, 9);
-        assert_eq!((journal.since(0, 1, None), blocks(&journal.since(1, 1, None).unwrap().0)), (None, vec![1]));
+        assert_eq!((since(&journal, 0, 1, None), blocks(&since(&journal, 1, 1, None).unwrap().0)), (None, vec![1]));
         let last = journal.num_changes() - 1;
-        assert_eq!(blocks(&journal.since(last, 1, None).unwrap().0), [6]);
-        assert_eq!((journal.since(last + 1, 1, None).unwrap().0, journal.since(last + 2, 1, None)), (vec![], None));
+        assert_eq!(blocks(&since(&journal, last, 1, None).unwrap().0), [6]);
+        assert_eq!((since(&journal, last + 1, 1, None).unwrap().0, since(&journal, last + 2, 1, None)), (vec![], None));
     }
 
     #[test]
@@ -177,9 +245,47 @@ mod tests {
     fn other_content_is_told_with_the_first_that_is_told_of_a_block() {
         let mut journal = journal_of([1, 2, 3]);
         journal.touch_content(1, 9);
-        let is_told = |journal: &Journal, first| journal.since(first, 1, None).unwrap().0[0].of_content;
+        let is_told = |journal: &Journal, first| since(journal, first, 1, None).unwrap().0[0].of_content;
         assert_eq!([0, 1, 3].map(|first| is_told(&journal, first)), [true, false, true]);
         journal.touch(1, 9);
         assert_eq!([0, 4].map(|first| is_told(&journal, first)), [true, false]);
+    }
+
+    #[test]
+    fn what_was_read_while_more_waited_is_not_read_again() {
+        let mut journal = journal_of([1, 2, 3, 1, 2]);
+        journal.touch_content(1, 9);
+        let mut known = Known::before(0);
+        let mut read = |journal: &Journal, most| {
+            let (changes, next) = journal.since(&known, most, None).unwrap();
+            known.go_on(next, blocks(&changes), journal.num_changes());
+            changes.into_iter().map(|change| (change.block, change.of_content)).collect::<Vec<_>>()
+        };
+        assert_eq!(read(&journal, 2), [(1, true), (2, false)], "both in their newest state");
+        journal.touch(2, 9);
+        assert_eq!(read(&journal, 2), [(3, false), (2, false)], "block 1 is known, block 2 has changed again");
+        journal.touch(1, 9);
+        assert_eq!(read(&journal, 2), [(1, false)], "its content is known");
+        assert_eq!(read(&journal, 2), []);
+        journal.touch_content(3, 9);
+        assert_eq!(read(&journal, 2), [(3, true)]);
+    }
+
+    #[test]
+    fn what_a_page_of_a_snapshot_had_is_not_read_again() {
+        let mut journal = journal_of([1, 2]);
+        let mut known = Known::before(journal.num_changes());
+        [1, 5].iter().for_each(|block| journal.touch_content(*block, 9));
+        known.read_page(4, journal.num_changes());
+        [1, 5].iter().for_each(|block| journal.touch(*block, 9));
+        known.read_page(8, journal.num_changes());
+        journal.touch(6, 9);
+        let (changes, next) = journal.since(&known, 9, None).unwrap();
+        assert_eq!(
+            changes.iter().map(|change| (change.block, change.of_content)).collect::<Vec<_>>(),
+            [(1, false), (6, false)]
+        );
+        known.go_on(next, blocks(&changes), journal.num_changes());
+        assert_eq!((next, known.of(1)), (journal.num_changes(), journal.num_changes()));
     }
 }

@@ -12,6 +12,7 @@ use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
 use crate::python::convert::{ids, state_of};
 use crate::python::ledger::PyInspector;
+use crate::python::messages::PyKnown;
 use crate::python::views::{
     LeaseView, PinView, PyExplanation, SequenceView, TenantUse, explanation_view, lease_view, pin_view, sequence_view,
     use_view,
@@ -183,37 +184,38 @@ impl PyInspector {
     }
 
     /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and the block to continue
-    /// from.
-    #[pyo3(signature = (first, most, *, tenant, with_content))]
+    /// from. `known` has their present state then.
+    #[pyo3(signature = (first, most, known, *, tenant, with_content))]
     fn snapshot<'py>(
         &self,
         py: Python<'py>,
         first: BlockId,
         most: usize,
+        known: &mut PyKnown,
         tenant: Option<&str>,
         with_content: bool,
     ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
         let ledger = self.ledger.borrow(py);
-        let (events, next) =
-            ledger.stored.books().listing().snapshot(first, most, tenant.map(str::as_bytes), with_content);
+        let listing = ledger.stored.books().listing();
+        let (events, next) = listing.snapshot(first, most, &mut known.0, tenant.map(str::as_bytes), with_content);
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
-    /// Serialised events of a WatchBlocksResponse: the changes from number `first` on, and the number to continue from;
-    /// None if the journal does not keep the next one any more.
-    #[pyo3(signature = (first, most, *, tenant, with_content))]
+    /// Serialised events of a WatchBlocksResponse: the next changes that are not known, which they are then; None if the
+    /// journal does not keep the next one any more.
+    #[pyo3(signature = (known, most, *, tenant, with_content))]
     fn changes<'py>(
         &self,
         py: Python<'py>,
-        first: u64,
+        known: &mut PyKnown,
         most: usize,
         tenant: Option<&str>,
         with_content: bool,
-    ) -> Option<(Bound<'py, PyBytes>, u64)> {
+    ) -> Option<Bound<'py, PyBytes>> {
         let ledger = self.ledger.borrow(py);
-        let (events, next) =
-            ledger.stored.books().listing().changes(first, most, tenant.map(str::as_bytes), with_content)?;
-        Some((PyBytes::new(py, &encode_events(events)), next))
+        let listing = ledger.stored.books().listing();
+        let events = listing.changes(&mut known.0, most, tenant.map(str::as_bytes), with_content)?;
+        Some(PyBytes::new(py, &encode_events(events)))
     }
 
     /// Changes of blocks so far.

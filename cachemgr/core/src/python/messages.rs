@@ -1,4 +1,4 @@
-//! Requests and answers as Python passes them on: decoded admissions, granted steps, resets.
+//! Requests and answers as Python passes them on: decoded admissions, granted steps, resets, readers of changes.
 
 use std::sync::Arc;
 
@@ -7,6 +7,7 @@ use pyo3::types::PyBytes;
 
 use crate::books::plans::{Admission, GrantedStep, RefusedItem};
 use crate::books::resetting::Reset;
+use crate::cache::journal::Known;
 use crate::python::convert::{decoded, refusal_of, to_python};
 use crate::wire::answers::{Grantor, encode_answer, encode_grant, item_number};
 use crate::wire::{messages, requests};
@@ -67,3 +68,22 @@ impl PyGrantedStep {
 /// A reset of the prefix cache that was begun.
 #[pyclass(name = "Reset", module = "quire.cachemgr._core")]
 pub struct PyReset(pub Reset);
+
+/// The changes of a pool's blocks that a reader knows.
+#[pyclass(name = "Known", module = "quire.cachemgr._core")]
+pub struct PyKnown(pub Known);
+
+#[pymethods]
+impl PyKnown {
+    /// All changes before a number.
+    #[new]
+    fn new(number: u64) -> PyKnown {
+        PyKnown(Known::before(number))
+    }
+
+    /// The number of the first change that the reader may not know.
+    #[getter]
+    fn number(&self) -> u64 {
+        self.0.next()
+    }
+}

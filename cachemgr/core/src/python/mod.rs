@@ -27,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use super::ledger::{PyInspector, PyLedger, PyProbe};
     #[pymodule_export]
-    use super::messages::{PyAdmission, PyGrantedStep, PyReset};
+    use super::messages::{PyAdmission, PyGrantedStep, PyKnown, PyReset};
     #[pymodule_export]
     use super::views::{AdmissionCheckView, LeaseView, PinView, PyExplanation, SequenceView, StepView, TenantUse};
 

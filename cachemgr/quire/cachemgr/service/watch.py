@@ -1,8 +1,12 @@
 """WatchBlocks: a snapshot of a pool's blocks, then their changes, for clients that keep a copy.
 
-Events have the state of a block, not the operations on it. So several changes of a block are one event, a repeated
-event is harmless, and a slow reader gets fewer and larger answers. The server keeps only a reader's place in the
-journal of the pool; if a reader's place was overwritten, it begins again.
+Events have the state of a block, not the operations on it. So several changes of a block are one event, and a slow
+reader gets fewer and larger answers. The server keeps a reader's place in the journal of the pool. If a reader's place
+was overwritten, the reader begins again.
+
+An answer with a cursor completes a moment: a copy that has all answers up to it is equal to ListBlocks at that moment.
+Answers without a cursor are parts of a moment, of a snapshot or of more than MAX_EVENTS changes. Other calls go on
+between the parts, so a copy between them has blocks of several moments.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Known, Ledger
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 
@@ -56,11 +60,18 @@ class Place:
 
 
 async def watch_blocks(
-    catalog: Catalog, pool: str, view: View, *, cursor: str, clock: Callable[[], float]
+    catalog: Catalog,
+    pool: str,
+    view: View,
+    *,
+    cursor: str,
+    clock: Callable[[], float],
+    max_events: int = MAX_EVENTS,
 ) -> AsyncGenerator[cache_service_pb2.WatchBlocksResponse, None]:
-    """Answers until it is closed. Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
+    """Answers of at most `max_events` events until it is closed.
 
     The end of a pin or of advice is a change, too: it is sent at its time, by the `clock` that set it.
+    Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
     """
     place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
     with listening(catalog, name) as changed:
@@ -70,12 +81,13 @@ async def watch_blocks(
                 raise CallRefused(
                     invalid("include_content", "true", "false, since this cachemgr runs with --no-keep-tokens")
                 )
-            if place is None or place.epoch != ledger.epoch:
+            if place is not None and place.epoch == ledger.epoch:
+                changes = Changes(ledger, view, place.number, max_events=max_events)
+            else:
                 ledger.advance(clock())
-                place = Place(ledger.epoch, ledger.inspector.num_changes())
-                async for answer in snapshot(ledger, view, place):
+                changes = Changes(ledger, view, ledger.inspector.num_changes(), max_events=max_events)
+                async for answer in changes.snapshot():
                     yield answer
-            changes = Changes(ledger, view, place.number)
             while catalog.pool(name).ledger is ledger:
                 ledger.advance(clock())
                 if (change := changes.next()) is not None:
@@ -95,51 +107,71 @@ def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
         listeners.discard(changed.set)
 
 
-async def snapshot(ledger: Ledger, view: View, place: Place) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
-    """All blocks that are not free, page by page. Changes meanwhile are sent from `place` on."""
-    response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch, cleared=True)
-    following: int | None = 0
-    while following is not None:
-        events, following = ledger.inspector.snapshot(
-            following, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content
-        )
-        response.MergeFromString(events)
-        if following is None:
-            response.cursor = place.cursor
-        if following is None or response.events:
-            yield response
-            response = cache_service_pb2.WatchBlocksResponse(epoch=ledger.epoch)
-        await asyncio.sleep(0)  # others' calls go on
-
-
 class Changes:
-    """The changes in one epoch of a pool, from a number on."""
+    """Answers about one epoch of a pool: the changes from a number on, after a snapshot or without one."""
 
-    def __init__(self, ledger: Ledger, view: View, number: int) -> None:
+    def __init__(self, ledger: Ledger, view: View, number: int, *, max_events: int = MAX_EVENTS) -> None:
         self._ledger = ledger
         self._view = view
-        self._number = number
+        self._max_events = max_events
+        self._known = Known(number)
         self._told_number = number
+        """The number of the last cursor."""
+        self._is_in_part = False
+        """An answer without a cursor was the last one."""
         self._looked_at = 0.0
         self._has_more = True
+
+    async def snapshot(self) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
+        """All blocks that are not free, page by page. `next` has the changes meanwhile."""
+        response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch, cleared=True)
+        following: int | None = 0
+        while following is not None:
+            events, following = self._ledger.inspector.snapshot(
+                following,
+                self._max_events,
+                self._known,
+                tenant=self._view.tenant,
+                with_content=self._view.with_content,
+            )
+            response.MergeFromString(events)
+            if following is None or response.events:
+                yield self._ended(response, is_whole=following is None and not self._num_waiting())
+                response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
+            await asyncio.sleep(0)  # others' calls go on
 
     def next(self) -> cache_service_pb2.WatchBlocksResponse | None:
         """The next changes; None if the watcher sees none of them. Raises CallRefused (CURSOR_EXPIRED)."""
         view, self._looked_at = self._view, asyncio.get_running_loop().time()
-        found = self._ledger.inspector.changes(
-            self._number, MAX_EVENTS, tenant=view.tenant, with_content=view.with_content
+        events = self._ledger.inspector.changes(
+            self._known, self._max_events, tenant=view.tenant, with_content=view.with_content
         )
-        if found is None:
+        if events is None:
             raise cursor_expired(self._ledger)
-        events, self._number = found
-        self._has_more = self._number < self._ledger.inspector.num_changes()
-        # A watcher without visible changes gets a new place before the old one is overwritten.
-        if not events and self._number - self._told_number < self._ledger.inspector.num_changes_kept() // 4:
+        self._has_more = self._num_waiting() > 0
+        if not events and (self._has_more or not self._owes_cursor()):
             return None
-        self._told_number = self._number
         response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
         response.MergeFromString(events)
-        response.cursor = Place(self._ledger.epoch, self._number).cursor
+        return self._ended(response, is_whole=not self._has_more)
+
+    def _num_waiting(self) -> int:
+        """Changes that the watcher was not told of."""
+        return self._ledger.inspector.num_changes() - self._known.number
+
+    def _owes_cursor(self) -> bool:
+        """True after a part, and before the last cursor is overwritten while the watcher sees no changes."""
+        num_unseen = self._known.number - self._told_number
+        return self._is_in_part or num_unseen >= self._ledger.inspector.num_changes_kept() // 4
+
+    def _ended(
+        self, response: cache_service_pb2.WatchBlocksResponse, *, is_whole: bool
+    ) -> cache_service_pb2.WatchBlocksResponse:
+        """The answer, with a cursor if the watcher's copy is whole with it."""
+        self._is_in_part = not is_whole
+        if is_whole:
+            self._told_number = self._known.number
+            response.cursor = Place(self._ledger.epoch, self._known.number).cursor
         return response
 
     async def pause(self, changed: asyncio.Event, clock: Callable[[], float]) -> None:

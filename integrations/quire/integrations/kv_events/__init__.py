@@ -6,6 +6,7 @@ and changes                   changes in order                  ->  index: which
 
 __main__.py    the process of `quire events`
 follower.py    keeps the copy of one pool up to date, through outages and new epochs
+layout.py      pure: which blocks of a prefix a prompt needs
 replica.py     pure: the copy, which turns WatchBlocks into ordered changes
 encoding.py    changes as vLLM's KV events
 publisher.py   sends them over ZMQ, and again to consumers that missed some

@@ -11,7 +11,8 @@ from typing import NoReturn
 from quire.client.cache_client import CacheClient
 from quire.client.channel import is_being_cancelled
 from quire.client.errors import CursorExpired, NotFound, OutOfRoom, Unavailable
-from quire.integrations.kv_events.replica import Change, PrefixReplica
+from quire.integrations.kv_events.layout import Layout
+from quire.integrations.kv_events.replica import AllCleared, Change, PrefixReplica
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,13 @@ class PoolFollower:
                 watch = self._cache.watch_blocks(self._pool, cursor=cursor, include_content=True)
                 async with contextlib.aclosing(watch) as answers:
                     async for answer in answers:
+                        if answer.cleared and not await self._has_layout_of(answer.epoch):
+                            cursor = ""
+                            break
                         cursor = answer.cursor or cursor
                         if changes := self.replica.apply(answer):
                             self._on_changes(changes)
+                            self._warn_of_unconnected(changes)
             except CursorExpired as error:
                 log.warning("watch begins anew pool=%s reason=%s", self._pool, error.reason)
                 cursor = ""
@@ -96,6 +101,25 @@ class PoolFollower:
                 if is_being_cancelled():
                     raise
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _has_layout_of(self, epoch: int) -> bool:
+        """Give the copy the layer groups of an epoch. Return False if the pool has a later epoch. Raises QuireError."""
+        pool = await self._cache.get_pool(self._pool)
+        if pool.epoch != epoch:
+            return False
+        self.replica.layout = Layout.of(pool.geometry)
+        if self.replica.layout.has_windows:
+            log.warning(
+                "layer groups with windows: inside of a published prefix a prompt can find less pool=%s", self._pool
+            )
+        return True
+
+    def _warn_of_unconnected(self, changes: list[Change]) -> None:
+        """After a snapshot, say how many blocks can't be published: the tokens before them are not known."""
+        if isinstance(changes[0], AllCleared) and (num_blocks := self.replica.statistics().num_unconnected):
+            log.warning(
+                "blocks not published, the tokens before them are not known pool=%s blocks=%d", self._pool, num_blocks
+            )
 
 
 async def _cancelled(task: asyncio.Task[NoReturn]) -> None:

@@ -9,9 +9,10 @@ from quire.integrations.kv_events.replica import ReplicaStatistics
 
 _LABELS = ("pool",)
 _BLOCKS = {
-    "published": "a prompt can find them",
-    "stranded": "a block before them is missing",
+    "published": "they are in a prefix that a prompt can find",
+    "stranded": "no prompt finds them, a block that they need is missing",
     "unknown": "they were stored while cachemgr kept no tokens",
+    "unconnected": "a prompt may find them, the tokens before them are not known",
 }
 
 
@@ -40,5 +41,5 @@ def families(pools: Mapping[str, tuple[PublisherStatistics, ReplicaStatistics]])
 
 
 def _numbers(replica: ReplicaStatistics) -> Iterator[tuple[str, int]]:
-    numbers = (replica.num_published, replica.num_stranded, replica.num_unknown)
+    numbers = (replica.num_published, replica.num_stranded, replica.num_unknown, replica.num_unconnected)
     return zip(_BLOCKS, numbers, strict=True)

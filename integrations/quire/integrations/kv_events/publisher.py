@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -125,8 +125,12 @@ class PoolPublisher:
         """Return counts."""
         return PublisherStatistics(self._num_batches, self._num_snapshots, self._num_replays, *self._kept.size)
 
-    def publish(self, changes: Sequence[Change]) -> None:
-        """Send changes in one batch."""
+    def publish(self, changes: Iterable[Change]) -> None:
+        """Send changes: in one batch, or in several if they store more than _MAX_BATCH_BLOCKS blocks."""
+        for part in parts_of(changes, max_blocks=_MAX_BATCH_BLOCKS):
+            self._publish_batch(part)
+
+    def _publish_batch(self, changes: Sequence[Change]) -> None:
         self._sequence += 1
         self._num_batches += 1
         batch = encode_batch(changes, now=self._clock())
@@ -156,8 +160,7 @@ class PoolPublisher:
             await self._is_wanted.wait()
             self._is_wanted.clear()
             self._num_snapshots += 1
-            for part in parts_of(chain([AllCleared()], self._chains()), max_blocks=_MAX_BATCH_BLOCKS):
-                self.publish(part)
+            self.publish(chain([AllCleared()], self._chains()))
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
 
     async def _answer_replays(self) -> None:

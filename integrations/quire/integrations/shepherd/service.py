@@ -268,7 +268,7 @@ class ShepherdServicer:
                 subscriber.news.clear()
                 for batch in self._unsent(stream, subscriber, backend):
                     yield batch
-                if not backend.is_ready and not self.follower.replica.statistics().num_published:
+                if not backend.is_ready and not self.follower.replica.num_published:
                     raise CallEnded(self._away())
                 try:
                     async with asyncio.timeout(HEARTBEAT_S):

@@ -169,21 +169,29 @@ class _BlockEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockE
     BLOCK_EVENT_KIND_UNSPECIFIED: _BlockEventKind.ValueType  # 0
     """Not used."""
     BLOCK_EVENT_KIND_STORED: _BlockEventKind.ValueType  # 1
-    """The block has new content in the prefix cache."""
+    """The block's content in the prefix cache changed, and it has content now. The
+    content can be the same as before, removed and stored again.
+    """
     BLOCK_EVENT_KIND_REMOVED: _BlockEventKind.ValueType  # 2
-    """The block's content was removed from the prefix cache."""
+    """The block's content in the prefix cache changed, and it has none now. It may
+    have had none before, and some in between.
+    """
     BLOCK_EVENT_KIND_CHANGED: _BlockEventKind.ValueType  # 3
     """The block's state, holders or priority changed; its content did not."""
 
 class BlockEventKind(_BlockEventKind, metaclass=_BlockEventKindEnumTypeWrapper):
-    """The kind of change since the last event of the block."""
+    """The kind of change since the watch last told of the block, or since its cursor."""
 
 BLOCK_EVENT_KIND_UNSPECIFIED: BlockEventKind.ValueType  # 0
 """Not used."""
 BLOCK_EVENT_KIND_STORED: BlockEventKind.ValueType  # 1
-"""The block has new content in the prefix cache."""
+"""The block's content in the prefix cache changed, and it has content now. The
+content can be the same as before, removed and stored again.
+"""
 BLOCK_EVENT_KIND_REMOVED: BlockEventKind.ValueType  # 2
-"""The block's content was removed from the prefix cache."""
+"""The block's content in the prefix cache changed, and it has none now. It may
+have had none before, and some in between.
+"""
 BLOCK_EVENT_KIND_CHANGED: BlockEventKind.ValueType  # 3
 """The block's state, holders or priority changed; its content did not."""
 Global___BlockEventKind: _TypeAlias = BlockEventKind  # noqa: Y015
@@ -1679,8 +1687,8 @@ class Block(_message.Message):
     pin_count: _builtins.int
     """The number of planned steps that may access it after its release."""
     prefix_hash: _builtins.bytes
-    """The hash of its content and of all content before it, 32 bytes. Empty if it is
-    not in the prefix cache.
+    """The hash of its content and of all content before it, 32 bytes; docs/protocol.md
+    says how it is computed. Empty if it is not in the prefix cache.
     """
     tenant: _builtins.str
     """Its tenant, unless it is free."""
@@ -1924,7 +1932,9 @@ class WatchBlocksRequest(_message.Message):
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     cursor: _builtins.str
-    """The cursor of the last answer, to continue after it. Empty: a snapshot first."""
+    """The cursor of the last answer that had one, to continue after it, in a watch
+    with the same pool, tenant and include_content. Empty: a snapshot first.
+    """
     include_content: _builtins.bool
     """Adds token ids, salts and parents to what is stored, in snapshots too. Needs
     the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
@@ -1968,7 +1978,10 @@ class WatchBlocksResponse(_message.Message):
     cleared: _builtins.bool
     """Drop every block: the pool has a new epoch, or a snapshot begins."""
     cursor: _builtins.str
-    """The position after this answer. Empty within a snapshot."""
+    """The position after this answer. Empty if more answers follow that belong to the
+    same moment: within a snapshot, and within more changes than one answer has.
+    Until the answer with the cursor, the copy has blocks of several moments.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
         """Blocks, each at most once. A snapshot has all blocks that are not free; a block

@@ -289,9 +289,11 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchBlocks(self, request, context):
-        """A pool's blocks as ListBlocks shows them, then what changes. Who applies
-        every answer in order holds what ListBlocks would say at that moment. Ends
-        with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+        """A pool's blocks as ListBlocks shows them, then their changes. With each answer
+        that has a cursor, a copy that has all answers up to it is what ListBlocks
+        would say at that moment. Ordered, unique, reliable, atomic, resumable, and
+        with a bounded delay: docs/reference/watch.md has a sentence for each word.
+        Ends with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
         without a cursor. A caller that is no operator sees its own tenant's blocks
         only, and a gateway those of one tenant that it names. Reasons:
         POOL_NOT_FOUND, CURSOR_EXPIRED.

@@ -102,9 +102,11 @@ class CacheServiceStub:
     POOL_NOT_FOUND.
     """
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]
-    """A pool's blocks as ListBlocks shows them, then what changes. Who applies
-    every answer in order holds what ListBlocks would say at that moment. Ends
-    with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+    """A pool's blocks as ListBlocks shows them, then their changes. With each answer
+    that has a cursor, a copy that has all answers up to it is what ListBlocks
+    would say at that moment. Ordered, unique, reliable, atomic, resumable, and
+    with a bounded delay: docs/reference/watch.md has a sentence for each word.
+    Ends with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
     without a cursor. A caller that is no operator sees its own tenant's blocks
     only, and a gateway those of one tenant that it names. Reasons:
     POOL_NOT_FOUND, CURSOR_EXPIRED.
@@ -234,9 +236,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     POOL_NOT_FOUND.
     """
     WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchBlocksRequest, _cache_service_pb2.WatchBlocksResponse]  # type: ignore[assignment]
-    """A pool's blocks as ListBlocks shows them, then what changes. Who applies
-    every answer in order holds what ListBlocks would say at that moment. Ends
-    with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+    """A pool's blocks as ListBlocks shows them, then their changes. With each answer
+    that has a cursor, a copy that has all answers up to it is what ListBlocks
+    would say at that moment. Ordered, unique, reliable, atomic, resumable, and
+    with a bounded delay: docs/reference/watch.md has a sentence for each word.
+    Ends with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
     without a cursor. A caller that is no operator sees its own tenant's blocks
     only, and a gateway those of one tenant that it names. Reasons:
     POOL_NOT_FOUND, CURSOR_EXPIRED.
@@ -447,9 +451,11 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.WatchBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WatchBlocksResponse], _abc.AsyncIterator[_cache_service_pb2.WatchBlocksResponse]]:
-        """A pool's blocks as ListBlocks shows them, then what changes. Who applies
-        every answer in order holds what ListBlocks would say at that moment. Ends
-        with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
+        """A pool's blocks as ListBlocks shows them, then their changes. With each answer
+        that has a cursor, a copy that has all answers up to it is what ListBlocks
+        would say at that moment. Ordered, unique, reliable, atomic, resumable, and
+        with a bounded delay: docs/reference/watch.md has a sentence for each word.
+        Ends with ABORTED (CURSOR_EXPIRED) rather than leave anything out: begin again
         without a cursor. A caller that is no operator sees its own tenant's blocks
         only, and a gateway those of one tenant that it names. Reasons:
         POOL_NOT_FOUND, CURSOR_EXPIRED.

@@ -784,7 +784,8 @@ pub(crate) mod tests {
         let told = |pool: &mut BlockPool, change: &dyn Fn(&mut BlockPool, &[BlockId])| {
             let first = pool.records.journal.num_changes();
             change(pool, &cached);
-            let (changes, _) = pool.records.journal.since(first, 9, None).unwrap();
+            let known = crate::cache::journal::Known::before(first);
+            let (changes, _) = pool.records.journal.since(&known, 9, None).unwrap();
             changes.into_iter().map(|change| change.block).collect::<Vec<_>>()
         };
         assert_eq!(told(&mut pool, &|pool, blocks| pool.pin(blocks)), cached);

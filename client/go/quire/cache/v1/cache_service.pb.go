@@ -267,15 +267,17 @@ func (BlockState) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
 }
 
-// The kind of change since the last event of the block.
+// The kind of change since the watch last told of the block, or since its cursor.
 type BlockEventKind int32
 
 const (
 	// Not used.
 	BlockEventKind_BLOCK_EVENT_KIND_UNSPECIFIED BlockEventKind = 0
-	// The block has new content in the prefix cache.
+	// The block's content in the prefix cache changed, and it has content now. The
+	// content can be the same as before, removed and stored again.
 	BlockEventKind_BLOCK_EVENT_KIND_STORED BlockEventKind = 1
-	// The block's content was removed from the prefix cache.
+	// The block's content in the prefix cache changed, and it has none now. It may
+	// have had none before, and some in between.
 	BlockEventKind_BLOCK_EVENT_KIND_REMOVED BlockEventKind = 2
 	// The block's state, holders or priority changed; its content did not.
 	BlockEventKind_BLOCK_EVENT_KIND_CHANGED BlockEventKind = 3
@@ -3081,8 +3083,8 @@ type Block struct {
 	ReferenceCount int32 `protobuf:"varint,3,opt,name=reference_count,json=referenceCount,proto3" json:"reference_count,omitempty"`
 	// The number of planned steps that may access it after its release.
 	PinCount int32 `protobuf:"varint,4,opt,name=pin_count,json=pinCount,proto3" json:"pin_count,omitempty"`
-	// The hash of its content and of all content before it, 32 bytes. Empty if it is
-	// not in the prefix cache.
+	// The hash of its content and of all content before it, 32 bytes; docs/protocol.md
+	// says how it is computed. Empty if it is not in the prefix cache.
 	PrefixHash []byte `protobuf:"bytes,5,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
 	// Its tenant, unless it is free.
 	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
@@ -3593,7 +3595,8 @@ type WatchBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
-	// The cursor of the last answer, to continue after it. Empty: a snapshot first.
+	// The cursor of the last answer that had one, to continue after it, in a watch
+	// with the same pool, tenant and include_content. Empty: a snapshot first.
 	Cursor string `protobuf:"bytes,2,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	// Adds token ids, salts and parents to what is stored, in snapshots too. Needs
 	// the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
@@ -3675,7 +3678,9 @@ type WatchBlocksResponse struct {
 	// Blocks, each at most once. A snapshot has all blocks that are not free; a block
 	// without an event is free.
 	Events []*BlockEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`
-	// The position after this answer. Empty within a snapshot.
+	// The position after this answer. Empty if more answers follow that belong to the
+	// same moment: within a snapshot, and within more changes than one answer has.
+	// Until the answer with the cursor, the copy has blocks of several moments.
 	Cursor        string `protobuf:"bytes,4,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -1,0 +1,206 @@
+"""A copy of a pool's blocks, made of the answers of WatchBlocks, which knows what the watch promises. Pure.
+
+The promise has six words. docs/reference/watch.md has a sentence for each. BrokenPromise names the word that an answer,
+or a copy, breaks:
+
+ordered         a later answer is never of an earlier moment
+unique          a change is told once
+reliable        no change is left out
+atomic          with each answer that has a cursor, the copy is what ListBlocks says at that moment
+resumable       a watch with a cursor goes on after it
+bounded delay   a change is told in time; the caller has the times, and raises it
+
+`BlockReplica.find` is LookupPrefix on the copy, by the words of docs/protocol.md alone: no code of the product computes
+the hashes or the windows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from quire.cache.v1 import attach_pb2
+from quire.cache.v1 import cache_service_pb2 as pb
+
+FREE = pb.BLOCK_STATE_FREE
+STORED, REMOVED, CHANGED = pb.BLOCK_EVENT_KIND_STORED, pb.BLOCK_EVENT_KIND_REMOVED, pb.BLOCK_EVENT_KIND_CHANGED
+
+HasChanged = Callable[[int, int], bool]
+"""Returns True if a block has changed since a number of changes of its pool."""
+
+
+class BrokenPromise(AssertionError):
+    """A word of the watch's promise does not hold."""
+
+    def __init__(self, word: str, what: str) -> None:
+        super().__init__(f"{word}: {what}")
+        self.word = word
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a findable block, as an event had it."""
+
+    token_ids: tuple[int, ...]
+    salt: bytes
+    parent_hash: bytes
+
+
+def number_of(cursor: str) -> int:
+    """Return the number of changes before a cursor."""
+    return int(cursor[16:], 16)
+
+
+@dataclass
+class BlockReplica:
+    """The copy, through any number of watches: `begin` each one with `cursor`, then `apply` its answers in order."""
+
+    blocks: dict[int, pb.Block] = field(default_factory=dict)
+    contents: dict[int, Content] = field(default_factory=dict)
+    cursor: str = ""
+    epoch: int | None = None
+    num_answers: int = 0
+    _past_epochs: set[int] = field(default_factory=set)
+    _is_first: bool = True
+    _told_until: dict[int, int] = field(default_factory=dict)
+    """Of the blocks that were told since the last cursor: the number of changes then."""
+    _wrong: set[int] = field(default_factory=set)
+    """Blocks that differed from the list at the last cursor."""
+
+    def begin(self) -> str:
+        """Return the cursor of a new watch: that of the last answer which had one."""
+        self._is_first = True
+        self._told_until.clear()
+        return self.cursor
+
+    def expire(self) -> None:
+        """The cursor was refused: the next watch begins with a snapshot."""
+        self.cursor = ""
+
+    def apply(
+        self, answer: pb.WatchBlocksResponse, *, num_changes: int | None = None, has_changed: HasChanged | None = None
+    ) -> None:
+        """Apply an answer. Raises BrokenPromise.
+
+        num_changes   of the pool, when the answer was made
+        has_changed   finds events about nothing; without it and num_changes only a block that is told twice at once
+        """
+        self._begin_epoch(answer)
+        self._is_first = False
+        self.num_answers += 1
+        told = [event.block.block_id for event in answer.events]
+        if len(set(told)) < len(told):
+            raise BrokenPromise("unique", f"an answer has a block twice: {sorted(told)}")
+        for event in answer.events:
+            if has_changed is not None:
+                self._check_is_news(event.block.block_id, has_changed, cleared=answer.cleared)
+            self._apply_event(event)
+        if num_changes is not None:
+            self._told_until.update(dict.fromkeys(told, num_changes))
+        if answer.cursor:
+            self._end_moment(answer.cursor)
+
+    def _begin_epoch(self, answer: pb.WatchBlocksResponse) -> None:
+        if not answer.cleared:
+            if self.epoch != answer.epoch:
+                raise BrokenPromise("ordered", f"epoch {answer.epoch} goes on, the copy is of {self.epoch}")
+            return
+        if answer.epoch in self._past_epochs:
+            raise BrokenPromise("ordered", f"epoch {answer.epoch} comes back")
+        if self.cursor and answer.epoch == self.epoch:
+            raise BrokenPromise("resumable", f"a snapshot of epoch {answer.epoch} in place of what follows the cursor")
+        if self.epoch not in (None, answer.epoch):
+            self._past_epochs.add(self.epoch or 0)
+        self.epoch, self.cursor = answer.epoch, ""
+        for each in (self.blocks, self.contents, self._told_until, self._wrong):
+            each.clear()
+
+    def _check_is_news(self, block_id: int, has_changed: HasChanged, *, cleared: bool) -> None:
+        if block_id in self._told_until:
+            since = self._told_until[block_id]
+        elif self.cursor and not cleared:
+            since = number_of(self.cursor)
+        else:
+            return  # of a snapshot
+        if not has_changed(block_id, since):
+            raise BrokenPromise("unique", f"block {block_id} has not changed since it was told")
+
+    def _apply_event(self, event: pb.BlockEvent) -> None:
+        block = event.block
+        block_id = block.block_id
+        known = self.blocks.get(block_id)
+        has_content = bool(block.prefix_hash)
+        if event.kind not in (STORED, REMOVED, CHANGED) or (
+            event.kind != CHANGED and has_content == (event.kind == REMOVED)
+        ):
+            raise BrokenPromise("reliable", f"event {event.kind} of block {block_id}, content: {has_content}")
+        if event.kind == CHANGED and block.prefix_hash != (known.prefix_hash if known else b""):
+            raise BrokenPromise("reliable", f"the content of block {block_id} changed, and no event said so")
+        if event.kind != CHANGED:
+            self.contents.pop(block_id, None)
+        if event.token_ids:
+            self.contents[block_id] = Content(tuple(event.token_ids), event.salt, event.parent_prefix_hash)
+        if block.state == FREE:
+            self.blocks.pop(block_id, None)
+            self.contents.pop(block_id, None)
+        else:
+            self.blocks[block_id] = block
+
+    def _end_moment(self, cursor: str) -> None:
+        if self.cursor and number_of(cursor) <= number_of(self.cursor):
+            raise BrokenPromise("ordered", f"cursor {cursor} after {self.cursor}")
+        self.cursor = cursor
+        self._told_until.clear()
+
+    def check(self, listed: Mapping[int, pb.Block], *, is_last: bool = False) -> None:
+        """Compare with ListBlocks at the moment of the last cursor. Raises BrokenPromise.
+
+        is_last   all changes were told. Otherwise a block that differs is judged with the next cursor: a change that
+                  comes with it was cut off its moment, one that does not was left out.
+        """
+        wrong = {each for each in self.blocks.keys() | listed.keys() if self.blocks.get(each) != listed.get(each)}
+        if cut := self._wrong - wrong:
+            raise BrokenPromise(
+                "atomic", f"blocks {sorted(cut)} were not as listed at a cursor, and are at the next one"
+            )
+        if wrong and (is_last or wrong & self._wrong):
+            raise BrokenPromise("reliable", f"blocks {sorted(wrong)} are not as they are listed")
+        self._wrong = wrong
+
+    def find(self, token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> int:
+        """Return what LookupPrefix finds of a prompt, in tokens."""
+        size = geometry.block_size_tokens
+        known = {(block.layer_group, block.prefix_hash) for block in self.blocks.values() if block.prefix_hash}
+        hashes = list(chain_of(token_ids[: len(token_ids) - 1], tenant=tenant, salt=salt, geometry=geometry))
+        groups = geometry.layer_groups or [attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL)]
+        for num_blocks in range(len(hashes), 0, -1):
+            firsts = [first_seen(group, num_blocks * size) // size for group in groups]
+            needed = [(number, each) for number, first in enumerate(firsts) for each in hashes[first:num_blocks]]
+            if known.issuperset(needed):
+                return num_blocks * size
+        return 0
+
+
+def chain_of(token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> list[bytes]:
+    """Return the prefix hashes of a prompt's full blocks."""
+    root = sha256(b"quire prefix v1")
+    for part in (tenant.encode(), salt, geometry.model_fingerprint.encode()):
+        root.update(struct.pack("<Q", len(part)) + part)
+    parent, hashes, size = root.digest(), [], geometry.block_size_tokens
+    for first in range(0, len(token_ids) - size + 1, size):
+        parent = sha256(parent + struct.pack(f"<{size}i", *token_ids[first : first + size])).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def first_seen(group: attach_pb2.LayerGroup, position: int) -> int:
+    """Return the first position that a token at a position sees in a group's layers."""
+    window = group.window_token_count
+    match group.kind:
+        case attach_pb2.LAYER_GROUP_KIND_SLIDING:
+            return max(0, position + 1 - window)
+        case attach_pb2.LAYER_GROUP_KIND_CHUNKED:
+            return position - position % window
+    return 0
