@@ -19,6 +19,7 @@ from robustness.simulation.gateway import SimulatedGateway, Task
 from robustness.simulation.network import Network
 from robustness.simulation.schedule import LEASE_TTL_S, FaultKind, Features, Schedule
 from robustness.simulation.server import SimulatedServer
+from robustness.simulation.watcher import SimulatedWatcher
 from robustness.simulation.worker import SimulatedWorker, WorkerSettings, worker_guard
 from robustness.simulation.workload import FUNCTIONS, requests
 from robustness.simulation.world import Process, World, WorldFailed
@@ -26,7 +27,7 @@ from robustness.simulation.world import Process, World, WorldFailed
 from quire.cachemgr.shares import Percentage, Share
 from quire.serving.addresses import parse_dial_address
 
-CACHEMGR = NAME
+CACHEMGR, WATCHER = NAME, "watcher"
 SHARES = {"alice": Share(floor=2, quota=Percentage(50)), "bob": Share(limit=Percentage(100), pin_budget=0)}
 SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
@@ -50,6 +51,7 @@ class Cluster:
     gateways: dict[str, SimulatedGateway] = field(default_factory=dict)
     tasks: dict[str, Task] = field(default_factory=dict)
     deliveries: dict[str, Deliveries] = field(default_factory=dict)
+    watcher: SimulatedWatcher | None = None
     processes: dict[str, Process] = field(default_factory=dict)
     clock_offset_s: float = 0.0
     fired: Counter[FaultKind] = field(default_factory=Counter)
@@ -75,6 +77,8 @@ class Cluster:
             self.tasks[name] = Task(calls)
             self.deliveries[name] = Deliveries(self._wrong(name), self.expected)
             starts.append(partial(self.start_gateway, name))
+        if self.features.has_watcher:
+            starts.append(self.start_watcher)
         self.generator.shuffle(starts)
         for start in starts:
             start()
@@ -147,6 +151,16 @@ class Cluster:
 
         process.loop.call_soon(begin)
 
+    def start_watcher(self) -> None:
+        """Start the process that copies the pools' blocks."""
+        process = self._start(WATCHER)
+        pools = [f"pool-{number}" for number in range(self.features.num_pools)]
+
+        def begin() -> None:
+            self.watcher = SimulatedWatcher(process, pools)
+
+        process.loop.call_soon(begin)
+
     def kill(self, name: str, restart_after_s: float) -> None:
         """SIGKILL; the supervisor starts it again."""
         self.restart_after_s[name] = restart_after_s
@@ -163,13 +177,17 @@ class Cluster:
         process.spawn(service.terminate())
         self.world.after(STOP_TIMEOUT_S, process.end)
 
-    def _service(self, name: str) -> SimulatedCachemgr | SimulatedWorker | SimulatedGateway | None:
-        return self.cachemgr if name == CACHEMGR else self.workers.get(name) or self.gateways.get(name)
+    def _service(self, name: str) -> SimulatedCachemgr | SimulatedWorker | SimulatedGateway | SimulatedWatcher | None:
+        if name == CACHEMGR:
+            return self.cachemgr
+        return self.watcher if name == WATCHER else self.workers.get(name) or self.gateways.get(name)
 
     def _ended(self, name: str, process: Process) -> None:
         """A process has ended, and will be started again."""
         if name == CACHEMGR:
             self.cachemgr = None
+        if name == WATCHER:
+            self.watcher = None
         self.workers.pop(name, None)
         self.gateways.pop(name, None)
         self.num_starting += 1
@@ -179,6 +197,8 @@ class Cluster:
         self.num_starting -= 1
         if name == CACHEMGR:
             self.start_cachemgr()
+        elif name == WATCHER:
+            self.start_watcher()
         elif name in self.tasks:
             self.start_gateway(name)
         else:
@@ -231,4 +251,6 @@ class Cluster:
         found = list(self.cachemgr.left(num_pools=self.features.num_pools))
         for name, worker in self.workers.items():
             found += [f"{name}: {what}" for what in worker.left()]
+        if self.watcher is not None and not found:
+            found += self.watcher.left(self.cachemgr)
         return found

@@ -206,9 +206,11 @@ def draw_fault(generator: random.Random, kind: FaultKind, features: Features) ->
     workers = [f"worker-{number}" for number in range(features.num_pools)]
     gateways = [f"gateway-{number}" for number in range(features.num_gateways)]
     links = [(peer, "cachemgr") for peer in (*gateways, *workers)]
+    watchers = ["watcher"] if features.has_watcher else []
+    links += [(watcher, "cachemgr") for watcher in watchers]
     links += [(gateway, worker) for gateway in gateways for worker in workers]
     if kind in OF_PROCESSES:
-        target: tuple[str, ...] = (generator.choice(("cachemgr", *workers, *gateways)),)
+        target: tuple[str, ...] = (generator.choice(("cachemgr", *workers, *gateways, *watchers)),)
     elif kind in OF_LINKS:
         target = generator.choice(links)
     else:

@@ -1,0 +1,76 @@
+"""A simulated process that keeps copies of all pools' blocks, by WatchBlocks, and goes on after every break."""
+
+from __future__ import annotations
+
+import asyncio
+
+from replica import BlockReplica, BrokenPromise
+from robustness.simulation.cachemgr import ADDRESS, SimulatedCachemgr
+from robustness.simulation.workload import requests
+from robustness.simulation.world import Process
+
+from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr.catalog import AttachedPool
+from quire.cachemgr.service.messages import encode_geometry, int32_bytes
+from quire.client.cache_client import CacheClient
+from quire.client.errors import CursorExpired, NotFound, OutOfRoom, Unavailable
+
+AGAIN_S = 0.05
+
+
+class SimulatedWatcher:
+    """One start of a watcher: its copies are lost with it."""
+
+    def __init__(self, process: Process, pools: list[str]) -> None:
+        self.process = process
+        self._replicas = {pool: BlockReplica() for pool in pools}
+        for pool in pools:
+            process.spawn(self._follow(pool))
+
+    async def terminate(self) -> None:
+        """SIGTERM: it keeps nothing."""
+        self.process.end()
+
+    async def _follow(self, pool: str) -> None:
+        cache, replica = CacheClient(ADDRESS), self._replicas[pool]
+        while True:
+            try:
+                async for answer in cache.watch_blocks(pool, cursor=replica.begin()):
+                    replica.apply(answer)
+            except CursorExpired:
+                replica.expire()
+            except (Unavailable, NotFound, OutOfRoom):
+                await asyncio.sleep(AGAIN_S)
+            except BrokenPromise as broken:
+                self.process.world.fail(f"{self.process.name}: {broken}", broken)
+                return
+
+    def left(self, cachemgr: SimulatedCachemgr) -> list[str]:
+        """What its copies do not have yet; wrong copies, when they have everything."""
+        return [what for pool in cachemgr.catalog.pools() for what in self._left_of(pool)]
+
+    def _left_of(self, pool: AttachedPool) -> list[str]:
+        replica, inspector = self._replicas[pool.ledger.pool], pool.ledger.inspector
+        if replica.epoch != pool.ledger.epoch or not replica.cursor:
+            return ["a copy of another epoch"]
+        if int(replica.cursor[16:], 16) < inspector.num_changes():
+            return ["changes that a watcher was not told"]
+        page, _ = inspector.list_blocks(0, 10_000, state=None, tenant=None, lease_id=None)
+        blocks = cache_service_pb2.ListBlocksResponse.FromString(page).blocks
+        held = {each.block_id: each for each in blocks if each.state != cache_service_pb2.BLOCK_STATE_FREE}
+        try:
+            replica.check(held, is_last=True)
+        except BrokenPromise as broken:
+            return [str(broken)]
+        return self._wrong_finds(pool, replica)
+
+    @staticmethod
+    def _wrong_finds(pool: AttachedPool, replica: BlockReplica) -> list[str]:
+        geometry, found = encode_geometry(pool.ledger.geometry), []
+        for number, request in enumerate(requests()):
+            salt, tenant = request.cache.salt, request.params.tenant
+            copied = replica.find(request.prompt, tenant=tenant, salt=salt, geometry=geometry)
+            told = pool.ledger.inspector.num_cached_tokens(int32_bytes(request.prompt), salt=salt, tenant=tenant)
+            if copied != told:
+                found.append(f"request {number}: {told} tokens are found, and {copied} in a watcher's copy")
+        return found
