@@ -83,11 +83,18 @@ class AttachedPool:
     is_attached: bool = True
     acknowledged_report: int = 0
     is_acknowledging: bool = False
+    num_refused_reports: int = 0
+    """Reports of steps that were refused since the last one that was not."""
 
     @property
     def term(self) -> int:
         """The term under which this cachemgr controls the pool."""
         return self.terms[-1]
+
+    @property
+    def is_contradicted(self) -> bool:
+        """True if the worker repeats a report that does not fit the books: they can't agree in this epoch any more."""
+        return self.num_refused_reports > 1
 
     def lacks(self, registration: Registration) -> bool:
         """True if the worker has state that is not in these books: they are not those that granted its steps."""
@@ -199,7 +206,8 @@ class Catalog:
             raise CallRefused(refusal)
         if known is not None and known.ledger.epoch == registration.epoch:
             is_ours = registration.attached_term in (0, *known.terms)  # else another cachemgr has ruled it meanwhile
-            if not is_ours or known.lacks(registration) or registration.highest_term > known.term:
+            is_followed = not (known.is_contradicted or known.lacks(registration))
+            if not is_ours or not is_followed or registration.highest_term > known.term:
                 return NewEpoch(term)
             known.is_attached = True
             known.worker_address = registration.worker_address

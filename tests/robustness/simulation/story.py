@@ -70,8 +70,8 @@ def _signed_grants_in(message: Any) -> list[grant_pb2.SignedGrant]:
         elif isinstance(value, Message):
             found += _signed_grants_in(value)
         elif field.type == field.TYPE_MESSAGE:
-            for each in value:
-                found += _signed_grants_in(each)
+            for each in value:  # of a map its keys
+                found += _signed_grants_in(each) if isinstance(each, Message) else []
     return found
 
 

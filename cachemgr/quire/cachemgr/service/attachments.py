@@ -181,9 +181,11 @@ class Attachments:
     def _settle(self, pool: AttachedPool, report: attach_pb2.StepReport) -> None:
         if report.report_number <= pool.acknowledged_report:
             return
+        pool.num_refused_reports += 1
         if report.report_number != pool.acknowledged_report + 1:
             raise CallRefused(invalid("step_report.report_number", report.report_number, "the next one"))
         pool.ledger.settle(messages.known_bytes(report))
+        pool.num_refused_reports = 0
         pool.acknowledged_report = report.report_number
         if not pool.is_acknowledging:
             pool.is_acknowledging = True
