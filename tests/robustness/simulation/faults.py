@@ -73,7 +73,7 @@ def _partition(cluster: Cluster, fault: Fault) -> float:
 
 
 def _freeze(cluster: Cluster, fault: Fault) -> float:
-    a, b = fault.target if fault.way else reversed(fault.target)
+    a, b = fault.target if fault.way % 2 else reversed(fault.target)
     cluster.network.freeze(a, b, fault.size)
     return fault.size
 
@@ -84,7 +84,7 @@ def _half_close(cluster: Cluster, fault: Fault) -> float:
 
 
 def _delay(cluster: Cluster, fault: Fault) -> float:
-    a, b = fault.target if fault.way else reversed(fault.target)
+    a, b = fault.target if fault.way % 2 else reversed(fault.target)
     cluster.network.delay(a, b, fault.size)
     return fault.size
 
@@ -126,7 +126,7 @@ def _reset(cluster: Cluster, fault: Fault) -> float:
 def _lie(cluster: Cluster, fault: Fault) -> float:
     worker = cluster.workers.get(fault.target[0])
     if worker is not None:
-        worker.reports.lie(cluster.generator.choice(tuple(Lie)))
+        worker.reports.lie(tuple(Lie)[fault.way % len(Lie)])
         cluster.is_deceived = True
     return 0.0
 

@@ -107,7 +107,8 @@ class Features:
 class Fault:
     """One fault: at a number of callbacks, of a process or of a link, which has two processes' names.
 
-    size      seconds, a number of messages or of bytes: by the kind
+    size      seconds, or how many times slower
+    way       which of both ways, or which of the lies
     """
 
     kind: FaultKind
@@ -218,7 +219,7 @@ def draw_fault(generator: random.Random, kind: FaultKind, features: Features) ->
     low, high = SIZES.get(kind, (0.0, 0.0))
     # Half of them early: that is where everything begins.
     last = generator.choice((LAST_CALLBACK // 8, LAST_CALLBACK // 3, LAST_CALLBACK))
-    return Fault(kind, target, generator.randint(1, last), generator.uniform(low, high), generator.randint(0, 1))
+    return Fault(kind, target, generator.randint(1, last), generator.uniform(low, high), generator.randrange(8))
 
 
 SIZES = {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from robustness.simulation.gateway import Call
+from robustness.simulation.reports import Lie
 from robustness.simulation.running import run, run_seed, simulating
-from robustness.simulation.schedule import make_schedule
+from robustness.simulation.schedule import Fault, FaultKind, Schedule, make_schedule
 
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
@@ -43,6 +46,19 @@ def test_a_seed_is_the_same_run_to_the_last_line() -> None:
                 run(make_schedule(seed), tell=story.append)
         assert stories[0] == stories[1]
         assert len(stories[0]) > 10
+
+
+@pytest.mark.parametrize("lie", Lie)
+def test_a_pool_is_used_again_after_a_wrong_report(lie: Lie) -> None:
+    every = make_schedule(1).features
+    features = replace(every, keeps_state=False, num_gateways=1, num_pools=1, uses_router=False)
+    with simulating():
+        for at_callback in range(150, 650, 100):
+            fault = Fault(FaultKind.LIE, ("worker-0",), at_callback, way=list(Lie).index(lie))
+            calls = tuple(Call(number) for number in (0, 2, 5))
+            outcome = run(Schedule(at_callback, features, (calls,), (fault,)))
+            assert outcome.failure is None
+            assert outcome.fired
 
 
 def test_a_replay_is_equal_in_another_process() -> None:

@@ -70,6 +70,16 @@ def test_a_worker_that_obeyed_a_newer_term_is_not_ruled(catalog: Catalog) -> Non
     attach(catalog, highest_term=TERM)
 
 
+def test_a_worker_with_reports_that_are_refused_again_and_again_begins_a_new_epoch(catalog: Catalog) -> None:
+    pool = attach(catalog)
+    pool.num_refused_reports = 1
+    assert attach(catalog) is pool, "it may have been a slip: the worker sends its reports again"
+    pool.num_refused_reports = 2
+    assert catalog.register(registration(), signing_key=b"k") == NewEpoch(TERM)
+    pool.is_attached = False
+    assert attach(catalog, epoch=2).num_refused_reports == 0
+
+
 # -- a cachemgr with a clock that was set back ----------------------------------------------------------------------
 
 HIGHER = TERM + 100
