@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is part of a run
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
 
 sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
