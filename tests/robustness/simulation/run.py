@@ -31,7 +31,8 @@ from robustness.simulation.running import Outcome, run, run_seed, simulating
 from robustness.simulation.schedule import make_schedule
 from robustness.simulation.shrinking import shrink
 
-SHOWN_FAILURES = 20
+LINE_EVERY = 1_000
+"""Schedules between two lines of a log, where no bar is shown."""
 
 
 @dataclass
@@ -59,8 +60,6 @@ class Totals:
     def print(self, console: Console, *, duration_s: float, jobs: int) -> None:
         for kind, count in sorted(self.fired.items()):
             console.print(f"  {count:8} {kind}", highlight=False)
-        for seed, failure in sorted(self.failed.items())[:SHOWN_FAILURES]:
-            console.print(f"seed {seed}: {failure}", style="red", markup=False, highlight=False)
         console.print(
             f"{self.num_schedules} schedules, {len(self.failed)} failed; {self.virtual_s:.0f} s of virtual time, "
             f"{self.fired.total()} faults, {len(self.pairs)} pairs of features and faults met, "
@@ -124,6 +123,10 @@ def main(schedules: int, seed: int, jobs: int, replayed: int | None) -> None:
             totals.add(outcome)
             failed = f", {len(totals.failed)} failed" if totals.failed else ""
             progress.update(bar, advance=1, description=f"schedules{failed}")
+            if outcome.failure is not None:
+                console.print(f"seed {outcome.seed}: {outcome.failure}", style="red", markup=False, highlight=False)
+            if not console.is_terminal and totals.num_schedules % LINE_EVERY == 0:
+                console.print(f"{totals.num_schedules} schedules{failed}", highlight=False)
     totals.print(console, duration_s=time.monotonic() - started, jobs=jobs)
     sys.exit(1 if totals.failed else 0)
 
