@@ -66,6 +66,7 @@ class Totals:
             f"{self.num_tokens} tokens compared, {self.num_callbacks} callbacks; {duration_s:.0f} s, "
             f"{self.num_schedules / duration_s / jobs:.0f} schedules a second and core",
             highlight=False,
+            soft_wrap=True,
         )
 
 
