@@ -229,6 +229,18 @@ def test_bad_words_that_leave_nothing_are_ignored() -> None:
     assert [sampler.sample(logits, [0], [step]).tokens.item() for step in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("penalty", [3e38, 1e-45])
+def test_no_penalty_is_so_large_that_a_forbidden_token_is_chosen(penalty: float, sign: int, temperature: float) -> None:
+    """A logit times the penalty is beyond float32, also that of every token that may be chosen."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, constraints=EACH["allowed"])
+    sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB, device="cpu")
+    sampler.set_params(0, params, prompt_token_ids=list(range(VOCAB)))
+    tokens = [sampler.sample(logits_of_step(step).abs() * sign, [0], [step]).tokens.item() for step in range(20)]
+    assert set(tokens) <= set(EACH["allowed"].allowed_token_ids.tolist())
+
+
 def test_log_probabilities_are_of_the_raw_logits() -> None:
     params = SamplingParams(num_logprobs=2, frequency_penalty=1.0, constraints=EACH["allowed"])
     logits = logits_of_step(0)
