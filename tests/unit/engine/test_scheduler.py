@@ -511,6 +511,7 @@ class World:
         if plan.is_empty:
             return False
         self.check_expected(plan)
+        self.check_decodes(plan)
         between()
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
@@ -536,6 +537,14 @@ class World:
         assert len(plan.expected) <= self.limits.max_running_sequences
         if plan.expected:
             self.named.append([len(prompt.token_ids) for prompt in plan.expected.values()])
+
+    def check_decodes(self, plan: Plan) -> None:
+        """vLLM#49097: a sequence was left out when one before it in the list was preempted."""
+        queues = self.scheduler._queues
+        if queues.suspects or queues.groups:
+            return  # one runs alone; beams may wait for room for the tokens that a plan appends
+        decodes = [sequence.seq_id for sequence in queues.running if sequence.num_schedulable_tokens == 1]
+        assert list(plan.extend_ids[: len(decodes)]) == decodes[: self.limits.max_step_tokens], "one is left out"
 
     def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
