@@ -61,9 +61,8 @@ def draw_requests(seed: int) -> list[Request]:
     return [Request(prompt, rng.randint(1, 8), rng.choice(PARAMETERS)) for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def model() -> PagedModel:
-    return prepare_model(zoo.build("llama"), max_model_len=MAX_MODEL_LEN)
+def prepare(family: str) -> PagedModel:
+    return prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN)
 
 
 def serve(model: PagedModel, requests: list[Request], *, places: int) -> list[list[int]]:
@@ -90,16 +89,18 @@ def serve(model: PagedModel, requests: list[Request], *, places: int) -> list[li
     return [generated[number] for number in range(len(requests))]
 
 
-def test_requests_in_rows_of_others_get_the_tokens_that_they_get_alone(model: PagedModel) -> None:
-    requests = draw_requests(1)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_requests_in_rows_of_others_get_the_tokens_that_they_get_alone(family: str) -> None:
+    model, requests = prepare(family), draw_requests(1)
     together = serve(model, requests, places=MAX_NUM_SEQS)
     alone = [serve(model, [request], places=1)[0] for request in requests]
     assert together == alone
     assert {request.params for request in requests} == set(PARAMETERS)
 
 
-def test_a_row_has_no_last_token_of_the_sequence_before(model: PagedModel) -> None:
+def test_a_row_has_no_last_token_of_the_sequence_before() -> None:
     """A run that needs the token sampled last fails, if the sequence before it sampled one for the same position."""
+    model = prepare("llama")
     pool = KVPool(model.specs, num_blocks=4, block_size=4, dtype=model.dtype, device="cpu")
     executor = Executor(model, pool, max_num_seqs=1)
     blocks = {"write_first_indexes": [0], "write_block_counts": [1], "write_block_ids": [1]}
