@@ -67,7 +67,7 @@ def acts(bench: Bench, draw: random.Random) -> Iterator[str]:
     for seq_id in range(1, 10_000):
         lease_id = draw.choice("ab")
         next_step, settled, num_in_flight, _ = lease_numbers_of(bench.ledger, lease_id)
-        name = draw.choices(["admit", "settle", "release", "fork", "fail", "reset"], [8, 9, 6, 2, 1, 1])[0]
+        name = draw.choices(["admit", "settle", "release", "fork", "fail", "reset"], [9, 9, 6, 2, 0.5, 0.3])[0]
         if name == "admit" and num_in_flight < 3:
             plan = bench.plan(lease_id, admissions=[Admission(seq_id, pack(*draw.choice(PROMPTS), 3))])
             running[lease_id] += [] if plan.refusals else [seq_id]
@@ -93,13 +93,15 @@ def acts(bench: Bench, draw: random.Random) -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(12))
 def test_an_index_finds_what_an_admission_would_find(seed: int) -> None:
     """dynamo#8012, llm-d-kv-cache#680: a hash that was stored twice, and removed once, was lost or left."""
-    bench, draw = bench_of(num_usable=14), random.Random(seed)
+    bench, draw = bench_of(num_usable=10), random.Random(seed)
     follower = Follower(bench)
     num_found = 0
-    for number, _ in zip(range(400), acts(bench, draw), strict=False):
-        follower.read(draw.choice([1, 3, 100]))
-        for tokens in PROMPTS if number % 10 == 0 else draw.sample(PROMPTS, 4):
+    for _ in zip(range(1200), acts(bench, draw), strict=False):
+        if draw.random() < 0.7:
+            continue
+        follower.read(draw.choice([1, 2, 100]))
+        for tokens in draw.sample(PROMPTS, 16):
             expected = bench.ledger.inspector.num_cached_tokens(pack(*tokens, 9), salt=b"")
             assert follower.index.find(tokens) == expected
             num_found += expected > 0
-    assert num_found > 100
+    assert num_found > 500
