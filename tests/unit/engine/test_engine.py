@@ -942,6 +942,8 @@ def test_a_request_goes_on_after_what_another_engine_delivered(num_delivered: in
         assert before + "".join(chunk.text for chunk in rest) == "".join(chunk.text for chunk in whole)
         assert rest[-1].finish_reason is whole[-1].finish_reason is FinishReason.STOP
         assert all(chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.token_ids) for chunk in rest)
+        assert [chunk.num_cached_tokens is None for chunk in whole] == [False] + [True] * (len(whole) - 1)
+        assert {chunk.num_cached_tokens for chunk in rest} == {None}, "the first engine has told of the prompt"
 
     with_engine(body)
 

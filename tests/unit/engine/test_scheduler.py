@@ -1408,6 +1408,8 @@ def test_a_step_without_its_token_is_noticed() -> None:
         ([-1], {}, "TOKEN_OUT_OF_RANGE"),
         ([1] * 64, {}, "SEQUENCE_TOO_LONG"),
         ([1] * 60, {"max_tokens": 5}, "SEQUENCE_TOO_LONG"),
+        ([1] * 60, {"max_tokens": None, "min_tokens": 5}, "SEQUENCE_TOO_LONG"),
+        ([1], {"max_tokens": None, "min_tokens": 2**31 - 1}, "SEQUENCE_TOO_LONG"),
     ],
 )
 def test_what_never_fits_is_refused_at_once(prompt, params, reason) -> None:
@@ -1435,6 +1437,17 @@ def crowded(**changes: int) -> World:
     world.add([1] * 9, max_tokens=12, ends=())
     world.add([0] * 9, max_tokens=12, ends=())
     return world
+
+
+def test_a_request_has_the_hits_of_its_first_admission() -> None:
+    """vLLM#25780: a preempted request found its own blocks, and these were counted as hits of the prompt."""
+    world = crowded(num_host_blocks=0)
+    requests = world.scheduler._queues.living()
+    world.run()
+    statistics = world.scheduler.statistics()
+    assert statistics.preemptions > 0
+    assert statistics.cached_tokens > 0, "of an admission after a preemption"
+    assert [sequence.num_cached_tokens for sequence in requests] == [0, 0]
 
 
 def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:
