@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.gateway.chat.rendering import MAX_TEXT_CHARS
+from quire.gateway.chat.turns import Turns
 
 log = logging.getLogger(__name__)
 
 RENDER_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 NUM_PROCESSES = 2
-"""Processes that render at the same time. A waiting chat waits at most RENDER_TIMEOUT_S for each chat before it."""
+"""Processes that render at the same time. A waiting chat waits at most RENDER_TIMEOUT_S for each chat of its tenant
+before it, and for each of these for one chat of each other tenant."""
 MAX_TEMPLATE_BYTES = 2**20
 
 _CONFIG = "tokenizer_config.json"
@@ -226,7 +228,7 @@ class Templates:
 
     def __init__(self, source: TemplateSource) -> None:
         self.source = source
-        self._places = asyncio.Semaphore(NUM_PROCESSES)
+        self._places = Turns(NUM_PROCESSES)
         self._idle = [_Process(source) for _ in range(NUM_PROCESSES)]
 
     async def start(self) -> None:
@@ -247,8 +249,9 @@ class Templates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         further: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> str:
-        """Return the text of a chat. Raises TemplateRefused.
+        """Return the text of a chat. Raises TemplateRefused. Tenants with chats that wait take turns.
 
         further are values that the template gets by name, none of which is in RESERVED. With continue_final_message the
         last message has a string as its content, and there is no generation prompt.
@@ -261,13 +264,13 @@ class Templates:
             "add_generation_prompt": add_generation_prompt,
         }
         name = self.source.choose(has_tools=bool(tools))
-        answer = await self._ask({"template": name, "values": values, "continues": continue_final_message})
+        answer = await self._ask({"template": name, "values": values, "continues": continue_final_message}, tenant)
         if "error" in answer:
             raise TemplateRefused(f"the chat template can't be rendered: {answer['error']}")
         return answer["text"]
 
-    async def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        await self._places.acquire()
+    async def _ask(self, request: Mapping[str, Any], tenant: str) -> dict[str, str]:
+        await self._places.acquire(tenant)
         # If a caller disconnects, the process finishes its answer: else the next caller would read it.
         return await asyncio.shield(asyncio.create_task(self._ask_idle(request)))
 
