@@ -134,6 +134,8 @@ def converse(bench: Bench, keeps: str) -> None:
         bench.ledger.pin_prefix(pack(*TURN), salt=b"", tenant="", ttl_s=60.0, now=1.0)
     bench.extend(1, count=1 + len(ANSWER), append=ANSWER)
     bench.settle()
+    bench.extend(1)  # blocks behind the window are let go
+    bench.settle()
     bench.plan(releases=[1])
     bench.settle()
     num_cached, seq_ids = bench.counts()[1], iter(range(2, 64))
