@@ -499,7 +499,7 @@ def test_a_request_that_ends_before_its_timeout_knows_nothing_of_it() -> None:
 
 
 def test_the_slow_grammars_of_a_tenant_leave_compilers_to_others() -> None:
-    """64 of them would be all that wait for the worker, and it would refuse those of others."""
+    """Eight of them took all places of the engine, and the grammars of others waited behind all that followed."""
 
     async def body(engine: Engine, services: Services) -> None:
         def ask(regex: str, tenant: str) -> asyncio.Task[list[Completion]]:

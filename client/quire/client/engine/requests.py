@@ -44,7 +44,8 @@ from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import leaves_token
 
 MAX_COMPILING_PER_TENANT = 2
-"""Grammars of a named tenant that the worker is asked to compile at a time: as many as it compiles at once."""
+"""Grammars of a named tenant that the worker is asked to compile at a time: as many as it compiles at once. Others find
+places then."""
 
 Prompt = str | abc.Sequence[int]
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
