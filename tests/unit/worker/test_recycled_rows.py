@@ -5,22 +5,30 @@ vLLM's CVE-2026-114049 and its kind: a mask stayed in a row that another request
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import model_zoo as zoo
 import numpy as np
 import pytest
+import text_model
+import torch
 from executor_driver import MAX_MODEL_LEN, ExecutorDriver, Stream
 from model_zoo import VOCAB_SIZE
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.kv_pool import KVPool
+from quire.worker.model.checkpoint import load_model
+from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.sampling.constraints import Constraints
+from quire.worker.sampling.following import Following
+from quire.worker.sampling.grammars import Grammar, Grammars, load_grammars
 from quire.worker.sampling.parameters import SamplingParams
 
 MAX_NUM_SEQS = 8
@@ -96,6 +104,30 @@ def test_requests_in_rows_of_others_get_the_tokens_that_they_get_alone(family: s
     alone = [serve(model, [request], places=1)[0] for request in requests]
     assert together == alone
     assert {request.params for request in requests} == set(PARAMETERS)
+
+
+def test_a_row_follows_no_grammar_of_the_sequence_before(tmp_path: Path) -> None:
+    """The second sequence has no parameters, as a client of the RPCs may leave them out."""
+    folder, end_id = text_model.save(tmp_path), text_model.make_tokenizer().token_to_id(text_model.END)
+    model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"), max_model_len=MAX_MODEL_LEN)
+    grammars = load_grammars(find_tokenizer(str(folder)), vocab_size=model.vocab_size, end_token_ids=[end_id])
+    assert isinstance(grammars, Grammars)
+
+    def run(driver: ExecutorDriver, following: Following | None) -> list[int]:
+        stream = driver.admit([5, 6, 7])
+        sampling = {} if following is None else {stream.seq_id: RowSampling(SamplingParams(), following=following)}
+        for count in (3, 1, 1):
+            assert driver.step([(stream, count)], sampling) is Outcome.COMPUTED
+            sampling = {}
+        driver.end(stream)
+        return stream.tokens[3:]
+
+    driver = ExecutorDriver(model)
+    following = asyncio.run(grammars.follow(Grammar("regex", "[a-c]{3}"), begins_at=3, tokens=[]))
+    grammars.close()
+    bound, free = run(driver, following), run(driver, None)
+    assert set(text_model.make_tokenizer().decode(bound)) <= set("abc")
+    assert free == run(ExecutorDriver(model), None) != bound
 
 
 def test_a_row_has_no_last_token_of_the_sequence_before() -> None:
