@@ -221,6 +221,13 @@ def test_a_row_without_constraints_has_nothing_of_the_one_before() -> None:
     assert generate(sampler) == generate(make_sampler(SamplingParams(constraints=EACH["bias"])))
 
 
+@pytest.mark.parametrize("constraints", EACH.values(), ids=EACH.keys())
+def test_a_fork_of_a_row_without_constraints_has_nothing_of_the_one_before(constraints: Constraints) -> None:
+    sampler = make_sampler(SamplingParams(), SamplingParams(constraints=constraints))
+    sampler.fork(0, 1)
+    assert generate(sampler, 1) == generate(make_sampler(SamplingParams()))
+
+
 def test_bad_words_that_leave_nothing_are_ignored() -> None:
     constraints = Constraints(allowed_token_ids=ids(1, 2), bad_words=((1, 1), (1, 2), (2, 2)))
     logits = torch.zeros(1, VOCAB)
