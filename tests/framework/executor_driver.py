@@ -7,15 +7,17 @@ soon as no later token sees them; they are filled with NaN and handed out again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from model_zoo import VOCAB_SIZE
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import AcceptedStep
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.host_pool import make_host_pool
 from quire.worker.memory.kv_pool import NULL_BLOCK
 from quire.worker.model.paged_model import PagedModel
@@ -30,6 +32,7 @@ PROMPT_LENGTHS = (5, 33, 12, 1, 20)
 CHUNKS = ((3, 2), (7, 26), (12,), (1,), (9, 1, 10))
 PREEMPTED, PREEMPTED_AT = 1, 6
 FORKED = (0, 2)
+NO_SAMPLING: Mapping[int, RowSampling] = MappingProxyType({})
 
 
 @dataclass
@@ -99,10 +102,14 @@ class ExecutorDriver:
             self._write(other.seq_id, number, shared, first=passed)
         other.num_computed = num_tokens
 
+    def end(self, stream: Stream) -> None:
+        """Release a stream with the next step."""
+        self._grant.released_sequence_ids.append(stream.seq_id)
+        self._give_back({block_id for table in self._tables.pop(stream.seq_id) for block_id in table} - {NULL_BLOCK})
+
     def preempt(self, stream: Stream) -> None:
         """Give everything back; the next step admits it again under another id."""
-        self._grant.released_sequence_ids.append(stream.seq_id)
-        del self._tables[stream.seq_id]
+        self.end(stream)
         stream.seq_id, stream.num_computed, stream.sampled_at = next(self._ids), 0, None
         self._tables[stream.seq_id] = [[] for _ in self.pool.groups]
 
@@ -155,14 +162,21 @@ class ExecutorDriver:
             self._grant.passed_block_counts.append(passed)
             table[:passed] = [NULL_BLOCK] * passed
             self.num_passed += len(given_up)
-            held = {block_id for tables in self._tables.values() for each in tables for block_id in each}
-            for block_id in given_up - held:
-                self._free.insert(0, block_id)
-                for tensor in self.pool.tensors():
-                    tensor[block_id].fill_(float("nan"))
+            self._give_back(given_up)
 
-    def step(self, counts: list[tuple[Stream, int]]) -> Outcome:
-        """Run so many tokens of each; one that has then computed all its tokens gets the next one."""
+    def _give_back(self, block_ids: set[int]) -> None:
+        """Hand blocks that are in no table out again, full of NaN."""
+        held = {block_id for tables in self._tables.values() for each in tables for block_id in each}
+        for block_id in block_ids - held:
+            self._free.insert(0, block_id)
+            for tensor in self.pool.tensors():
+                tensor[block_id].fill_(float("nan"))
+
+    def step(self, counts: list[tuple[Stream, int]], sampling: Mapping[int, RowSampling] = NO_SAMPLING) -> Outcome:
+        """Run so many tokens of each; one that has then computed all its tokens gets the next one.
+
+        sampling has new parameters by sequence id.
+        """
         grant, given = self._grant, {}
         for index, (stream, num) in enumerate(counts):
             start, end = stream.num_computed, stream.num_computed + num
@@ -179,7 +193,7 @@ class ExecutorDriver:
             if num > 1 or stream.sampled_at != start:
                 grant.given_run_indexes.append(index)
                 given[index] = np.array(stream.tokens[start:end], dtype=np.int32)
-        result = self.executor.execute(AcceptedStep(grant, given))
+        result = self.executor.execute(AcceptedStep(grant, given, sampling))
         self._grant = self._next_grant()
         if result.outcome is Outcome.COMPUTED:
             tokens = dict(zip(result.sampled_ids, result.sampled_tokens, strict=True))

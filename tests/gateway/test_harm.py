@@ -64,6 +64,58 @@ def test_min_tokens_beyond_the_room_are_refused(path: str, value: int, http_clie
     assert str(value) in error["message"]
 
 
+# Grammars of reports about other engines, each with the status of a request. CVE-2026-105757: values that are empty,
+# or that no token can follow, ended the engine. CVE-2026-55574, PYSEC-2026-3933: small texts took minutes to compile.
+GRAMMARS: dict[str, tuple[dict[str, Any], int]] = {
+    "empty regex": ({"structured_outputs": {"regex": ""}}, 200),
+    "empty choice": ({"structured_outputs": {"choice": []}}, 400),
+    "choice of nothing": ({"structured_outputs": {"choice": [""]}}, 200),
+    "empty schema": ({"structured_outputs": {"json": ""}}, 400),
+    "schema of anything": ({"structured_outputs": {"json": {}}}, 200),
+    "empty grammar": ({"structured_outputs": {"grammar": ""}}, 400),
+    "empty guided regex": ({"guided_regex": ""}, 200),
+    "empty guided grammar": ({"guided_grammar": ""}, 400),
+    "nothing matches": ({"structured_outputs": {"regex": r"a[^\s\S]"}}, 400),
+    "nothing but an end, which is ignored": ({"structured_outputs": {"regex": ""}, "ignore_eos": True}, 400),
+    "nothing but an end, which is too early": ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 3}, 400),
+    "a character of several tokens": ({"structured_outputs": {"regex": "\u6f22{3}"}}, 200),
+    "characters of no language": ({"structured_outputs": {"regex": r"[\ue000-\uf8ff]{2}"}}, 200),
+    "the token that is allowed is unlikely": (
+        {"structured_outputs": {"choice": ["a"]}, "logit_bias": dict.fromkeys(map(str, range(1000)), -100)},
+        200,
+    ),
+    "repetitions of repetitions": ({"structured_outputs": {"regex": "(a+)+b"}}, 200),
+    "many repetitions": ({"structured_outputs": {"regex": "[a-z]{1,100000}"}}, 200),
+    "many repetitions of repetitions": ({"structured_outputs": {"regex": "(.{0,9}){0,9999}"}}, 200),
+    "a schema that is itself": ({"structured_outputs": {"json": {"$ref": "#"}}}, 400),
+    "a billion items": ({"structured_outputs": {"json": {"type": "array", "minItems": 10**9}}}, 200),
+    "thousands of texts": ({"structured_outputs": {"regex": "|".join(f"ab{i}" for i in range(9000))}}, 200),
+}
+
+
+def test_grammars_at_the_edges_change_no_token_of_others(gateway: Gateway, http_client: httpx.Client) -> None:
+    plain = {"prompt": "Once", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    alone = http_client.post("/v1/completions", json=plain).json()["choices"][0]["token_ids"]
+    beside: list[httpx.Response] = []
+
+    def ask() -> None:
+        with gateway.client() as client:
+            beside.append(client.post("/v1/completions", json=plain))
+
+    neighbour = threading.Thread(target=ask)
+    neighbour.start()
+    for name, (fields, status) in GRAMMARS.items():
+        body = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, **fields}
+        answer = http_client.post("/v1/completions", json=body)
+        assert answer.status_code == status, (name, answer.text)
+        if status == 400:
+            named = answer.json()["error"]["param"]
+            assert named in fields, (name, answer.text)
+    neighbour.join(DEADLINE_S)
+    assert beside[0].json()["choices"][0]["token_ids"] == alone
+    assert http_client.get("/health").status_code == 200
+
+
 @pytest.fixture
 def dying(services: LocalServices, tmp_path: Path) -> Any:
     program = (str(Path(__file__).with_name("dying_gateway.py")),)

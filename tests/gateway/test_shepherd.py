@@ -246,6 +246,20 @@ def test_an_abort_ends_a_request_and_frees_its_blocks(worker: Worker, is_stream:
     await_that("no block is held", lambda: not worker.pair.counts(POOL).active_count)
 
 
+def test_an_abort_ends_the_request_with_this_id_and_no_other(worker: Worker) -> None:
+    """Ids that begin or end alike are others, and an empty one is nobody's."""
+    fields: dict[str, Any] = {"stream": True, "ignore_eos": True}
+    others = [worker.generate(request_id=each, max_tokens=64, **fields) for each in ("req-10", "req-1-0", "eq-1", "")]
+    aborted = worker.generate(request_id="req-1", max_tokens=1900, **fields)
+    next(aborted)
+    worker.call("Abort", vllm_engine_pb2.AbortRequest(request_ids=["req-1", "", "req", "req-"]))
+    *_, end = aborted
+    assert end.complete.finish_reason == "abort"
+    for other in others:
+        *_, end = other
+        assert (end.complete.finish_reason, end.complete.completion_tokens) == ("length", 64)
+
+
 def test_a_caller_that_goes_frees_its_blocks(worker: Worker) -> None:
     call = worker.generate(stream=True, max_tokens=1900, ignore_eos=True)
     next(call)

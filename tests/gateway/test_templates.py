@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from gateway.chat_templates import BY_NAME, CHATML, GEMMA, LLAMA3, MISTRAL
 
 from quire.gateway.chat import rendering, templates
 from quire.gateway.chat.rendering import CannotRender, compile_template, render
-from quire.gateway.chat.templates import TemplateRefused, Templates, TemplateSource, load_templates
+from quire.gateway.chat.templates import NUM_PROCESSES, TemplateRefused, Templates, TemplateSource, load_templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
@@ -224,6 +225,60 @@ def test_callers_that_go_away_leave_the_others_their_answers() -> None:
             await made.close()
 
     assert asyncio.run(run()) == [str(index) for index in range(1, 40, 2)]
+
+
+def test_slow_chats_of_a_tenant_do_not_hold_up_those_of_another_one(short_time: None) -> None:
+    """CVE-2026-115911: chats that took long kept the thread that renders for all."""
+
+    async def run() -> list[str]:
+        made, ended = Templates(TemplateSource({"default": BOUNDLESS})), list[str]()
+
+        async def ask(tenant: str, **further: Any) -> None:
+            with contextlib.suppress(TemplateRefused):
+                await made.render([USER], further=further, tenant=tenant)
+            ended.append(tenant)
+
+        try:
+            await made.start()
+            slow = [asyncio.create_task(ask("slow", n=99_999)) for _ in range(NUM_PROCESSES + 3)]
+            await asyncio.sleep(0)  # all of them have begun
+            await asyncio.gather(*slow, *(ask("quick") for _ in range(2)))
+            return ended
+        finally:
+            await made.close()
+
+    ends = asyncio.run(run())
+    assert ends.index("quick") <= NUM_PROCESSES, "one has waited for those that had begun"
+    assert ends[-1] == "slow"
+
+
+def test_a_caller_that_goes_away_keeps_its_place_until_its_chat_is_rendered(short_time: None) -> None:
+    """Else a tenant that goes and comes again would have any number of chats under way."""
+
+    async def run() -> list[str]:
+        made, ended = Templates(TemplateSource({"default": BOUNDLESS})), list[str]()
+
+        async def ask(tenant: str, **further: Any) -> None:
+            with contextlib.suppress(TemplateRefused):
+                await made.render([USER], further=further, tenant=tenant)
+            ended.append(tenant)
+
+        try:
+            await made.start()
+            gone = [asyncio.create_task(ask("slow", n=99_999)) for _ in range(NUM_PROCESSES)]
+            while made._idle:  # until both are being rendered
+                await asyncio.sleep(0)
+            for task in gone:
+                task.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            again = [asyncio.create_task(ask("slow", n=99_999)) for _ in range(NUM_PROCESSES)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*again, ask("quick"))
+            return ended
+        finally:
+            await made.close()
+
+    assert asyncio.run(run())[0] == "quick"
 
 
 FORKED_IN_VAIN = """

@@ -7,7 +7,7 @@ output is a slice, and a token that is lost, doubled or out of place shows.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.client import (
     Chunk,
+    Completion,
     Delivered,
     Engine,
     EngineConfig,
@@ -36,7 +37,9 @@ from quire.client import (
     Tokenizer,
     Unavailable,
 )
+from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import SampleText
+from quire.client.engine.requests import MAX_COMPILING_PER_TENANT
 from quire.client.engine.scheduling.faults import BrokenInvariantError
 from quire.compute.v1 import worker_service_pb2
 
@@ -97,6 +100,8 @@ class Services:
         self.late_plan_answers = 0
         self.late_step_answers = 0
         self.num_hang_ups = 0
+        self.compiling: list[str] = []
+        self.compiles = asyncio.Event()
         self.asked: list[bytes] = []
         self.plans: list[cache_service_pb2.PlanStepRequest] = []
         self.steps_sent = 0
@@ -224,6 +229,12 @@ class Services:
 
     async def get_model(self) -> worker_service_pb2.GetModelResponse:
         return worker_service_pb2.GetModelResponse(end_token_ids=[END_TOKEN], max_step_tokens=64, max_logprob_count=4)
+
+    async def check_grammar(self, grammar: worker_service_pb2.Grammar, output_token_ids: Sequence[int] = ()) -> float:
+        self.compiling.append(grammar.regex)
+        if grammar.regex.startswith("slow"):
+            await self.compiles.wait()
+        return 0.0
 
     async def run(self, request: worker_service_pb2.RunStepRequest) -> Answer:
         self.steps_sent += 1
@@ -483,6 +494,28 @@ def test_a_request_that_ends_before_its_timeout_knows_nothing_of_it() -> None:
     async def body(engine: Engine, services: Services) -> None:
         (completion,) = await engine.complete(["a\n"], greedy(9, timeout_s=DEADLINE_S))
         assert completion.samples[0].finish_reason is FinishReason.LENGTH
+
+    with_engine(body)
+
+
+def test_the_slow_grammars_of_a_tenant_leave_compilers_to_others() -> None:
+    """Eight of them took all places of the engine, and the grammars of others waited behind all that followed."""
+
+    async def body(engine: Engine, services: Services) -> None:
+        def ask(regex: str, tenant: str) -> asyncio.Task[list[Completion]]:
+            params = greedy(3, grammar=Grammar(regex=regex), tenant=tenant)
+            return asyncio.create_task(engine.complete("once\n", params))
+
+        slow = [ask(f"slow {number}", "acme") for number in range(6)]
+        await until(lambda: len(services.compiling) >= MAX_COMPILING_PER_TENANT)
+        await ask("quick", "other")
+        await turns()
+        assert services.compiling == ["slow 0", "slow 1", "quick"]
+        slow[2].cancel()
+        services.compiles.set()
+        results = await asyncio.gather(*slow, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in results] == [number == 2 for number in range(6)]
+        assert services.compiling[3:] == ["slow 3", "slow 4", "slow 5"]
 
     with_engine(body)
 
@@ -942,6 +975,8 @@ def test_a_request_goes_on_after_what_another_engine_delivered(num_delivered: in
         assert before + "".join(chunk.text for chunk in rest) == "".join(chunk.text for chunk in whole)
         assert rest[-1].finish_reason is whole[-1].finish_reason is FinishReason.STOP
         assert all(chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.token_ids) for chunk in rest)
+        assert [chunk.num_cached_tokens is None for chunk in whole] == [False] + [True] * (len(whole) - 1)
+        assert {chunk.num_cached_tokens for chunk in rest} == {None}, "the first engine has told of the prompt"
 
     with_engine(body)
 

@@ -511,6 +511,7 @@ class World:
         if plan.is_empty:
             return False
         self.check_expected(plan)
+        self.check_decodes(plan)
         between()
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
@@ -536,6 +537,14 @@ class World:
         assert len(plan.expected) <= self.limits.max_running_sequences
         if plan.expected:
             self.named.append([len(prompt.token_ids) for prompt in plan.expected.values()])
+
+    def check_decodes(self, plan: Plan) -> None:
+        """vLLM#49097: a sequence was left out when one before it in the list was preempted."""
+        queues = self.scheduler._queues
+        if queues.suspects or queues.groups:
+            return  # one runs alone; beams may wait for room for the tokens that a plan appends
+        decodes = [sequence.seq_id for sequence in queues.running if sequence.num_schedulable_tokens == 1]
+        assert list(plan.extend_ids[: len(decodes)]) == decodes[: self.limits.max_step_tokens], "one is left out"
 
     def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
@@ -1403,6 +1412,8 @@ def test_a_step_without_its_token_is_noticed() -> None:
         ([-1], {}, "TOKEN_OUT_OF_RANGE"),
         ([1] * 64, {}, "SEQUENCE_TOO_LONG"),
         ([1] * 60, {"max_tokens": 5}, "SEQUENCE_TOO_LONG"),
+        ([1] * 60, {"max_tokens": None, "min_tokens": 5}, "SEQUENCE_TOO_LONG"),
+        ([1], {"max_tokens": None, "min_tokens": 2**31 - 1}, "SEQUENCE_TOO_LONG"),
     ],
 )
 def test_what_never_fits_is_refused_at_once(prompt, params, reason) -> None:
@@ -1430,6 +1441,17 @@ def crowded(**changes: int) -> World:
     world.add([1] * 9, max_tokens=12, ends=())
     world.add([0] * 9, max_tokens=12, ends=())
     return world
+
+
+def test_a_request_has_the_hits_of_its_first_admission() -> None:
+    """vLLM#25780: a preempted request found its own blocks, and these were counted as hits of the prompt."""
+    world = crowded(num_host_blocks=0)
+    requests = world.scheduler._queues.living()
+    world.run()
+    statistics = world.scheduler.statistics()
+    assert statistics.preemptions > 0
+    assert statistics.cached_tokens > 0, "of an admission after a preemption"
+    assert [sequence.num_cached_tokens for sequence in requests] == [0, 0]
 
 
 def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:

@@ -221,12 +221,31 @@ def test_a_row_without_constraints_has_nothing_of_the_one_before() -> None:
     assert generate(sampler) == generate(make_sampler(SamplingParams(constraints=EACH["bias"])))
 
 
+@pytest.mark.parametrize("constraints", EACH.values(), ids=EACH.keys())
+def test_a_fork_of_a_row_without_constraints_has_nothing_of_the_one_before(constraints: Constraints) -> None:
+    sampler = make_sampler(SamplingParams(), SamplingParams(constraints=constraints))
+    sampler.fork(0, 1)
+    assert generate(sampler, 1) == generate(make_sampler(SamplingParams()))
+
+
 def test_bad_words_that_leave_nothing_are_ignored() -> None:
     constraints = Constraints(allowed_token_ids=ids(1, 2), bad_words=((1, 1), (1, 2), (2, 2)))
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = 1.0
     sampler = make_sampler(SamplingParams(constraints=constraints))
     assert [sampler.sample(logits, [0], [step]).tokens.item() for step in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("penalty", [3e38, 1e-45])
+def test_no_penalty_is_so_large_that_a_forbidden_token_is_chosen(penalty: float, sign: int, temperature: float) -> None:
+    """A logit times the penalty is beyond float32, also that of every token that may be chosen."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, constraints=EACH["allowed"])
+    sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB, device="cpu")
+    sampler.set_params(0, params, prompt_token_ids=list(range(VOCAB)))
+    tokens = [sampler.sample(logits_of_step(step).abs() * sign, [0], [step]).tokens.item() for step in range(20)]
+    assert set(tokens) <= set(EACH["allowed"].allowed_token_ids.tolist())
 
 
 def test_log_probabilities_are_of_the_raw_logits() -> None:

@@ -36,11 +36,16 @@ from quire.client.engine.scheduling.new_sequences import new_beam_group, new_sam
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.request_limits import check_beam_search, check_request
 from quire.client.engine.scheduling.sequence import Delivered, FinishReason, Sequence
+from quire.client.engine.tenant_places import TenantPlaces
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import RequestSpan, Tracing
 from quire.client.errors import EngineStopped, InvalidRequest, QuireError, after_delivery
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import leaves_token
+
+MAX_COMPILING_PER_TENANT = 2
+"""Grammars of a named tenant that the worker is asked to compile at a time: as many as it compiles at once. Others find
+places then."""
 
 Prompt = str | abc.Sequence[int]
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
@@ -65,6 +70,7 @@ class Requests:
         self._tracing = tracing
         self._inbox = inbox
         self._check_grammar = check_grammar
+        self._compiling = TenantPlaces(MAX_COMPILING_PER_TENANT)
         self._max_mask_s = config.max_mask_s
         self._open: dict[int, Request] = {}
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
@@ -183,7 +189,8 @@ class Requests:
                 yield chunk
             return
         if params.grammar is not None:
-            await self._check_grammar(params.grammar)
+            async with self._compiling.place(params.tenant):
+                await self._check_grammar(params.grammar)
         request_id, request = self._submit(token_ids, params, cache, delivered)
         try:
             async with contextlib.aclosing(request.chunks()) as chunks:

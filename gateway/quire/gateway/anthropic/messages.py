@@ -74,7 +74,11 @@ async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
     list(_schemas(fields))
     fields.end()
     prompt = await chat_model_of(gateway, backend).prompt_of(
-        tokenizer_of(backend), conversation, param=_NAMES["prompt"], max_tokens=MAX_INT32
+        tokenizer_of(backend),
+        conversation,
+        tenant=request.caller.tenant,
+        param=_NAMES["prompt"],
+        max_tokens=MAX_INT32,
     )
     return json_response({"input_tokens": len(prompt.token_ids)}, headers={REQUEST_ID_HEADER: request.id})
 

@@ -85,9 +85,9 @@ class ChatModel:
     special_tokens_in_content: bool = False
 
     async def prompt_of(
-        self, tokenizer: Tokenizer, conversation: Conversation, *, param: str, max_tokens: int
+        self, tokenizer: Tokenizer, conversation: Conversation, *, tenant: str, param: str, max_tokens: int
     ) -> Prompt:
-        """Return the prompt of a conversation. Raises HttpError: 400 that blames `param`.
+        """Return the prompt of a tenant's conversation. Raises HttpError: 400 that blames `param`.
 
         One that surely has more than max_tokens is refused before it is encoded.
         """
@@ -99,6 +99,7 @@ class ChatModel:
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continues,
                 further=marks.hide(conversation.further),
+                tenant=tenant,
             )
         except TemplateRefused as error:
             raise HttpError(400, marks.reveal(str(error)), code="chat_template_error", param=param) from None

@@ -13,10 +13,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.client.engine.tenant_places import TenantPlaces
 from quire.gateway.chat.rendering import MAX_TEXT_CHARS
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ log = logging.getLogger(__name__)
 RENDER_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 NUM_PROCESSES = 2
-"""Processes that render at the same time. A waiting chat waits at most RENDER_TIMEOUT_S for each chat before it."""
+"""Processes that render at the same time, and chats of a named tenant that are rendered or wait for a process. A chat
+waits at most RENDER_TIMEOUT_S for each chat before it."""
 MAX_TEMPLATE_BYTES = 2**20
 
 _CONFIG = "tokenizer_config.json"
@@ -227,6 +230,7 @@ class Templates:
     def __init__(self, source: TemplateSource) -> None:
         self.source = source
         self._places = asyncio.Semaphore(NUM_PROCESSES)
+        self._places_of_tenants = TenantPlaces(NUM_PROCESSES)
         self._idle = [_Process(source) for _ in range(NUM_PROCESSES)]
 
     async def start(self) -> None:
@@ -247,8 +251,9 @@ class Templates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         further: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> str:
-        """Return the text of a chat. Raises TemplateRefused.
+        """Return the text of a chat. Raises TemplateRefused. Chats of a tenant wait for one another first.
 
         further are values that the template gets by name, none of which is in RESERVED. With continue_final_message the
         last message has a string as its content, and there is no generation prompt.
@@ -261,22 +266,24 @@ class Templates:
             "add_generation_prompt": add_generation_prompt,
         }
         name = self.source.choose(has_tools=bool(tools))
-        answer = await self._ask({"template": name, "values": values, "continues": continue_final_message})
+        answer = await self._ask({"template": name, "values": values, "continues": continue_final_message}, tenant)
         if "error" in answer:
             raise TemplateRefused(f"the chat template can't be rendered: {answer['error']}")
         return answer["text"]
 
-    async def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        await self._places.acquire()
-        # If a caller disconnects, the process finishes its answer: else the next caller would read it.
-        return await asyncio.shield(asyncio.create_task(self._ask_idle(request)))
+    async def _ask(self, request: Mapping[str, Any], tenant: str) -> dict[str, str]:
+        async with AsyncExitStack() as places:
+            await places.enter_async_context(self._places_of_tenants.place(tenant))
+            await places.enter_async_context(self._places)
+            # If a caller disconnects, the process finishes its answer: else the next caller would read it.
+            return await asyncio.shield(asyncio.create_task(self._ask_idle(request, places.pop_all())))
 
-    async def _ask_idle(self, request: Mapping[str, Any]) -> dict[str, str]:
-        process = self._idle.pop()
-        try:
-            # A process that fails on a chat fails again; one that was killed from outside does not.
-            answer = await process.ask(request) or await process.ask(request)
-            return answer or {"error": "it takes too much memory or stack"}
-        finally:
-            self._idle.append(process)
-            self._places.release()
+    async def _ask_idle(self, request: Mapping[str, Any], places: AsyncExitStack) -> dict[str, str]:
+        async with places:
+            process = self._idle.pop()
+            try:
+                # A process that fails on a chat fails again; one that was killed from outside does not.
+                answer = await process.ask(request) or await process.ask(request)
+                return answer or {"error": "it takes too much memory or stack"}
+            finally:
+                self._idle.append(process)

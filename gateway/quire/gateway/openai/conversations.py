@@ -51,7 +51,11 @@ async def begin(
     """
     model, offer = chat_model_of(gateway, asked.backend), asked.conversation.offer
     prompt = await model.prompt_of(
-        tokenizer_of(asked.backend), asked.conversation, param=names["prompt"], max_tokens=asked.backend.max_model_len
+        tokenizer_of(asked.backend),
+        asked.conversation,
+        tenant=caller.tenant,
+        param=names["prompt"],
+        max_tokens=asked.backend.max_model_len,
     )
     params = model.params_of(asked.params, offer, prompt)
     params = gateway.within_room(asked.backend, params, len(prompt.token_ids))

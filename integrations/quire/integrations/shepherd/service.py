@@ -161,8 +161,8 @@ class ShepherdServicer:
                 yield message
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """End requests by their ids; ids that are not open are ignored."""
-        request_ids = set(request.request_ids)
+        """End requests by their ids; ids that are not open are ignored, and so is an empty one, which is nobody's."""
+        request_ids = set(request.request_ids) - {""}
         for opened in [opened for opened, request_id in self._open.items() if request_id in request_ids]:
             await opened.end()
         return vllm_engine_pb2.AbortResponse()

@@ -34,6 +34,7 @@ TOP_P_CANDIDATES = (256, 4096)
 _IN_PROMPT, _IN_OUTPUT = 1, 2
 # A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
 _MAX_COUNT = 2**15 - 1
+_LEAST_LOGIT = torch.finfo(torch.float32).min
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -302,11 +303,13 @@ class Sampler:
 
     def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
-        scores = penalties.subset.take(logits)
-        repeated = torch.where(scores > 0, scores / penalties.repetition, scores * penalties.repetition)
-        scores = torch.where(seen > 0, repeated, scores) - (seen >= _IN_OUTPUT) * penalties.presence
+        given = penalties.subset.take(logits)
+        repeated = torch.where(given > 0, given / penalties.repetition, given * penalties.repetition)
+        scores = torch.where(seen > 0, repeated, given) - (seen >= _IN_OUTPUT) * penalties.presence
         if penalties.frequency is not None:
             scores -= self._counts.index_select(0, penalties.rows) * penalties.frequency
+        # The product overflows with a large penalty. Only a token that was forbidden before may have the logit -inf.
+        scores.clamp_(min=_LEAST_LOGIT, max=-_LEAST_LOGIT).masked_fill_(given == -math.inf, -math.inf)
         return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
 
     def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
