@@ -47,7 +47,7 @@ SUITES = ["crate", "examples", "machine"]
 """The crate's own tests; tests of examples in Python; the state machine in Python. The quickest first."""
 BOOKS = [
     f"unit/cachemgr/test_{name}.py"
-    for name in ("ledger", "leases", "catalog", "state", "bounds", "watch", "watch_promise", "looking", "time")
+    for name in ("ledger", "leases", "catalog", "state", "bounds", "watch_promise", "watch", "looking", "time")
 ]
 EXAMPLES = {
     CORE: BOOKS,

@@ -379,6 +379,7 @@ async def live(world: World, watchers: Sequence[Watcher], happen: Callable[[], A
         await happen()
         world.is_over = True
         await asyncio.sleep(REST_S)
+        world.ledger.advance(world.now())
         for watcher in watchers:
             watcher.replica.check(listed(world.ledger, watcher.tenant), is_last=True)
 
