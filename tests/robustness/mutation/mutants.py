@@ -54,7 +54,9 @@ EXAMPLES = {
     "cachemgr": BOOKS,
     "worker": [f"unit/worker/test_{name}.py" for name in ("gate", "grants", "verify")],
     "client": ["unit/engine/test_beams.py", "unit/engine/test_scheduler.py"],
-    "integrations": [f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "published_prefixes")],
+    "integrations": [
+        f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "kv_events", "published_prefixes")
+    ],
 }
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
