@@ -138,6 +138,8 @@ class BlockReplica:
             raise BrokenPromise("reliable", f"event {event.kind} of block {block_id}, content: {has_content}")
         if event.kind == CHANGED and block.prefix_hash != (known.prefix_hash if known else b""):
             raise BrokenPromise("reliable", f"the content of block {block_id} changed, and no event said so")
+        if block.state == FREE and block != pb.Block(block_id=block_id, state=FREE):
+            raise BrokenPromise("reliable", f"block {block_id} is free, and its event says more")
         if event.kind != CHANGED:
             self.contents.pop(block_id, None)
         if event.token_ids:

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from integration.lone_cachemgr import BLOCK_SIZE, SAMPLED_TOKEN, SKIPPED, Bookkeeper, LoneCachemgr, Serve, Tenant
 from integration.protocol_client import DEADLINE_S, RefusedError, ask, await_that, draw_tokens, seconds
+from replica import BlockReplica
 
 from quire.cache.v1 import cache_service_pb2
 
@@ -47,15 +48,25 @@ class Replica:
     def __init__(self, stub: Any, pool: str, *, include_content: bool = False) -> None:
         self._stub, self._pool, self._include_content = stub, pool, include_content
         self._lock = threading.Lock()
-        self.blocks: dict[int, cache_service_pb2.Block] = {}
-        self.cursor = ""
-        self.epoch = 0
+        self.copy = BlockReplica()
         self.answers: list[cache_service_pb2.WatchBlocksResponse] = []
         self.refused: RefusedError | None = None
 
+    @property
+    def blocks(self) -> dict[int, cache_service_pb2.Block]:
+        return self.copy.blocks
+
+    @property
+    def cursor(self) -> str:
+        return self.copy.cursor
+
+    @property
+    def epoch(self) -> int | None:
+        return self.copy.epoch
+
     def follow(self) -> Replica:
         request = cache_service_pb2.WatchBlocksRequest(
-            pool=self._pool, cursor=self.cursor, include_content=self._include_content
+            pool=self._pool, cursor=self.copy.begin(), include_content=self._include_content
         )
         self._call = self._stub.WatchBlocks(request)  # until `stop`, however long a test takes
         self._thread = threading.Thread(target=self._apply_all, daemon=True)
@@ -78,25 +89,8 @@ class Replica:
 
     def _apply(self, answer: cache_service_pb2.WatchBlocksResponse) -> None:
         self.answers.append(answer)
-        if answer.cleared:
-            self.blocks.clear()
-            self.epoch = answer.epoch
-        assert answer.epoch == self.epoch
-        block_ids = [event.block.block_id for event in answer.events]
-        assert len(set(block_ids)) == len(block_ids) <= MAX_EVENTS
-        for event in answer.events:
-            self._apply_event(event)
-        self.cursor = answer.cursor or self.cursor
-
-    def _apply_event(self, event: cache_service_pb2.BlockEvent) -> None:
-        block = event.block
-        assert event.kind in (STORED, REMOVED, CHANGED)
-        assert event.kind == CHANGED or bool(block.prefix_hash) == (event.kind == STORED)
-        if block.state == FREE:
-            assert block == cache_service_pb2.Block(block_id=block.block_id, state=FREE)
-            self.blocks.pop(block.block_id, None)
-        else:
-            self.blocks[block.block_id] = block
+        assert len(answer.events) <= MAX_EVENTS
+        self.copy.apply(answer)
 
     def listed(self) -> dict[int, cache_service_pb2.Block]:
         """ListBlocks for the same caller."""
@@ -396,7 +390,7 @@ def test_who_falls_behind_what_is_kept_has_to_begin_again(cachemgr: LoneCachemgr
     assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "CURSOR_EXPIRED")
     assert refused.metadata == {"pool": worker.pool, "limit": str(KEPT_CHANGES)}
     replica.stop()
-    replica.cursor = ""
+    replica.copy.expire()
     replica.follow()
     replica.await_equal()
 

@@ -167,6 +167,7 @@ class CacheClient:
     ) -> AsyncGenerator[pb.WatchBlocksResponse, None]:
         """See CacheService.WatchBlocks; goes on until it is closed, of a tenant's blocks or of all.
 
+        With each answer that has a cursor, a copy of the blocks is whole. Others are parts of a larger change.
         Raises NotFound, CursorExpired, Unavailable, AccessDenied, and InvalidRequest for content that is not kept.
         """
         request = pb.WatchBlocksRequest(pool=pool, cursor=cursor, tenant=tenant, include_content=include_content)

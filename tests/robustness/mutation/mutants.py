@@ -47,14 +47,16 @@ SUITES = ["crate", "examples", "machine"]
 """The crate's own tests; tests of examples in Python; the state machine in Python. The quickest first."""
 BOOKS = [
     f"unit/cachemgr/test_{name}.py"
-    for name in ("ledger", "leases", "catalog", "state", "bounds", "watch", "watch_promise", "looking", "time")
+    for name in ("ledger", "leases", "catalog", "state", "bounds", "watch_promise", "watch", "looking", "time")
 ]
 EXAMPLES = {
     CORE: BOOKS,
     "cachemgr": BOOKS,
     "worker": [f"unit/worker/test_{name}.py" for name in ("gate", "grants", "verify")],
     "client": ["unit/engine/test_beams.py", "unit/engine/test_scheduler.py"],
-    "integrations": [f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "published_prefixes")],
+    "integrations": [
+        f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "kv_events", "published_prefixes")
+    ],
 }
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],

@@ -960,6 +960,16 @@ BUGS = [
         "reliable: a prefix is published without the blocks of a window",
         ("is_found", "all(run >= number for run, number in zip(runs, needed, strict=True))", "runs[0] >= needed[0]"),
     ),
+    events(
+        PROMISE_IDEA,
+        "resumable: a replay lacks the first batch that a consumer missed",
+        ("since", "each[0] >= sequence", "each[0] > sequence"),
+    ),
+    events(
+        PROMISE_IDEA,
+        "reliable: a replay begins with a later batch than the first one that a consumer missed",
+        ("since", "sequence < self._batches[0][0]", "False"),
+    ),
     # -- a GPU: what its start depends on
     worker(
         GPU_IDEA,

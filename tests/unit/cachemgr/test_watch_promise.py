@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pages
@@ -33,14 +34,14 @@ from planning import (
     report_of,
     sequences_of,
 )
-from replica import BlockReplica, BrokenPromise
+from replica import BlockReplica, BrokenPromise, number_of
 from virtual_time import run_in_virtual_time
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import Known, Ledger
 from quire.cachemgr.blocks import BlockShare
-from quire.cachemgr.catalog import AttachedPool, Catalog, Registration
+from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, SavedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service.messages import encode_geometry, int32_bytes
@@ -112,6 +113,7 @@ class World:
     draw: random.Random
     geometry: Geometry
     has_resets: bool = True
+    begin_state: Callable[[SavedPool], Path | None] = lambda saved: None
     epoch: int = 1
     is_over: bool = False
     """Nothing happens any more."""
@@ -121,7 +123,8 @@ class World:
     """The time of each change of the present epoch, and the number of changes after it."""
 
     def __post_init__(self) -> None:
-        self.catalog = Catalog(1, policy=self.draw.choice(["lru", "lineage"]), verify=True)
+        policy = self.draw.choice(["lru", "lineage"])
+        self.catalog = Catalog(1, policy=policy, verify=True, begin_state=self.begin_state)
         self.pool = self.attach()
         self.in_flight: dict[str, list[Planned]] = {tenant: [] for tenant in TENANTS}
         for tenant in TENANTS:
@@ -376,6 +379,7 @@ async def live(world: World, watchers: Sequence[Watcher], happen: Callable[[], A
         await happen()
         world.is_over = True
         await asyncio.sleep(REST_S)
+        world.ledger.advance(world.now())
         for watcher in watchers:
             watcher.replica.check(listed(world.ledger, watcher.tenant), is_last=True)
 
@@ -445,6 +449,11 @@ def test_a_copy_that_falls_behind_the_journal_begins_again() -> None:
         assert (slow.num_expired, prompt.num_expired) == (3, 3)
 
     run_in_virtual_time(test())
+
+
+def is_behind(world: World, replica: BlockReplica) -> bool:
+    """True if a watch with the copy's cursor would get an answer."""
+    return not replica.cursor or number_of(replica.cursor) < world.ledger.inspector.num_changes()
 
 
 async def read_all(world: World, replica: BlockReplica, tenant: str | None = None) -> list[pb.WatchBlocksResponse]:
@@ -532,6 +541,41 @@ def test_what_came_in_parts_before_a_break_comes_again() -> None:
         assert replica.cursor == cursor
         assert len(await read_all(world, replica)) == 3
         replica.check(listed(world.ledger, None), is_last=True)
+
+    run_in_virtual_time(test())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cursors_go_on_after_a_warm_restart(tmp_path: Path, seed: int) -> None:
+    """Resumable: the recovered books number their changes as before, the ends of pins and advice included."""
+    draw = random.Random(seed)
+
+    async def test() -> None:
+        saved: list[SavedPool] = []
+
+        def begin_state(pool: SavedPool) -> Path:
+            saved.append(pool)
+            return tmp_path
+
+        world = World(draw, geometry_of((FULL, SLIDING), num_blocks=29), begin_state=begin_state)
+        replica = BlockReplica()
+        for _ in range(6):
+            for _ in range(40):
+                world.step()
+                await asyncio.sleep(draw.choice([0.0, 0.03]))
+                if draw.random() < 0.1 and is_behind(world, replica):
+                    await read_all(world, replica)
+            number = world.ledger.inspector.num_changes()
+            world.catalog = Catalog(world.catalog.term + 1, verify=True)
+            world.catalog.recover(saved[-1], tmp_path, now=world.now())
+            world.pool = world.catalog.pool(POOL)
+            assert world.ledger.inspector.num_changes() == number
+            world.pin()
+            fill(world, "alice", world.new_id(), 1)
+            if is_behind(world, replica):
+                await read_all(world, replica)
+            replica.check(listed(world.ledger, None), is_last=True)
+        assert replica.num_answers > 20
 
     run_in_virtual_time(test())
 

@@ -57,7 +57,9 @@ class Index(Consumer):
         async with aclosing(watch) as answers:
             async for answer in answers:
                 self.replica.layout = layout
-                self.note(self.replica.apply(answer))
+                changes = self.replica.apply(answer)
+                assert answer.cursor or not changes, "nothing is published before the end of a moment"
+                self.note(changes)
                 if answer.cursor and answer.epoch == world.ledger.epoch:
                     self.check()
 

@@ -32,7 +32,7 @@ pub struct Change {
 
 /// The changes that a reader knows: all before `next`, and later ones of blocks that it was told of while more waited.
 ///
-/// Memory: O(blocks told since the reader last knew all changes).
+/// Memory: at most 40 bytes for each block told since the reader last knew all changes.
 #[derive(Debug, Clone, Default)]
 pub struct Known {
     next: u64,
