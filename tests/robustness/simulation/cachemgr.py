@@ -76,7 +76,7 @@ class SimulatedCachemgr:
         self.process.end()
 
     def left(self, *, num_pools: int) -> list[str]:
-        """What is left when nobody uses the pools any more: it should be nothing."""
+        """List what is left; when nobody uses the pools any more, that should be nothing."""
         found = []
         pools = self.catalog.pools()
         if len([pool for pool in pools if pool.is_attached]) < num_pools:
@@ -100,5 +100,5 @@ class SimulatedCachemgr:
         return found
 
     def violations(self) -> list[str]:
-        """What is wrong in the books of all pools."""
+        """List the violations in the books of all pools."""
         return [what for pool in self.catalog.pools() for what in pool.ledger.probe.violations()]

@@ -241,7 +241,7 @@ class Cluster:
         return not self.num_starting and not self.left()
 
     def left(self) -> list[str]:
-        """What is left of leases, sequences, steps, blocks and reports, on both sides."""
+        """List what is left of leases, sequences, steps, blocks and reports, on both sides."""
         if self.cachemgr is None or len(self.workers) < self.features.num_pools:
             return ["a process is not there"]
         found = list(self.cachemgr.left(num_pools=self.features.num_pools))

@@ -177,7 +177,7 @@ class Attempt:
         self._link.send(0.0, None, self._knock, number)
 
     def _knock(self, number: int) -> None:
-        """What the kernel of the server's machine does. Its first answer must find a way back, too."""
+        """The part of the server's kernel. Its first answer must find a way back, too."""
         network, world = self._network, self._network.world
         listener = network.listeners.get(self.address)
         back = network.link(network.name_of(self.address), self.process.name)

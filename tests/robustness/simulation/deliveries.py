@@ -1,4 +1,4 @@
-"""What callers have got of their requests, compared token by token with the answers of an undisturbed run."""
+"""The parts of answers that callers have got, compared token by token with the answers of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose output says what it read: a stand-in for a language model, that runs on the real pool of blocks.
+"""A model with an output that says what it read: a stand-in for a language model, that runs on the real pool of blocks.
 
 A layer keeps a 64-bit digest of each token in the token's slot, in place of a key. Its output at position p is a digest
 of the slots of all positions that its mask shows at p, each weighted by its distance from p. This output is the next
@@ -111,7 +111,7 @@ class DigestFunction:
         return text.output % self.vocab_size
 
     def _chooser(self, prompt: Sequence[int], params: SamplingParams) -> Callable[[Undisturbed], int]:
-        """What the worker's sampler chooses for a row that it has alone."""
+        """The choice of the worker's sampler for a row that it has alone."""
         sampler = Sampler(max_num_seqs=1, vocab_size=self.vocab_size, device="cpu")
         sampler.set_params(0, params, prompt_token_ids=prompt, last_token_ids=prompt[-NUM_REMEMBERED:])
 

@@ -1,4 +1,4 @@
-"""What each kind of fault does to a cluster."""
+"""The effect of each kind of fault on a cluster."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Send = Callable[[attach_pb2.StepReport], None]
 
 
 class Lie(StrEnum):
-    """What is wrong with a report."""
+    """The mistake in a report."""
 
     UNKNOWN_LEASE = "a lease that there is not"
     OTHER_LEASE_STEP = "a step that was not granted"
@@ -45,7 +45,7 @@ class UnreliableReports(Reports):
 
     @property
     def send(self) -> Send:
-        """What passes a new report on: to the stream, with the faults that were asked for."""
+        """The function that passes a new report on: to the stream, with the faults that were asked for."""
         return self._send
 
     @send.setter

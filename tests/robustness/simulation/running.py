@@ -38,7 +38,7 @@ COLLECT_EVERY = 40
 
 @dataclass(slots=True)
 class Outcome:
-    """What a schedule did."""
+    """The outcome of a schedule."""
 
     seed: int
     failure: str | None = None

@@ -68,7 +68,7 @@ NEED_STATE = (FaultKind.POWER_LOSS, FaultKind.FULL_DISK)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a cluster is made of."""
+    """The parts of a cluster, and their sizes."""
 
     model: ModelKind = ModelKind.FULL
     block_size: int = 4
@@ -90,7 +90,7 @@ class Features:
     callback_s: float = 5e-6
 
     def names(self) -> list[str]:
-        """What is on, in words: for the pairs that have met."""
+        """The features that are on, in words: for the pairs that have met."""
         flags = ("runs_ahead", "uses_router", "has_shares", "keeps_state", "has_watcher")
         return [
             f"model: {self.model.value}",

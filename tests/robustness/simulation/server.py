@@ -25,14 +25,14 @@ OK, UNKNOWN, UNIMPLEMENTED, UNAVAILABLE = 0, 2, 12, 14
 
 @dataclass(slots=True)
 class CallDetails:
-    """What an interceptor sees."""
+    """The details that an interceptor sees."""
 
     method: str
     invocation_metadata: Any
 
 
 class Nowhere(Half):
-    """The client's side of a call whose answer nobody takes."""
+    """The client's side of a call with an answer that nobody takes."""
 
     __slots__ = ()
 
@@ -136,7 +136,7 @@ class ServerHalf(Half):
 
 
 class SimulatedContext:
-    """What a handler has of its call: grpc.aio.ServicerContext, as far as servers use it."""
+    """The part of a call that a handler has: grpc.aio.ServicerContext, as far as servers use it."""
 
     __slots__ = (
         "_abort_exception",

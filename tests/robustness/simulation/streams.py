@@ -84,7 +84,7 @@ class Half:
         self._unreturned_bytes = 0
         """Read, and not yet said to the peer."""
         self._arriving_bytes = 0
-        """What lacks of a message that the peer's window does not take."""
+        """The part of a message that the peer's window does not take."""
         self._missing_bytes = 0
         self._pending: bytes | None = None
         """A message that waits for the window. `_writer` is its sender."""

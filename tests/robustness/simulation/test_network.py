@@ -36,7 +36,7 @@ WITHOUT_KEEPALIVE = (("grpc.min_reconnect_backoff_ms", 2_000), ("grpc.initial_re
 
 
 class Play:
-    """A world with a client and a server whose network a test disturbs."""
+    """A world with a client and a server, and a network that a test disturbs."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         self.world = World(seed)

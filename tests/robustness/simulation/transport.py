@@ -49,7 +49,7 @@ class SimulatedChannel(_channel.Channel):
 
 
 class _OrderedCalls:
-    """What gRPC keeps in a WeakSet, whose order is that of addresses in memory: other ones in each run."""
+    """The calls that gRPC keeps in a WeakSet, in the order of addresses in memory: other ones in each run."""
 
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()

@@ -46,7 +46,7 @@ class SimulatedWatcher:
                 return
 
     def left(self, cachemgr: SimulatedCachemgr) -> list[str]:
-        """What its copies do not have yet; wrong copies, when they have everything."""
+        """List the changes that its copies do not have yet, and wrong copies that have everything."""
         return [what for pool in cachemgr.catalog.pools() for what in self._left_of(pool)]
 
     def _left_of(self, pool: AttachedPool) -> list[str]:

@@ -200,7 +200,7 @@ class SimulatedWorker:
             rank.executor._sampler.check_invariants()
 
     def left(self) -> list[str]:
-        """What is left when no client uses the pool any more: it should be nothing."""
+        """List what is left; when no client uses the pool any more, that should be nothing."""
         gate, statistics = self.steps.gate.statistics(), self.executor.statistics()
         counts = {
             "leases": gate.num_open_leases,

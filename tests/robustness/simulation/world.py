@@ -95,7 +95,7 @@ class Process:
         self.around: contextlib.AbstractContextManager[None] | None = None
         """Entered for each callback: a disk that is full for this process alone."""
         self.at_end: list[Callable[[], None]] = []
-        """What the kernel does when the process has ended: it closes files and connections."""
+        """The kernel's work when the process has ended: it closes files and connections."""
         self.loop = ProcessLoop(world, self)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

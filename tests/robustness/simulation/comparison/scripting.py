@@ -30,7 +30,7 @@ def scripts_of(*modules: ModuleType) -> list[Script]:
 
 
 async def outcome(work: Awaitable[Any]) -> str:
-    """What comes out of it, in words."""
+    """Return its outcome, in words."""
     try:
         result = await work
     except grpc.aio.AioRpcError as error:

@@ -46,7 +46,7 @@ LIMIT_S = 30.0
 
 
 class Stage(Protocol):
-    """Where a script runs. Handlers are given by the name of their kind: unary, server_stream, stream."""
+    """The place of a script's run. Handlers are given by the name of their kind: unary, server_stream, stream."""
 
     client: list[str]
     server: list[str]

@@ -124,7 +124,7 @@ async def server_restarts(stage: Stage) -> None:
 
 
 async def meet_a_killed_server(stage: Stage, channel: grpc.aio.Channel, kill: Callable[[], None]) -> None:
-    """What a client sees before and after."""
+    """A client's view before and after."""
     call = stream(channel)()
     await call.write(b"1")
     stage.client.append(await outcome(call.read()))
