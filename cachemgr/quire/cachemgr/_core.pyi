@@ -506,11 +506,11 @@ class Inspector:
         """
 
     def snapshot(
-        self, first: int, most: int, known: Known, *, tenant: str | None, with_content: bool
+        self, first: int, most: int, known: Known | None = None, *, tenant: str | None, with_content: bool
     ) -> tuple[bytes, int | None]:
         """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse.
 
-        `known` has their present state then.
+        A reader's `known` has their present state then.
         """
 
     def changes(self, known: Known, most: int, *, tenant: str | None, with_content: bool) -> bytes | None:

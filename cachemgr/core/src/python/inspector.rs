@@ -8,6 +8,7 @@ use pyo3::types::PyBytes;
 use crate::books::lease::expiry::page_key;
 use crate::books::listing::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
+use crate::cache::journal::Known;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
 use crate::python::convert::{ids, state_of};
@@ -184,20 +185,22 @@ impl PyInspector {
     }
 
     /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and the block to continue
-    /// from. `known` has their present state then.
-    #[pyo3(signature = (first, most, known, *, tenant, with_content))]
+    /// from. A reader's `known` has their present state then.
+    #[pyo3(signature = (first, most, known = None, *, tenant, with_content))]
     fn snapshot<'py>(
         &self,
         py: Python<'py>,
         first: BlockId,
         most: usize,
-        known: &mut PyKnown,
+        known: Option<&mut PyKnown>,
         tenant: Option<&str>,
         with_content: bool,
     ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
         let ledger = self.ledger.borrow(py);
         let listing = ledger.stored.books().listing();
-        let (events, next) = listing.snapshot(first, most, &mut known.0, tenant.map(str::as_bytes), with_content);
+        let mut of_nobody = Known::default();
+        let known = known.map_or(&mut of_nobody, |known| &mut known.0);
+        let (events, next) = listing.snapshot(first, most, known, tenant.map(str::as_bytes), with_content);
         (PyBytes::new(py, &encode_events(events)), next)
     }
 
