@@ -12,6 +12,7 @@ from unit.cachemgr.test_ledger import Bench, bench_of, pack
 from unit.integrations.test_prefix_replica import Consumer
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cachemgr._core import Known
 from quire.integrations.kv_events.replica import BlocksStored, Change, PrefixReplica
 
 PROMPTS = list(product((1, 2), repeat=6))
@@ -51,14 +52,15 @@ class Follower:
     def __init__(self, bench: Bench) -> None:
         self._inspector = bench.ledger.inspector
         self._replica, self.index = PrefixReplica(), Index()
-        self._number = 0
+        self._known = Known(0)
 
     def read(self, most: int) -> None:
-        while self._number < self._inspector.num_changes():
-            found = self._inspector.changes(self._number, most, tenant=None, with_content=True)
+        while self._known.number < self._inspector.num_changes():
+            found = self._inspector.changes(self._known, most, tenant=None, with_content=True)
             assert found is not None
-            events, self._number = found
-            self.index.apply(self._replica.apply(pb.WatchBlocksResponse.FromString(events)))
+            answer = pb.WatchBlocksResponse.FromString(found)
+            answer.cursor = "c" if self._known.number == self._inspector.num_changes() else ""
+            self.index.apply(self._replica.apply(answer))
 
 
 def acts(bench: Bench, draw: random.Random) -> Iterator[str]:
