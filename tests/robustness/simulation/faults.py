@@ -152,6 +152,7 @@ _DO: dict[FaultKind, Callable[[Cluster, Fault], float]] = {
     FaultKind.DAMAGE: _of_worker(lambda worker, size: worker.damage_next()),
     FaultKind.HANG: _of_worker(lambda worker, size: worker.hang(size)),
     FaultKind.LATE_REPORTS: _of_worker(lambda worker, size: worker.late(size)),
+    FaultKind.DOUBLE_REPORT: _of_worker(lambda worker, size: worker.double_report()),
     FaultKind.DETACH: _of_worker(lambda worker, size: worker.detach()),
     FaultKind.RESET: _reset,
 }

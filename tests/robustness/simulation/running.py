@@ -28,8 +28,9 @@ from robustness.simulation.world import World, WorldFailed
 
 import torch
 
-from quire.client.engine.sampling import SamplingParams
 from quire.cachemgr import state
+from quire.client.engine.sampling import SamplingParams
+from quire.client.errors import ProtocolViolation
 
 torch.set_num_threads(1)
 
@@ -136,19 +137,28 @@ FOLDER = re.compile(r"/\S*quire-simulation-\w+")
 
 
 class _Log(logging.Handler):
-    """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
+    """Takes the log lines of all simulated processes: an error that no fault explains is a finding.
+
+    So is a warning of an engine that a service has broken the protocol: no fault makes one do so. The engine itself
+    would go on, with another lease.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
+        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
+        if record.levelno < logging.ERROR and not violations and not self._world.tells:
+            return
         message = record.getMessage()
         process = self._world.running
         who = "-" if process is None else process.name
         if self._world.tells:
             self._world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
+        if violations or (
+            record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
+        ):
             error = record.exc_info[1] if record.exc_info else None
             self._world.fail(f"{who} logs: {message}", error)
 
@@ -159,7 +169,7 @@ def _quiet(world: World, *, told: bool) -> Iterator[None]:
     log, handler = logging.getLogger("quire"), _Log(world)
     level, propagates = log.level, log.propagate
     log.addHandler(handler)
-    log.setLevel(logging.INFO if told else logging.ERROR)
+    log.setLevel(logging.INFO if told else logging.WARNING)
     log.propagate = False
     gc.disable()
     try:

@@ -44,6 +44,7 @@ class FaultKind(Enum):
     DAMAGE = "damage"  # a grant can't be applied: the worker begins a new epoch
     HANG = "hang"  # a step takes very long
     LATE_REPORTS = "late reports"  # the worker's messages to cachemgr wait
+    DOUBLE_REPORT = "doubled report"  # the worker's next message to cachemgr is sent twice
     RESET = "reset"  # an operator empties the prefix cache
     DETACH = "detach"  # the worker's stream breaks
 
@@ -54,7 +55,10 @@ OF_LINKS = (
     *(FaultKind.LOSE_ANSWER, FaultKind.DOUBLE),
 )
 OF_CACHEMGR = (FaultKind.CLOCK, FaultKind.POWER_LOSS, FaultKind.FULL_DISK, FaultKind.RESET)
-OF_WORKERS = (FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH)
+OF_WORKERS = (
+    *(FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DOUBLE_REPORT),
+    FaultKind.DETACH,
+)
 NEED_STATE = (FaultKind.POWER_LOSS, FaultKind.FULL_DISK)
 
 

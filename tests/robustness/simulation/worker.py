@@ -176,6 +176,10 @@ class SimulatedWorker:
         """Let its reports of so many seconds wait."""
         self.reports.late(seconds)
 
+    def double_report(self) -> None:
+        """Let its next report be sent twice."""
+        self.reports.twice()
+
     def detach(self) -> None:
         """Let its stream to cachemgr break."""
         self.attachment._break()
@@ -194,11 +198,11 @@ class SimulatedWorker:
             rank.executor._table.check_invariants()
             rank.executor._sampler.check_invariants()
 
-    def left(self) -> list[str]:
-        """What is left when no client uses the pool any more: it should be nothing."""
+    def left(self, *, with_leases: bool = True) -> list[str]:
+        """What is left when no client uses the pool any more: it should be nothing, but for leases that live."""
         gate, statistics = self.steps.gate.statistics(), self.executor.statistics()
         counts = {
-            "leases": gate.num_open_leases,
+            "leases": gate.num_open_leases if with_leases else 0,
             "sequences": statistics.num_sequences,
             "steps": self.steps.num_in_flight,
             "reports": len(self.reports),
