@@ -32,7 +32,7 @@ SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
 STOP_TIMEOUT_S = 2.0
 CLEAN_WITHIN_S = 30.0
-"""After the last gateway was closed: then nothing is left."""
+"""After the last request has ended: then only leases are left. After the last gateway was closed: then nothing is."""
 
 
 @dataclass
@@ -56,6 +56,8 @@ class Cluster:
     restart_after_s: dict[str, float] = field(default_factory=dict)
     disturbed_until: float = 0.0
     num_starting: int = 0
+    is_closing: bool = False
+    """All requests have ended: gateways give their leases back."""
 
     @property
     def features(self) -> Features:
@@ -141,6 +143,8 @@ class Cluster:
                 max_step_tokens=features.max_step_tokens,
                 lease_ttl_s=LEASE_TTL_S,
             )
+            if self.is_closing:
+                self.gateways[name].close()
 
         process.loop.call_soon(begin)
 
@@ -200,12 +204,23 @@ class Cluster:
         if not world.run_until(self._is_served, ends_at=lambda: self.disturbed_until + SERVED_WITHIN_S):
             raise WorldFailed(f"not served within {SERVED_WITHIN_S:g} s: {self._unserved()}")
         world.stop_at = None  # faults that were not reached
-        self.disturbed_until = max(self.disturbed_until, world.now)
-        if not world.run_until(self._is_clean, ends_at=lambda: self.disturbed_until + CLEAN_WITHIN_S):
-            raise WorldFailed(f"left after {CLEAN_WITHIN_S:g} s: {'; '.join(self.left())}")
+        self._await_clean(self._is_idle, lambda: self.left(with_leases=False), "while leases live")
+        self.is_closing = True
+        for gateway in self.gateways.values():
+            gateway.close()
+        self._await_clean(self._is_clean, self.left, "when all leases were given back")
+
+    def _await_clean(self, is_clean: Callable[[], bool], left: Callable[[], list[str]], when: str) -> None:
+        self.disturbed_until = max(self.disturbed_until, self.world.now)
+        if not self.world.run_until(is_clean, ends_at=lambda: self.disturbed_until + CLEAN_WITHIN_S):
+            raise WorldFailed(f"left after {CLEAN_WITHIN_S:g} s, {when}: {'; '.join(left()) or 'a gateway'}")
 
     def _is_served(self) -> bool:
-        return all(gateway.is_closed for gateway in self.gateways.values()) and len(self.gateways) == len(self.tasks)
+        return all(gateway.is_done for gateway in self.gateways.values()) and len(self.gateways) == len(self.tasks)
+
+    def _is_idle(self) -> bool:
+        """Engines give back what requests held, while their leases live."""
+        return not self.num_starting and not self.left(with_leases=False)
 
     def _unserved(self) -> str:
         open_calls = {
@@ -215,13 +230,14 @@ class Cluster:
         return f"open requests by gateway: {open_calls}"
 
     def _is_clean(self) -> bool:
-        return not self.num_starting and not self.left()
+        is_closed = all(gateway.is_closed for gateway in self.gateways.values())
+        return is_closed and not self.num_starting and not self.left()
 
-    def left(self) -> list[str]:
-        """What is left of leases, sequences, steps, blocks and reports, on both sides."""
+    def left(self, *, with_leases: bool = True) -> list[str]:
+        """What is left of leases, if they count, sequences, steps, blocks and reports, on both sides."""
         if self.cachemgr is None or len(self.workers) < self.features.num_pools:
             return ["a process is not there"]
-        found = list(self.cachemgr.left(num_pools=self.features.num_pools))
+        found = self.cachemgr.left(num_pools=self.features.num_pools, with_leases=with_leases)
         for name, worker in self.workers.items():
-            found += [f"{name}: {what}" for what in worker.left()]
+            found += [f"{name}: {what}" for what in worker.left(with_leases=with_leases)]
         return found

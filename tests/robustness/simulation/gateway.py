@@ -75,10 +75,13 @@ class SimulatedGateway:
         lease_ttl_s: float,
     ) -> None:
         self.process = process
+        self.is_done = False
+        """True when all calls have ended. The leases stay until close()."""
         self.is_closed = False
-        """True when all calls have ended and the leases were given back."""
+        """True when the leases were given back."""
         self.backend: Engine | Router | None = None
         self._ending = False
+        self._may_close = asyncio.Event()
         self._task = task
         self._requests = requests
         self._deliveries = deliveries
@@ -99,10 +102,16 @@ class SimulatedGateway:
         try:
             calls = [call for call in self._task.calls if call.request not in self._task.ended]
             await asyncio.gather(*(self._call(backend, call) for call in calls))
+            self.is_done = True
+            await self._may_close.wait()
         finally:
             watching.cancel()
         await backend.close()
         self.is_closed = True
+
+    def close(self) -> None:
+        """Let it give its leases back when its calls have ended. May be called from outside of the process."""
+        self.process.loop.call_soon(self._may_close.set)
 
     async def terminate(self) -> None:
         """SIGTERM while requests are open, and more of them than it may wait for: they get an error, leases end."""
@@ -148,6 +157,11 @@ class SimulatedGateway:
             self.process.world.fail(f"{self.process.name}: request {call.request} failed: {error!r}", error)
         self._task.ended.add(call.request)
 
+    def _require_end(self, call: Call) -> None:
+        num_samples = self._requests[call.request].params.n
+        if not self._deliveries.has_ended(call.request, num_samples):
+            self.process.world.fail(f"{self.process.name}: request {call.request} has ended without all of its ends")
+
     async def _generate(self, chunks: AsyncGenerator[Chunk, None], call: Call) -> None:
         num_tokens = 0
         async with contextlib.aclosing(chunks):
@@ -159,6 +173,7 @@ class SimulatedGateway:
                     return
                 if call.reads_s:
                     await asyncio.sleep(call.reads_s)
+        self._require_end(call)
 
 
 def connect_worker(address: str) -> WorkerClient:
