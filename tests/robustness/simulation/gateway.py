@@ -22,6 +22,7 @@ from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.errors import EngineStopped, EpochChanged, LeaseLost, NotFound, OutOfRoom, QuireError, Unavailable
 from quire.client.worker_client import WorkerClient
 from quire.gateway.routing.members import RouterConfig
@@ -39,12 +40,14 @@ class Call:
 
     after_s          seconds from the gateway's start
     leaves_after     the caller leaves when it has so many tokens; None: it stays
+    leaves_after_s   it leaves after so many seconds, with a token or without; None: it stays
     reads_s          seconds that it takes for each chunk
     """
 
     request: int
     after_s: float = 0.0
     leaves_after: int | None = None
+    leaves_after_s: float | None = None
     reads_s: float = 0.0
 
 
@@ -143,19 +146,26 @@ class SimulatedGateway:
         await asyncio.sleep(call.after_s)
         self._deliveries.begin_anew(call.request)
         try:
-            if isinstance(request.params, SamplingParams):
-                await self._generate(_chunks(backend, request), call)
-            else:
-                assert isinstance(backend, Engine)
-                (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
-                for index, beam in enumerate(found.beams):
-                    values = [round(beam.cumulative_logprob, 3)]
-                    self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
+            async with asyncio.timeout(call.leaves_after_s):
+                if isinstance(request.params, SamplingParams):
+                    await self._generate(_chunks(backend, request), call)
+                else:
+                    await self._search(backend, request, call)
+        except TimeoutError:
+            pass  # the caller has left
         except QuireError as error:
             if self._ending and isinstance(error, EngineStopped):
                 return
             self.process.world.fail(f"{self.process.name}: request {call.request} failed: {error!r}", error)
         self._task.ended.add(call.request)
+
+    async def _search(self, backend: Engine | Router, request: Request, call: Call) -> None:
+        assert isinstance(backend, Engine)
+        assert isinstance(request.params, BeamSearchParams)
+        (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
+        for index, beam in enumerate(found.beams):
+            values = [round(beam.cumulative_logprob, 3)]
+            self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
 
     def _require_end(self, call: Call) -> None:
         num_samples = self._requests[call.request].params.n
@@ -192,6 +202,4 @@ def _chunks(backend: Engine | Router, request: Request) -> AsyncGenerator[Chunk,
 
 def _values(chunk: Chunk) -> list[Any]:
     """The log-probabilities of a chunk's tokens, rounded, if they were asked for."""
-    return [
-        tuple((token, round(value, 3)) for token, value in each.top) for each in chunk.logprobs or ()
-    ]
+    return [tuple((token, round(value, 3)) for token, value in each.top) for each in chunk.logprobs or ()]

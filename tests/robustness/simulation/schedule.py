@@ -180,6 +180,13 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
         calls[0] = replace(calls[0], leaves_after=generator.randint(1, 5))
     if generator.random() < 0.2:
         calls[-1] = replace(calls[-1], reads_s=0.03)
+    if generator.random() < 0.3:
+        calls = [
+            replace(call, leaves_after_s=generator.expovariate(1 / features.step_s))
+            if generator.random() < 0.5
+            else call
+            for call in calls
+        ]
     return tuple(calls)
 
 
