@@ -892,6 +892,11 @@ BUGS = [
             "await asyncio.sleep(0)\nself._changed.clear()\nawait self._changed.wait()\nheld_time",
         ),
     ),
+    manager(
+        "wake-ups",
+        "changes that come while a watcher's answer is sent do not wake it",
+        ("pause", "await changed.wait()", "changed.clear()\nawait changed.wait()"),
+    ),
     client(
         "wake-ups",
         "who waits for an outage waits for the wrong event",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from robustness.simulation.network import Network
 from robustness.simulation.server import SimulatedServer
+from robustness.simulation.watcher import Watcher
 from robustness.simulation.world import Process
 
 from quire.cache.v1 import cache_service_pb2
@@ -18,7 +19,6 @@ from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.service.roles import MESSAGE_LIMITS
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.cachemgr.service.statuses import DOMAIN
-from quire.cachemgr.service.watch import View, watch_blocks
 from quire.cachemgr.shares import Share, Shares
 from quire.cachemgr.state import StateDirectory
 from quire.serving.interceptor import HandlerGuard
@@ -39,8 +39,9 @@ class SimulatedCachemgr:
         shares: dict[str, Share],
         state_folder: Path | None,
         keep_tokens: bool = True,
+        watched: Sequence[str] = (),
     ) -> None:
-        """shares are the tenants'. Without a state folder a restart begins new epochs.
+        """shares are the tenants'. Without a state folder a restart begins new epochs. `watched` pools have a watcher.
 
         Raises StateUnusable. Call it in the process.
         """
@@ -65,6 +66,9 @@ class SimulatedCachemgr:
         self.servicer.add_to(self.server)  # type: ignore[arg-type]
         process.spawn(self.server.start())
         process.spawn(self.servicer.expire_leases())
+        self.watchers = [Watcher(self.catalog, pool, self._clock(process)) for pool in watched]
+        for watcher in self.watchers:
+            process.spawn(watcher.run())
 
     @staticmethod
     def _clock(process: Process) -> Callable[[], float]:
@@ -76,11 +80,6 @@ class SimulatedCachemgr:
         self.guard.end_streams()
         await self.server.stop(0.5)
         self.process.end()
-
-    async def watch(self, take: Callable[[Any], None], pool: str) -> None:
-        """Follow the changes of a pool, as a watcher in another process that is never late."""
-        async for answer in watch_blocks(self.catalog, pool, View(tenant=None, with_content=False), cursor="", clock=self._clock(self.process)):
-            take(answer)
 
     def left(self, *, num_pools: int, with_leases: bool = True) -> list[str]:
         """What is left when nobody uses the pools any more: it should be nothing, but for leases that live."""
@@ -99,6 +98,8 @@ class SimulatedCachemgr:
             if num_rows := pool.ledger.probe.num_rows():
                 found.append(f"{num_rows} rows")
             found += inspector.audit_counts()
+        for watcher in self.watchers:
+            found += watcher.left()
         return found
 
     def violations(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The processes of one schedule: started, killed, started again, disturbed, and looked at in the end.
 
-    gateway-N ──► cachemgr ◄── worker-N          gateway-N ──► worker-N
+gateway-N ──► cachemgr ◄── worker-N          gateway-N ──► worker-N
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Cluster:
                 policy=features.policy,
                 shares=SHARES if features.has_shares else {},
                 state_folder=self.disk.folder if features.keeps_state else None,
+                watched=[f"pool-{number}" for number in range(features.num_pools)] if features.has_watcher else [],
             )
 
         process.loop.call_soon(begin)
@@ -209,6 +210,18 @@ class Cluster:
         for gateway in self.gateways.values():
             gateway.close()
         self._await_clean(self._is_clean, self.left, "when all leases were given back")
+        self._check_invariants()
+
+    def _check_invariants(self) -> None:
+        """Raises WorldFailed if the books, or a worker's memory, are not as they must be."""
+        assert self.cachemgr is not None, "else it was not clean"
+        if violations := self.cachemgr.violations():
+            raise WorldFailed(f"the books are wrong: {'; '.join(violations)}")
+        for name, worker in self.workers.items():
+            try:
+                worker.check_invariants()
+            except AssertionError as error:
+                raise WorldFailed(f"{name}: its memory is wrong: {error}") from error
 
     def _await_clean(self, is_clean: Callable[[], bool], left: Callable[[], list[str]], when: str) -> None:
         self.disturbed_until = max(self.disturbed_until, self.world.now)

@@ -156,9 +156,7 @@ class _Log(logging.Handler):
         who = "-" if process is None else process.name
         if self._world.tells:
             self._world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if violations or (
-            record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
-        ):
+        if violations or (record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)):
             error = record.exc_info[1] if record.exc_info else None
             self._world.fail(f"{who} logs: {message}", error)
 
