@@ -33,7 +33,7 @@ from pathlib import Path
 if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a schedule
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "framework")]
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 # isort: split
 import hypothesis.stateful  # noqa: F401 - once, for all processes
@@ -338,6 +338,7 @@ def main() -> int:
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only these tests; default: all, in this order"
     )
+    parser.add_argument("--package", choices=sorted(SIMULATED | {"integrations"}), help="only bugs of this one")
     parser.add_argument("--sample", action="store_true", help="a few, in some minutes of one core")
     parser.add_argument("--schedules", type=int, default=SCHEDULES, help="of the simulation, at most")
     parser.add_argument("--record", action="store_true", help="keep the verdicts in simulated.json")
@@ -345,6 +346,7 @@ def main() -> int:
     options = parser.parse_args()
     suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
     bugs = sample() if options.sample else BUGS
+    bugs = [bug for bug in bugs if options.package in (None, bug.package)]
     bugs = [bug for bug in bugs if not options.words or any(word in f"{bug.idea} {bug.name}" for word in options.words)]
     # A bug of the sample that the crate's tests do not notice is an error: the build for Python takes too long.
     core_suites = ["crate"] if options.sample else suites

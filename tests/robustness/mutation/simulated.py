@@ -1,7 +1,9 @@
 """How many simulated schedules run until a seeded bug is found; the record of it, and its table in the docs.
 
-    python tests/robustness/mutation/mutants.py --suite simulation --record     runs, and keeps the numbers
-    python tests/robustness/mutation/simulated.py                               writes the table of docs/reference/simulation.md
+    python tests/robustness/mutation/mutants.py --suite simulation --record      runs, and keeps the numbers
+    python tests/robustness/mutation/simulated.py                                writes the table
+
+The record is simulated.json, the table that of docs/reference/simulation.md.
 
 Schedules are those of the seeds from 0 on, see robustness/simulation.
 """

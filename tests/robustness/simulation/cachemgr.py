@@ -1,8 +1,7 @@
-"""A simulated process of cachemgr: its service, catalog, books and state directory, as `quire cachemgr` composes them."""
+"""A simulated process of cachemgr: its service, catalog, books and state, as `quire cachemgr` composes them."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +40,8 @@ class SimulatedCachemgr:
         keep_tokens: bool = True,
         watched: Sequence[str] = (),
     ) -> None:
-        """shares are the tenants'. Without a state folder a restart begins new epochs. `watched` pools have a watcher.
+        """shares are the tenants'. Without a state folder a restart begins new epochs. Pools that are `watched` have a
+        watcher.
 
         Raises StateUnusable. Call it in the process.
         """

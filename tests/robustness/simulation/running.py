@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from robustness.simulation.cluster import Cluster
 from robustness.simulation.deliveries import Answer
 from robustness.simulation.disk import Disk
@@ -25,8 +26,6 @@ from robustness.simulation.surroundings import surroundings
 from robustness.simulation.transport import open_channel
 from robustness.simulation.workload import FUNCTIONS, NUM_REQUESTS, ModelKind, requests
 from robustness.simulation.world import World, WorldFailed
-
-import torch
 
 from quire.cachemgr import state
 from quire.client.engine.sampling import SamplingParams
