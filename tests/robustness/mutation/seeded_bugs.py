@@ -842,16 +842,6 @@ BUGS = [
         "a lease that could not be given back is renewed for ever",
         ("close", "self._keeper.cancel()\nawait asyncio.wait([self._keeper])", "pass"),
     ),
-    gateway(
-        "awaits",
-        "an engine is closed before the one that replaces it has its pool",
-        (
-            "_join",
-            "before = self._by_name.get(pool.name)\nself._by_name[pool.name] = member",
-            "before = self._by_name.get(pool.name)\nif before is not None:\n    await self._leave(before)\n"
-            "self._by_name[pool.name] = member",
-        ),
-    ),
     # -- wake-ups
     client(
         "wake-ups",

@@ -143,6 +143,7 @@ class Cluster:
                 uses_router=features.uses_router,
                 max_step_tokens=features.max_step_tokens,
                 lease_ttl_s=LEASE_TTL_S,
+                call_timeout_s=features.call_timeout_s,
             )
             if self.is_closing:
                 self.gateways[name].close()

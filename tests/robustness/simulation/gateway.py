@@ -28,7 +28,6 @@ from quire.client.worker_client import WorkerClient
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
 
-CALL_TIMEOUT_S = 1.0
 STEP_TIMEOUT_S = 2.0
 REOPEN_S = 0.05
 RECOVERY_TIMEOUT_S = 60.0
@@ -76,6 +75,7 @@ class SimulatedGateway:
         uses_router: bool,
         max_step_tokens: int,
         lease_ttl_s: float,
+        call_timeout_s: float,
     ) -> None:
         self.process = process
         self.is_done = False
@@ -89,6 +89,7 @@ class SimulatedGateway:
         self._requests = requests
         self._deliveries = deliveries
         self._uses_router = uses_router
+        self._call_timeout_s = call_timeout_s
         self._config = EngineConfig(
             lease_ttl_s=lease_ttl_s,
             max_step_tokens=max_step_tokens,
@@ -139,7 +140,10 @@ class SimulatedGateway:
         if self._uses_router:
             config = RouterConfig(names_tenants=True, failover_after_s=0.5)
             return _router(ADDRESS, config, self._config)
-        return Engine(CacheClient(ADDRESS, timeout_s=CALL_TIMEOUT_S), connect_worker, config=self._config)
+        return Engine(CacheClient(ADDRESS, timeout_s=self._call_timeout_s), self._connect_worker, config=self._config)
+
+    def _connect_worker(self, address: str) -> WorkerClient:
+        return WorkerClient(address, timeout_s=self._call_timeout_s, step_timeout_s=STEP_TIMEOUT_S)
 
     async def _call(self, backend: Engine | Router, call: Call) -> None:
         request = self._requests[call.request]
@@ -184,10 +188,6 @@ class SimulatedGateway:
                 if call.reads_s:
                     await asyncio.sleep(call.reads_s)
         self._require_end(call)
-
-
-def connect_worker(address: str) -> WorkerClient:
-    return WorkerClient(address, timeout_s=CALL_TIMEOUT_S, step_timeout_s=STEP_TIMEOUT_S)
 
 
 def _router(address: str, config: RouterConfig, engine_config: EngineConfig) -> Router:

@@ -95,7 +95,9 @@ def _run(
 ) -> tuple[Outcome, Cluster]:
     world = World(schedule.seed, callback_s=schedule.features.callback_s)
     delay_s = schedule.features.delay_s
-    network = Network(world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s)
+    network = Network(
+        world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s, window_bytes=schedule.features.window_bytes
+    )
     disk = Disk(random.Random(f"disk {schedule.seed}"))
     cluster = Cluster(world, network, schedule, expected, disk, random.Random(f"cluster {schedule.seed}"))
     outcome = Outcome(schedule.seed)
