@@ -140,9 +140,6 @@ async def unary(
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.OK:
-                # gRPC's error for a task that is cancelled in the moment in which its answer arrives.
-                raise asyncio.CancelledError from None
             raise decode_rpc_error(error) from None
 
     return await retried(attempt, policy)

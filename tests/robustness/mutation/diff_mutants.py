@@ -38,6 +38,7 @@ from seeded_bugs import BUGS, CORE
 ROOT = mutants.ROOT
 TOOLS = ROOT / "build" / "mutation"
 CARGO_MUTANTS, MUTMUT = "27.0.0", "2.5.1"
+PYTHON_SUITES = ["examples", "machine"]
 MUTANT_TIMEOUT_S = 120
 SURVIVED, IS_OVER = 1, 2
 
@@ -159,12 +160,12 @@ def judge_again(out: Path, scratch: Path, budget: Budget) -> int:
         return 0
     print(f"{len(patches)} mutants are noticed by no test of the crate: the tests in Python judge them", flush=True)
     os.environ |= mutants.ENVIRONMENT
-    mutants.build_dependencies(mutants.SUITES[1:])
+    mutants.build_dependencies(PYTHON_SUITES)
     survivors = 0
     for patch in patches:
         budget.left_s()
-        killer = mutants.killer_of(CORE, partial(apply, patch), mutants.SUITES[1:], scratch)
-        print(f"{killer or 'SURVIVED':9} {patch.stem}", flush=True)
+        killer = mutants.killer_of(CORE, partial(apply, patch), PYTHON_SUITES, scratch)
+        print(f"{killer or 'SURVIVED'!s:9} {patch.stem}", flush=True)
         if killer is None:
             survivors += 1
             print(patch.read_text(), flush=True)

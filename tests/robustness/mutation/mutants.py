@@ -4,47 +4,54 @@
     python tests/robustness/mutation/mutants.py fork "host tier" those with such words in their idea or name
     python tests/robustness/mutation/mutants.py --suite machine  by the state machine alone
     python tests/robustness/mutation/mutants.py --sample         a few, in some minutes of one core
+    python tests/robustness/mutation/mutants.py --suite simulation --record     see simulated.py
 
 The tree is never changed. A copy of the package with the bug stands in for the real one in a process of its own, forked
 from one that has imported what takes long and is not ours. For a bug in the core, each job has a copy of the crate. It
 builds that copy again and again, and starts from what cargo has in core/target.
 
 A test that hangs or takes the process down has noticed the bug. Exits with 1 if a bug survives, does not fit the
-present source or does not compile.
+present source or does not compile. The last suite is the simulation: schedules of fixed seeds, until one of them fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "framework"))
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a schedule
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 # isort: split
 import hypothesis.stateful  # noqa: F401 - once, for all processes
 import numpy  # noqa: F401
 import pytest
+import torch  # noqa: F401
+import transformers.masking_utils  # noqa: F401
 from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, Bug, NotSeeded
+from simulated import SCHEDULES, record, simulate
+from standing_in import forked, require_imported_from, stand_in
 
 TESTS = Path(__file__).parents[2]
 ROOT = TESTS.parent
 CRATE = ROOT / "cachemgr" / "core"
 LIBRARY = "_core.abi3.so"
-SUITES = ["crate", "examples", "machine"]
-"""The crate's own tests; tests of examples in Python; the state machine in Python. The quickest first."""
+SUITES = ["crate", "examples", "machine", "simulation"]
+"""The crate's own tests; tests of examples in Python; the state machine in Python; the simulation. The quickest
+first."""
 BOOKS = [
     f"unit/cachemgr/test_{name}.py"
     for name in ("ledger", "leases", "catalog", "state", "bounds", "watch_promise", "watch", "looking", "time")
@@ -54,6 +61,7 @@ EXAMPLES = {
     "cachemgr": BOOKS,
     "worker": [f"unit/worker/test_{name}.py" for name in ("gate", "grants", "verify")],
     "client": ["unit/engine/test_beams.py", "unit/engine/test_scheduler.py"],
+    "gateway": ["unit/gateway/test_gateway_routing.py"],
     "integrations": [
         f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "kv_events", "published_prefixes")
     ],
@@ -64,6 +72,9 @@ EXAMPLES_OF_IDEA = {
 }
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
+SIMULATED = {CORE, "cachemgr", "worker", "client", "gateway"}
+"""The packages whose code runs in the simulation, but for these ideas."""
+NOT_SIMULATED = {GPU_IDEA, RANKS_IDEA}
 
 ENVIRONMENT = {
     "CARGO_TERM_COLOR": "never",
@@ -71,13 +82,12 @@ ENVIRONMENT = {
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "QUIRE_MACHINE_EXAMPLES": "700",
+    "QUIRE_VERIFY": "1",
 }
 CARGO = ["--locked", "--lib", "--profile", "mutant"]
 TEST_CARGO = [*CARGO, "--no-default-features"]
 BUILD_TIMEOUT_S = 600
 TIMEOUT_S = 300
-MEMORY_BYTES = 8 << 30
-NOT_RUN = 70
 ERROR = "ERROR"
 
 NO_BUGS = [
@@ -87,6 +97,32 @@ NO_BUGS = [
 
 Seed = Callable[[Path], None]
 """Changes the files of a copy of a package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """The suite that notices a bug; of the simulation, how soon and by what."""
+
+    suite: str
+    num_schedules: int = 0
+    failure: str = ""
+
+    def __str__(self) -> str:
+        return self.suite if not self.failure else f"{self.suite} {self.num_schedules}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What notices a bug: nothing, a suite, or ERROR if it is no bug that can be judged."""
+
+    bug: Bug
+    noticed: Noticed | str | None
+    seconds: float
+
+    def __str__(self) -> str:
+        line = f"{self.noticed or 'SURVIVED'!s:16} {self.seconds:5.1f} s  {self.bug.idea:20} {self.bug.name}"
+        failure = self.noticed.failure if isinstance(self.noticed, Noticed) else ""
+        return f"{line}\n{'':16}          {failure[:300]}" if failure else line
 
 
 def package_folder(package: str) -> Path:
@@ -184,31 +220,30 @@ def workshop_in(folder: Path) -> Workshop:
 
 def is_noticed(folder: Path, files: list[str]) -> bool:
     """True if a test fails with the package in `folder`, or never ends, or takes its process down."""
-    with tempfile.TemporaryFile() as output:
-        pid = os.fork()
-        if pid == 0:
-            code = NOT_RUN
-            try:
-                os.dup2(output.fileno(), sys.stdout.fileno())
-                os.dup2(output.fileno(), sys.stderr.fileno())
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-                signal.alarm(TIMEOUT_S)
-                code = stand_in(folder, [str(TESTS / file) for file in files])
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code > 1:
-            output.seek(0)
-            raise RuntimeError(f"the tests did not run: {code}\n{output.read().decode()[-4000:]}")
+    code, output = forked(lambda: run_tests(folder, files), timeout_s=TIMEOUT_S)
+    if code > 1:
+        raise RuntimeError(f"the tests did not run: {code}\n{output[-4000:]}")
     return code != 0
 
 
+def run_tests(folder: Path, files: list[str]) -> int:
+    """Runs pytest in this process with the package in `folder` in place of the real one. Returns its exit code."""
+    stand_in(folder)
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-m", "not verify"]
+    code = int(pytest.main([*arguments, *(str(TESTS / file) for file in files)]))
+    require_imported_from(folder)
+    return code
+
+
 def killer_of(
-    package: str, seed: Seed, suites: Sequence[str], scratch: Path, *, examples: list[str] | None = None
-) -> str | None:
+    package: str,
+    seed: Seed,
+    suites: Sequence[str],
+    scratch: Path,
+    *,
+    examples: list[str] | None = None,
+    num_schedules: int = SCHEDULES,
+) -> Noticed | None:
     """The first suite that notices a bug; None if none does. By default examples are those of the package.
 
     Raises NotSeeded, RuntimeError or subprocess.TimeoutExpired if it is no bug that can be judged.
@@ -224,64 +259,49 @@ def killer_of(
             "machine": lambda: folder.name == "cachemgr" and is_noticed(folder, MACHINE),
         }
         for suite in suites:
+            if suite == "simulation" and package not in SIMULATED:
+                continue
             if suite != "crate" and not folder.exists():
                 shutil.copytree(package_folder(folder.name), folder, ignore=shutil.ignore_patterns("__pycache__"))
                 if is_rust:
                     shutil.copyfile(workshop_in(scratch).library(), folder / LIBRARY)
                 else:
                     seed(folder)
-            if notices[suite]():
-                return suite
+            if suite == "simulation":
+                found = simulate(folder, num_schedules)
+                if found.failure is not None:
+                    return Noticed(suite, found.num_schedules, found.failure)
+            elif notices[suite]():
+                return Noticed(suite)
         return None
 
 
-def stand_in(folder: Path, arguments: list[str]) -> int:
-    """Runs pytest in this process with the package in `folder` in place of the real one. Returns its exit code.
-
-    Raises RuntimeError if this process has imported the real one: a fork of `framework/forking.py`'s server has.
-    """
-    package = f"quire.{folder.name}"
-    if package in sys.modules:
-        raise RuntimeError(f"{package} is imported already, from {sys.modules[package].__file__}")
-
-    class StandIn:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
-            if name != package:
-                return None  # its modules are found by its path
-            where = [str(folder)]
-            return importlib.util.spec_from_file_location(
-                name, folder / "__init__.py", submodule_search_locations=where
-            )
-
-    sys.meta_path.insert(0, StandIn)
-    code = int(
-        pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-m", "not verify", *arguments])
-    )
-    files = [module.__file__ for name, module in sys.modules.items() if name.startswith(package)]
-    assert files, f"no test imports {package}"
-    assert all(Path(file).is_relative_to(folder) for file in files if file)
-    sys.stdout.flush()
-    return code
-
-
-def judge_one(job: tuple[Bug, Sequence[str], Path]) -> tuple[Bug, str | None, float]:
-    """The bug, the suite that notices it (ERROR if it is none that can be judged), and how long that took."""
-    bug, suites, scratch = job
+def judge_one(job: tuple[Bug, Sequence[str], Path, int]) -> Verdict:
+    """A bug in a copy of its package, judged by these suites, the simulation by so many schedules."""
+    bug, suites, scratch, num_schedules = job
     start = time.monotonic()
+    noticed: Noticed | str | None
     try:
         examples = EXAMPLES_OF_IDEA.get(bug.idea)
-        killer = killer_of(bug.package, bug.seed, suites, scratch, examples=examples)
+        noticed = killer_of(bug.package, bug.seed, suites, scratch, examples=examples, num_schedules=num_schedules)
     except (NotSeeded, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{bug.name}: {error}", file=sys.stderr, flush=True)
-        killer = ERROR
-    return bug, killer, time.monotonic() - start
+        noticed = ERROR
+    return Verdict(bug, noticed, time.monotonic() - start)
 
 
-def judge_all(bugs: Sequence[Bug], *, suites: Sequence[str], core_suites: Sequence[str], num_jobs: int) -> int:
+def judge_all(
+    bugs: Sequence[Bug],
+    *,
+    suites: Sequence[str],
+    core_suites: Sequence[str],
+    num_jobs: int,
+    num_schedules: int = SCHEDULES,
+    keep: Callable[[Verdict], None] = lambda verdict: None,
+) -> int:
     """Prints which suite notices each bug; returns how many survive. core_suites judge the bugs of the core.
 
-    Raises SystemExit if tests fail without a bug.
+    `keep` gets each verdict. Raises SystemExit if tests fail without a bug.
     """
     packages, ideas = {bug.package for bug in bugs}, {"none", *(bug.idea for bug in bugs)}
     os.environ |= ENVIRONMENT
@@ -291,17 +311,18 @@ def judge_all(bugs: Sequence[Bug], *, suites: Sequence[str], core_suites: Sequen
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch, context.Pool(num_jobs) as pool:
 
-        def judged(bugs: Sequence[Bug], most: int) -> Iterator[tuple[Bug, str | None, float]]:
-            jobs = [(bug, (core_suites if bug.package == CORE else suites)[:most], Path(scratch)) for bug in bugs]
-            return pool.imap(judge_one, jobs)
+        def judged(bugs: Sequence[Bug], most: int) -> Iterator[Verdict]:
+            of_bugs = [(bug, (core_suites if bug.package == CORE else suites)[:most]) for bug in bugs]
+            return pool.imap(judge_one, [(bug, own, Path(scratch), num_schedules) for bug, own in of_bugs])
 
         controls = [bug for bug in NO_BUGS if bug.package in packages and bug.idea in ideas]
-        for bug, killer, _ in judged(controls, 2):
-            if killer is not None:
-                raise SystemExit(f"{bug.name}, and the tests fail: {killer}")
-        for bug, killer, seconds in judged(bugs, len(SUITES)):
-            num_survivors += killer in (None, ERROR)
-            print(f"{killer or 'SURVIVED':9} {seconds:5.1f} s  {bug.idea:20} {bug.name}", flush=True)
+        for verdict in judged(controls[:1] if suites == ["simulation"] else controls, 2):
+            if verdict.noticed is not None:
+                raise SystemExit(f"{verdict.bug.name}, and the tests fail: {verdict.noticed}")
+        for verdict in judged(bugs, len(SUITES)):
+            num_survivors += verdict.noticed in (None, ERROR)
+            print(verdict, flush=True)
+            keep(verdict)
     print(f"{len(bugs)} bugs, {num_survivors} survived")
     return num_survivors
 
@@ -319,15 +340,45 @@ def main() -> int:
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only these tests; default: all, in this order"
     )
+    parser.add_argument("--package", choices=sorted(SIMULATED | {"integrations"}), help="only bugs of this one")
     parser.add_argument("--sample", action="store_true", help="a few, in some minutes of one core")
+    parser.add_argument("--schedules", type=int, default=SCHEDULES, help="of the simulation, at most")
+    parser.add_argument("--record", action="store_true", help="keep the verdicts in simulated.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
     bugs = sample() if options.sample else BUGS
+    bugs = [bug for bug in bugs if options.package in (None, bug.package)]
     bugs = [bug for bug in bugs if not options.words or any(word in f"{bug.idea} {bug.name}" for word in options.words)]
     # A bug of the sample that the crate's tests do not notice is an error: the build for Python takes too long.
     core_suites = ["crate"] if options.sample else suites
-    return 1 if judge_all(bugs, suites=suites, core_suites=core_suites, num_jobs=options.jobs) else 0
+    if suites == ["simulation"]:
+        bugs = [bug for bug in bugs if bug.package in SIMULATED and bug.idea not in NOT_SIMULATED]
+
+    def keep(verdict: Verdict) -> None:
+        if options.record and verdict.noticed != ERROR:
+            record_verdict(verdict, suites, options.schedules)
+
+    num_survivors = judge_all(
+        bugs,
+        suites=suites,
+        core_suites=core_suites,
+        num_jobs=options.jobs,
+        num_schedules=options.schedules,
+        keep=keep,
+    )
+    return 1 if num_survivors else 0
+
+
+def record_verdict(verdict: Verdict, suites: Sequence[str], num_schedules: int) -> None:
+    """Keep what a run of the simulation alone, or of other suites, has shown of a bug."""
+    noticed = verdict.noticed
+    assert not isinstance(noticed, str)
+    if suites == ["simulation"]:
+        values = (None, "") if noticed is None else (noticed.num_schedules, noticed.failure)
+        record(verdict.bug, schedules=values[0], failure=values[1], limit=num_schedules)
+    elif "simulation" not in suites:
+        record(verdict.bug, **{"else": "" if noticed is None else noticed.suite})
 
 
 if __name__ == "__main__":

@@ -132,6 +132,10 @@ def client(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
     return Bug(idea, name, "client", tuple(Change(*change) for change in changes))
 
 
+def gateway(idea: str, name: str, *changes: tuple[str, str, str]) -> Bug:
+    return Bug(idea, name, "gateway", tuple(Change(*change) for change in changes))
+
+
 BUGS = [
     # -- retired blocks: what a planned step may still touch is not handed out
     rust(
@@ -789,6 +793,304 @@ BUGS = [
             "match_given_tokens",
             "if digest != grant.given_token_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]:",
             "if len(digest) != DIGEST_BYTES:",
+        ),
+    ),
+    # -- awaits: between two of them, other callbacks run
+    client(
+        "awaits",
+        "a request waits for its answer only when it is written",
+        (
+            "send",
+            "self._waiting.append((future, late))\ntry:\n    await self._write(call, request, future)",
+            "try:\n    await self._write(call, request, future)\n    self._waiting.append((future, late))",
+        ),
+    ),
+    client(
+        "awaits",
+        "a sequence that ended while its plan was under way is not released",
+        (
+            "_begin",
+            "self._queues.releases[seq_id] = self._queues.blocks_of(sequence) if num_blocks is None else num_blocks",
+            "pass",
+        ),
+    ),
+    client(
+        "awaits",
+        "an engine that was left by its last request while it waited for a lease plans all the same",
+        (
+            "_turn",
+            "await self._reconnect()\nreturn",
+            "await self._reconnect()\nsession = self._connection.session\nif session is None:\n    return",
+        ),
+    ),
+    client(
+        "awaits",
+        "gRPC's word for a stream that breaks while it is written is taken for the engine's end",
+        ("send", "if is_being_cancelled():\n    raise", "raise"),
+        ("_run", "if is_being_cancelled():", "if isinstance(error, asyncio.CancelledError):"),
+    ),
+    client(
+        "awaits",
+        "a write waits for ever on a stream that was given up before it was open",
+        ("_write", "if not self._is_open:", "if False:"),
+    ),
+    client(
+        "awaits",
+        "an answer to a request that was given up meanwhile ends the reader",
+        ("_read", "if not future.done():\n    future.set_result(response)", "future.set_result(response)"),
+    ),
+    client(
+        "awaits",
+        "a lease that could not be given back is renewed for ever",
+        ("close", "self._keeper.cancel()\nawait asyncio.wait([self._keeper])", "pass"),
+    ),
+    # -- wake-ups
+    client(
+        "wake-ups",
+        "an idle engine forgets the news that came while it delivered",
+        (
+            "wait",
+            "await self._has_news.wait()",
+            "await asyncio.sleep(0)\nself._has_news.clear()\nawait self._has_news.wait()",
+        ),
+    ),
+    client(
+        "wake-ups",
+        "news that comes while a caller reads is forgotten",
+        (
+            "chunks",
+            "self.news.clear()\nfor chunk in self.mailbox.take():\n"
+            "    self.delivered[chunk.index] += len(chunk.token_ids)\n    yield chunk",
+            "for chunk in self.mailbox.take():\n"
+            "    self.delivered[chunk.index] += len(chunk.token_ids)\n    yield chunk\nself.news.clear()",
+        ),
+    ),
+    manager(
+        "wake-ups",
+        "an admission that waits behind another one is forgotten",
+        ("_next", "if self._waiting:", "if False:"),
+    ),
+    manager(
+        "wake-ups",
+        "the first lease does not wake the expiry",
+        ("_create_lease", "self._expiry.lease_added()", "pass"),
+    ),
+    manager(
+        "wake-ups",
+        "a lease that is made while the expiry looks does not wake it",
+        (
+            "run",
+            "await self._changed.wait()\nheld_time",
+            "await asyncio.sleep(0)\nself._changed.clear()\nawait self._changed.wait()\nheld_time",
+        ),
+    ),
+    manager(
+        "wake-ups",
+        "changes that come while a watcher's answer is sent do not wake it",
+        ("pause", "await changed.wait()", "changed.clear()\nawait changed.wait()"),
+    ),
+    client(
+        "wake-ups",
+        "who waits for an outage waits for the wrong event",
+        (
+            "_set_outage",
+            "self._outage_changed.set()\nself._outage_changed = asyncio.Event()",
+            "self._outage_changed = asyncio.Event()",
+        ),
+    ),
+    # -- acknowledgements
+    manager(
+        "acknowledgements",
+        "a report is acknowledged before it is settled",
+        (
+            "_settle",
+            "pool.ledger.settle(messages.known_bytes(report))",
+            "asyncio.get_running_loop().call_later(0.03, pool.ledger.settle, messages.known_bytes(report))",
+        ),
+    ),
+    manager(
+        "acknowledgements",
+        "a restarted cachemgr has forgotten which reports it has",
+        ("recover", "pool.acknowledged_report = ledger.inspector.last_report", "pass"),
+    ),
+    manager(
+        "acknowledgements",
+        "only the first reports of an epoch are acknowledged",
+        ("_acknowledge", "pool.is_acknowledging = False", "pass"),
+    ),
+    manager(
+        "acknowledgements",
+        "a report that comes twice is refused",
+        ("_settle", "if report.report_number <= pool.acknowledged_report:\n    return", "pass"),
+    ),
+    worker(
+        "acknowledgements",
+        "reports that were not acknowledged are not sent again",
+        ("_attached", "for report in reports.kept():", "for report in []:"),
+    ),
+    worker(
+        "acknowledgements",
+        "a fence is answered before the lease's steps have ended",
+        (
+            "fence_lease",
+            "return self._thread.submit(lambda: self._executor.fence_lease(lease_id))",
+            "self._thread.submit(lambda: self._executor.fence_lease(lease_id))\n"
+            "done = asyncio.get_running_loop().create_future()\ndone.set_result(None)\nreturn done",
+        ),
+    ),
+    manager(
+        "acknowledgements",
+        "a fence whose answer was lost is not sent again",
+        ("_attached", "if lease.is_ending:", "if lease.is_ending and lease.lease_id in self._opening:"),
+    ),
+    manager(
+        "acknowledgements",
+        "a lease that has expired is not fenced",
+        ("run", "self._attachments.fence_lease(pool, lease_id)", "pass"),
+    ),
+    manager(
+        "acknowledgements",
+        "a lease that has ended is answered as if it had just been made",
+        (
+            "CreateLease",
+            "self._pools.own_pool(response.lease_id).ledger.inspector.lease(response.lease_id)",
+            "pass",
+        ),
+    ),
+    manager(
+        "acknowledgements",
+        "files that were written before the power was lost are used",
+        ("_read", 'if self._boot_id is None or content.get("boot_id") != self._boot_id:', "if self._boot_id is None:"),
+    ),
+    client(
+        "acknowledgements",
+        "a plan that was not answered is asked for again as another one",
+        (
+            "plan_again",
+            "return await self.plan(request)",
+            "self._num_plans += 1\nrequest.request_id = str(self._num_plans)\nreturn await self.plan(request)",
+        ),
+    ),
+    client(
+        "acknowledgements",
+        "a step's number counts before the plan is answered",
+        ("plan", "response = await", "self._step_number += 1\nresponse = await"),
+        ("plan", "if response.step_number != self._step_number + 1:", "if response.step_number != self._step_number:"),
+        ("plan", "self._step_number += 1\nself._on_renewal()", "self._on_renewal()"),
+    ),
+    # -- ABA: what is equal by its number, and is another one
+    client(
+        "ABA",
+        "an answer of an old stream is taken for one of the new epoch",
+        ("hang_up", "await self._worker[1].hang_up()", "pass"),
+        ("_settle", "if response.step_number != step.step_number:", "if False:"),
+    ),
+    client(
+        "ABA",
+        "a sequence takes a token that it sampled under an earlier id",
+        (
+            "on_step_done",
+            "if sequence.seq_id != seq_id or (sequence.state is not _RUNNING and sequence.state is not _DRAINING):",
+            "if sequence.state is not _RUNNING and sequence.state is not _DRAINING:",
+        ),
+    ),
+    client(
+        "ABA",
+        "sequence ids are those of sequences that are not released yet",
+        ("_fresh_id", "% _MAX_SEQ_ID", "% 6"),
+    ),
+    client(
+        "ABA",
+        "sequences of an epoch that has ended go on in the next one",
+        ("_recover", "self._scheduler.reset_all()", "pass"),
+    ),
+    client(
+        "ABA",
+        "the steps of a new epoch are counted on from the old one",
+        ("follow_epoch", "self._step_number = 0", "pass"),
+    ),
+    manager(
+        "ABA",
+        "the end of a worker's old stream detaches its new one",
+        (
+            "converse",
+            "if pool is not None and self._streams.get(pool.ledger.pool) is stream:",
+            "if pool is not None and pool.ledger.pool in self._streams:",
+        ),
+    ),
+    manager(
+        "ABA",
+        "a worker with a history that this cachemgr does not have is attached as a new one",
+        ("register", "if registration.attached_term:\n    return NewEpoch(term)", "pass"),
+    ),
+    manager(
+        "ABA",
+        "the acknowledgement of an epoch's reports reaches the next epoch",
+        ("_acknowledge", "if self._catalog.pool(pool.ledger.pool) is not pool:", "if False:"),
+    ),
+    worker(
+        "ABA",
+        "reports of an epoch that has ended are sent in the next one",
+        ("begin_epoch", "self._kept.clear()\nself._next_number = 1", "self._next_number = 1"),
+    ),
+    worker(
+        "ABA",
+        "a step of an epoch that has ended is reported in the next one",
+        ("_ended", "if epoch == self.gate.epoch:", "if epoch:"),
+    ),
+    worker(
+        "ABA",
+        "the worker keeps the sequences of an epoch that has ended",
+        ("begin_epoch", "self._thread.submit(self._executor.begin_epoch)", "pass"),
+    ),
+    # -- failed steps on the worker
+    worker(
+        "failed steps",
+        "sampling parameters that came with a step behind a failed one are lost",
+        ("_try_to_compute", "self._set_sampling(lease, step)", ""),
+        (
+            "_try_to_compute",
+            "sampling = self._compute(",
+            "self._set_sampling(lease, step)\nsampling = self._compute(",
+        ),
+    ),
+    worker(
+        "failed steps",
+        "a step that was planned before a failure was known is computed",
+        (
+            "_refused_outcome",
+            "if lease.last_failed_step > step.grant.known_step_number and step.grant.run_sequence_ids:",
+            "if lease.last_failed_step < 0:",
+        ),
+    ),
+    worker(
+        "failed steps",
+        "steps behind a grant that could not be applied run on the damaged pool",
+        ("_launch", "if self._is_damaged:", "if False:"),
+    ),
+    # -- requests that move to another pool
+    gateway(
+        "moves",
+        "a request that moves begins anew, though its caller has tokens",
+        ("_generate", "delivered=progress.delivered", "delivered=None"),
+    ),
+    gateway(
+        "moves",
+        "a sample that has ended goes on in the other pool",
+        ("delivered", "Delivered(tuple(ids), has_ended)", "Delivered(tuple(ids), False)"),
+    ),
+    gateway(
+        "moves",
+        "a request whose samples have all ended is moved",
+        ("_generate", "if progress.has_ended:\n    return", "pass"),
+    ),
+    gateway(
+        "moves",
+        "a request that moves draws with another seed",
+        (
+            "_generate",
+            "chunks = member.engine.generate(",
+            "params = replace(params, seed=(params.seed or 0) + num_moves)\nchunks = member.engine.generate(",
         ),
     ),
     # -- beams of an engine

@@ -33,7 +33,7 @@ SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
 STOP_TIMEOUT_S = 2.0
 CLEAN_WITHIN_S = 30.0
-"""After the last gateway was closed: then nothing is left."""
+"""After the last request has ended: then only leases are left. After the last gateway was closed: then nothing is."""
 
 
 @dataclass
@@ -60,6 +60,8 @@ class Cluster:
     num_starting: int = 0
     is_deceived: bool = False
     """A worker has lied: answers may be wrong, or errors."""
+    is_closing: bool = False
+    """All requests have ended: gateways give their leases back."""
 
     @property
     def features(self) -> Features:
@@ -147,7 +149,10 @@ class Cluster:
                 max_step_tokens=features.max_step_tokens,
                 lease_ttl_s=LEASE_TTL_S,
                 wrong=self._wrong(name),
+                call_timeout_s=features.call_timeout_s,
             )
+            if self.is_closing:
+                self.gateways[name].close()
 
         process.loop.call_soon(begin)
 
@@ -223,12 +228,35 @@ class Cluster:
         if not world.run_until(self._is_served, ends_at=lambda: self.disturbed_until + SERVED_WITHIN_S):
             raise WorldFailed(f"not served within {SERVED_WITHIN_S:g} s: {self._unserved()}")
         world.stop_at = None  # faults that were not reached
-        self.disturbed_until = max(self.disturbed_until, world.now)
-        if not world.run_until(self._is_clean, ends_at=lambda: self.disturbed_until + CLEAN_WITHIN_S):
-            raise WorldFailed(f"left after {CLEAN_WITHIN_S:g} s: {'; '.join(self.left())}")
+        self._await_clean(self._is_idle, lambda: self.left(with_leases=False), "while leases live")
+        self.is_closing = True
+        for gateway in self.gateways.values():
+            gateway.close()
+        self._await_clean(self._is_clean, self.left, "when all leases were given back")
+        self._check_invariants()
+
+    def _check_invariants(self) -> None:
+        """Raises WorldFailed if the books, or a worker's memory, are not as they must be."""
+        assert self.cachemgr is not None, "else it was not clean"
+        if violations := self.cachemgr.violations():
+            raise WorldFailed(f"the books are wrong: {'; '.join(violations)}")
+        for name, worker in self.workers.items():
+            try:
+                worker.check_invariants()
+            except AssertionError as error:
+                raise WorldFailed(f"{name}: its memory is wrong: {error}") from error
+
+    def _await_clean(self, is_clean: Callable[[], bool], left: Callable[[], list[str]], when: str) -> None:
+        self.disturbed_until = max(self.disturbed_until, self.world.now)
+        if not self.world.run_until(is_clean, ends_at=lambda: self.disturbed_until + CLEAN_WITHIN_S):
+            raise WorldFailed(f"left after {CLEAN_WITHIN_S:g} s, {when}: {'; '.join(left()) or 'a gateway'}")
 
     def _is_served(self) -> bool:
-        return all(gateway.is_closed for gateway in self.gateways.values()) and len(self.gateways) == len(self.tasks)
+        return all(gateway.is_done for gateway in self.gateways.values()) and len(self.gateways) == len(self.tasks)
+
+    def _is_idle(self) -> bool:
+        """Engines give back what requests held, while their leases live."""
+        return not self.num_starting and not self.left(with_leases=False)
 
     def _unserved(self) -> str:
         open_calls = {
@@ -238,15 +266,16 @@ class Cluster:
         return f"open requests by gateway: {open_calls}"
 
     def _is_clean(self) -> bool:
-        return not self.num_starting and not self.left()
+        is_closed = all(gateway.is_closed for gateway in self.gateways.values())
+        return is_closed and not self.num_starting and not self.left()
 
-    def left(self) -> list[str]:
-        """List what is left of leases, sequences, steps, blocks and reports, on both sides."""
+    def left(self, *, with_leases: bool = True) -> list[str]:
+        """List what is left of leases, if they count, sequences, steps, blocks and reports, on both sides."""
         if self.cachemgr is None or len(self.workers) < self.features.num_pools:
             return ["a process is not there"]
-        found = list(self.cachemgr.left(num_pools=self.features.num_pools))
+        found = self.cachemgr.left(num_pools=self.features.num_pools, with_leases=with_leases)
         for name, worker in self.workers.items():
-            found += [f"{name}: {what}" for what in worker.left()]
+            found += [f"{name}: {what}" for what in worker.left(with_leases=with_leases)]
         if self.watcher is not None and not found:
             found += self.watcher.left(self.cachemgr)
         return found

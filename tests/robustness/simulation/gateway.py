@@ -22,12 +22,12 @@ from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.errors import EngineStopped, EpochChanged, LeaseLost, NotFound, OutOfRoom, QuireError, Unavailable
 from quire.client.worker_client import WorkerClient
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
 
-CALL_TIMEOUT_S = 1.0
 STEP_TIMEOUT_S = 2.0
 REOPEN_S = 0.05
 RECOVERY_TIMEOUT_S = 60.0
@@ -39,12 +39,14 @@ class Call:
 
     after_s          seconds from the gateway's start
     leaves_after     the caller leaves when it has so many tokens; None: it stays
+    leaves_after_s   it leaves after so many seconds, with a token or without; None: it stays
     reads_s          seconds that it takes for each chunk
     """
 
     request: int
     after_s: float = 0.0
     leaves_after: int | None = None
+    leaves_after_s: float | None = None
     reads_s: float = 0.0
 
 
@@ -74,17 +76,22 @@ class SimulatedGateway:
         max_step_tokens: int,
         lease_ttl_s: float,
         wrong: Callable[[str], None],
+        call_timeout_s: float,
     ) -> None:
         self.process = process
+        self.is_done = False
+        """True when all calls have ended. The leases stay until close()."""
         self.is_closed = False
-        """True when all calls have ended and the leases were given back."""
+        """True when the leases were given back."""
         self.backend: Engine | Router | None = None
         self._ending = False
         self._wrong = wrong
+        self._may_close = asyncio.Event()
         self._task = task
         self._requests = requests
         self._deliveries = deliveries
         self._uses_router = uses_router
+        self._call_timeout_s = call_timeout_s
         self._config = EngineConfig(
             lease_ttl_s=lease_ttl_s,
             max_step_tokens=max_step_tokens,
@@ -101,12 +108,18 @@ class SimulatedGateway:
         try:
             calls = [call for call in self._task.calls if call.request not in self._task.ended]
             await asyncio.gather(*(self._call(backend, call) for call in calls))
+            self.is_done = True
+            await self._may_close.wait()
         finally:
             watching.cancel()
         if num_left := _num_requests(backend):
             self._wrong(f"all callers have left, and it has {num_left} requests")
         await backend.close()
         self.is_closed = True
+
+    def close(self) -> None:
+        """Let it give its leases back when its calls have ended. May be called from outside of the process."""
+        self.process.loop.call_soon(self._may_close.set)
 
     async def terminate(self) -> None:
         """SIGTERM while requests are open, and more of them than it may wait for: they get an error, leases end."""
@@ -131,26 +144,41 @@ class SimulatedGateway:
         if self._uses_router:
             config = RouterConfig(names_tenants=True, failover_after_s=0.5)
             return _router(ADDRESS, config, self._config)
-        return Engine(CacheClient(ADDRESS, timeout_s=CALL_TIMEOUT_S), connect_worker, config=self._config)
+        return Engine(CacheClient(ADDRESS, timeout_s=self._call_timeout_s), self._connect_worker, config=self._config)
+
+    def _connect_worker(self, address: str) -> WorkerClient:
+        return WorkerClient(address, timeout_s=self._call_timeout_s, step_timeout_s=STEP_TIMEOUT_S)
 
     async def _call(self, backend: Engine | Router, call: Call) -> None:
         request = self._requests[call.request]
         await asyncio.sleep(call.after_s)
         self._deliveries.begin_anew(call.request)
         try:
-            if isinstance(request.params, SamplingParams):
-                await self._generate(_chunks(backend, request), call)
-            else:
-                assert isinstance(backend, Engine)
-                (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
-                for index, beam in enumerate(found.beams):
-                    values = [round(beam.cumulative_logprob, 3)]
-                    self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
+            async with asyncio.timeout(call.leaves_after_s):
+                if isinstance(request.params, SamplingParams):
+                    await self._generate(_chunks(backend, request), call)
+                else:
+                    await self._search(backend, request, call)
+        except TimeoutError:
+            pass  # the caller has left
         except QuireError as error:
             if self._ending and isinstance(error, EngineStopped):
                 return
             self._wrong(f"request {call.request} failed: {error!r}")
         self._task.ended.add(call.request)
+
+    async def _search(self, backend: Engine | Router, request: Request, call: Call) -> None:
+        assert isinstance(backend, Engine)
+        assert isinstance(request.params, BeamSearchParams)
+        (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
+        for index, beam in enumerate(found.beams):
+            values = [round(beam.cumulative_logprob, 3)]
+            self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
+
+    def _require_end(self, call: Call) -> None:
+        num_samples = self._requests[call.request].params.n
+        if not self._deliveries.has_ended(call.request, num_samples):
+            self.process.world.fail(f"{self.process.name}: request {call.request} has ended without all of its ends")
 
     async def _generate(self, chunks: AsyncGenerator[Chunk, None], call: Call) -> None:
         num_tokens = 0
@@ -163,16 +191,13 @@ class SimulatedGateway:
                     return
                 if call.reads_s:
                     await asyncio.sleep(call.reads_s)
+        self._require_end(call)
 
 
 def _num_requests(backend: Engine | Router) -> int:
     if isinstance(backend, Engine):
         return backend.statistics().num_requests
     return sum(backend.router_statistics().open.values())
-
-
-def connect_worker(address: str) -> WorkerClient:
-    return WorkerClient(address, timeout_s=CALL_TIMEOUT_S, step_timeout_s=STEP_TIMEOUT_S)
 
 
 def _router(address: str, config: RouterConfig, engine_config: EngineConfig) -> Router:

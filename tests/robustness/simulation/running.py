@@ -29,6 +29,7 @@ from robustness.simulation.world import World, WorldFailed
 
 from quire.cachemgr import state
 from quire.client.engine.sampling import SamplingParams
+from quire.client.errors import ProtocolViolation
 
 torch.set_num_threads(1)  # a step has a few numbers
 
@@ -94,7 +95,9 @@ def _run(
 ) -> tuple[Outcome, Cluster]:
     world = World(schedule.seed, callback_s=schedule.features.callback_s)
     delay_s = schedule.features.delay_s
-    network = Network(world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s)
+    network = Network(
+        world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s, window_bytes=schedule.features.window_bytes
+    )
     disk = Disk(random.Random(f"disk {schedule.seed}"))
     cluster = Cluster(world, network, schedule, expected, disk, random.Random(f"cluster {schedule.seed}"))
     outcome = Outcome(schedule.seed)
@@ -157,15 +160,22 @@ def _present(world: World) -> Iterator[None]:
 
 
 class _Log(logging.Handler):
-    """Takes the log lines of all simulated processes: an error that no fault explains is a finding."""
+    """Takes the log lines of all simulated processes: an error that no fault explains is a finding.
+
+    So is a warning of an engine that a service has broken the protocol: no fault makes one do so. The engine itself
+    would go on, with another lease.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if _running is None or _running.running is None:
             return
+        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
+        if record.levelno < logging.ERROR and not violations and not _running.tells:
+            return
         world, who, message = _running, _running.running.name, record.getMessage()
         if world.tells:
             world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS):
+        if violations or (record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)):
             error = record.exc_info[1] if record.exc_info else None
             world.fail(f"{who} logs: {message}", error)
 
@@ -179,7 +189,7 @@ def simulating(*, told: bool = False) -> Iterator[None]:
     log, handler = logging.getLogger("quire"), _Log()
     level, propagates = log.level, log.propagate
     log.addHandler(handler)
-    log.setLevel(logging.INFO if told else logging.ERROR)
+    log.setLevel(logging.INFO if told else logging.WARNING)
     log.propagate = False
     gc.collect()
     gc.freeze()  # what is imported is not looked at again

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from robustness.simulation.gateway import Call
+from robustness.simulation.network import WINDOW_BYTES
 from robustness.simulation.workload import NUM_REQUESTS, ModelKind, requests
 
 from quire.client.engine.sampling import SamplingParams
@@ -88,6 +89,10 @@ class Features:
     step_s: float = 0.002
     delay_s: float = 0.0003
     callback_s: float = 5e-6
+    window_bytes: int = WINDOW_BYTES
+    """Of a stream: messages that are longer are written in parts, and wait for their reader."""
+    call_timeout_s: float = 1.0
+    """Of clients. An engine asks again for a plan after a second, and gives the first one up."""
 
     def names(self) -> list[str]:
         """The features that are on, in words: for the pairs that have met."""
@@ -97,6 +102,8 @@ class Features:
             f"policy: {self.policy}",
             *(name.replace("_", " ") for name in flags if getattr(self, name)),
             *(["host tier"] if self.num_host_blocks else []),
+            *(["small windows"] if self.window_bytes < WINDOW_BYTES else []),
+            *(["late answers"] if self.call_timeout_s > 1.0 else []),
             *([f"{self.num_ranks} ranks"] if self.num_ranks > 1 else []),
             *([f"{self.num_pools} pools"] if self.num_pools > 1 else []),
             *([f"{self.num_gateways} gateways"] if self.num_gateways > 1 else []),
@@ -169,6 +176,8 @@ def draw_features(generator: random.Random) -> Features:
         step_s=generator.choice((0.0005, 0.002, 0.01)),
         delay_s=generator.choice((0.00005, 0.0003, 0.002)),
         callback_s=generator.choice((2e-6, 5e-6, 30e-6)),
+        window_bytes=generator.choice((WINDOW_BYTES, WINDOW_BYTES, 400)),
+        call_timeout_s=generator.choice((1.0, 3.0)),
     )
 
 
@@ -185,6 +194,12 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
         calls[0] = replace(calls[0], leaves_after=generator.randint(1, 5))
     if generator.random() < 0.2:
         calls[-1] = replace(calls[-1], reads_s=0.03)
+    if generator.random() < 0.3:
+        mean_s = generator.choice((features.step_s, 0.05, 1.0))
+        calls = [
+            replace(call, leaves_after_s=generator.expovariate(1 / mean_s)) if generator.random() < 0.5 else call
+            for call in calls
+        ]
     return tuple(calls)
 
 
@@ -229,7 +244,7 @@ SIZES = {
     FaultKind.OVERSLEEP: PAST_LEASE_S,
     FaultKind.SLOW: (20.0, 500.0),  # times
     FaultKind.CLOCK: (-100.0, 100.0),
-    FaultKind.PARTITION: (0.01, PAST_LEASE_S[1]),
+    FaultKind.PARTITION: (0.01, PAST_LEASE_S[1] + 1.5),
     FaultKind.FREEZE: (0.01, 1.0),
     FaultKind.DELAY: (0.001, 0.3),
     FaultKind.POWER_LOSS: (0.0, 0.5),

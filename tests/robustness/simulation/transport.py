@@ -247,6 +247,8 @@ class CallCore:
         self._progress: asyncio.Future[None] | None = None
         """Done when the call is open, a unary one when it has ended."""
         self._is_unary = False
+        self._arrived: Status | None = None
+        """Of a unary call: it is the call's status when who waits for the answer takes it, as with gRPC's batches."""
         self._initial_metadata: Metadata | None = None
         self._status: Any = None
         self._headers_waiters: list[asyncio.Future[None]] = []
@@ -310,6 +312,8 @@ class CallCore:
         self._progress = self._loop.create_future()
         self._channel.begin(self)
         await self._progress
+        if self._status is None and self._arrived is not None:
+            self._set_status(self._arrived)
         return self.answer
 
     async def initiate_unary_stream(self, request: bytes, metadata: Metadata, context: Any = None) -> None:
@@ -371,7 +375,9 @@ class CallCore:
 
     def end(self, status: Status) -> None:
         """The call has ended, unless it was cancelled here."""
-        if not self._is_locally_cancelled:
+        if self._is_unary:
+            self._arrived = self._arrived or status
+        elif not self._is_locally_cancelled:
             self._set_status(status)
         self._go_on()
 
@@ -406,8 +412,8 @@ class CallCore:
             self._channel.world.after(0.0, self._expire, process=self._channel.process)
 
     def _expire(self) -> None:
-        if self._status is None:
-            self._set_status(Status(DEADLINE_EXCEEDED, "Deadline Exceeded"))
+        if self._status is None and self._arrived is None:
+            self.end(Status(DEADLINE_EXCEEDED, "Deadline Exceeded"))
             self._give_up()
 
 

@@ -199,11 +199,11 @@ class SimulatedWorker:
             rank.executor._table.check_invariants()
             rank.executor._sampler.check_invariants()
 
-    def left(self) -> list[str]:
-        """List what is left; when no client uses the pool any more, that should be nothing."""
+    def left(self, *, with_leases: bool = True) -> list[str]:
+        """List what is left; when no client uses the pool any more, that should be nothing but leases that live."""
         gate, statistics = self.steps.gate.statistics(), self.executor.statistics()
         counts = {
-            "leases": gate.num_open_leases,
+            "leases": gate.num_open_leases if with_leases else 0,
             "sequences": statistics.num_sequences,
             "steps": self.steps.num_in_flight,
             "reports": len(self.reports),

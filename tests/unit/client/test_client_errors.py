@@ -46,18 +46,6 @@ def test_a_reason_keeps_its_name_and_numbers(reason: str) -> None:
     assert str(error) == f"{reason}: no"
 
 
-def test_a_task_that_is_cancelled_while_its_answer_arrives_is_cancelled() -> None:
-    # gRPC's own await of such a call: the call has ended with OK, and the task that reads its answer was cancelled.
-    async def answered(request: object, *, timeout: float) -> None:
-        raise grpc.aio.AioRpcError(grpc.StatusCode.OK, grpc.aio.Metadata(), grpc.aio.Metadata())
-
-    async def run() -> None:
-        await channel.unary(answered, None, timeout_s=1.0)
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run())
-
-
 RAW = (
     "failed to connect to all addresses; last error: UNKNOWN: unix:/run/quire/cachemgr.sock: connect failed "
     "(unix:/run/quire/cachemgr.sock): Connection refused"

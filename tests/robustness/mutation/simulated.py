@@ -1,0 +1,117 @@
+"""How many simulated schedules run until a seeded bug is found; the record of it, and its table in the docs.
+
+    python tests/robustness/mutation/mutants.py --suite simulation --record      runs, and keeps the numbers
+    python tests/robustness/mutation/simulated.py                                writes the table
+
+The record is simulated.json, the table that of docs/reference/simulation.md.
+
+Schedules are those of the seeds from 0 on, see robustness/simulation.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import signal
+import struct
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from seeded_bugs import BUGS, Bug
+from standing_in import NOT_RUN, forked, require_imported_from, stand_in
+
+SCHEDULES = 3_000
+SCHEDULE_TIMEOUT_S = 60
+"""Of processor time: a tenth of a second is usual."""
+START_TIMEOUT_S = 300
+RECORD = Path(__file__).with_name("simulated.json")
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "simulation.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+COUNT = struct.Struct("q")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """How many schedules ran, the one that failed included, and how that one failed; None if all are well.
+
+    0 schedules: the answers without faults are wrong.
+    """
+
+    num_schedules: int
+    failure: str | None
+
+
+def simulate(folder: Path, most: int) -> Simulated:
+    """Run schedules with the package in `folder` until one fails, hangs or takes the process down, `most` of them.
+
+    Raises RuntimeError if they don't run.
+    """
+    progress = mmap.mmap(-1, COUNT.size)
+    code, output = forked(partial(run_schedules, folder, most, progress), timeout_s=START_TIMEOUT_S)
+    (num_schedules,) = COUNT.unpack(progress[:])
+    if code == 0:
+        return Simulated(num_schedules, None)
+    if code == NOT_RUN and not num_schedules:
+        raise RuntimeError(f"the schedules did not run\n{output[-4000:]}")
+    if code < 0:
+        return Simulated(num_schedules, f"the process is ended by {signal.Signals(-code).name}")
+    return Simulated(num_schedules, output.strip().splitlines()[-1])
+
+
+def run_schedules(folder: Path, most: int, progress: mmap.mmap) -> int:
+    """Returns 1 if a schedule fails; the last line of the output says how. `progress` has the number of each."""
+    stand_in(folder)
+    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run_seed
+
+    require_imported_from(folder)
+    signal.alarm(0)
+    for seed in range(most):
+        signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
+        progress[:] = COUNT.pack(seed + 1)
+        try:
+            failure = run_seed(seed).failure
+        except SchedulesFailed as failed:
+            progress[:] = COUNT.pack(0)
+            failure = str(failed)
+        if failure is not None:
+            print("\n" + " ".join(failure.split()))
+            return 1
+        if seed % COLLECT_EVERY == 0:
+            collect_the_dead()
+    return 0
+
+
+# -- the record: by the names of bugs ---------------------------------------------------------------------------------
+
+
+def record(bug: Bug, **values: Any) -> None:
+    """Keep what is known of a bug."""
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    known[bug.name] = known.get(bug.name, {}) | values
+    present = {each.name for each in BUGS}
+    kept = {name: known[name] for name in sorted(known) if name in present}
+    RECORD.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def table() -> str:
+    """The record as lines of Markdown: first what is found, the soonest first."""
+    known = json.loads(RECORD.read_text())
+    rows = [(bug, known[bug.name]) for bug in BUGS if "limit" in known.get(bug.name, {})]
+    rows.sort(key=lambda row: row[1]["schedules"] if row[1]["schedules"] is not None else row[1]["limit"] + 1)
+    lines = ["| idea | bug | schedules until found | what else finds it |", "| --- | --- | --- | --- |"]
+    for bug, values in rows:
+        found = values["schedules"] if values["schedules"] is not None else f"not in {values['limit']:,}"
+        lines.append(f"| {bug.idea} | {bug.name} | {found} | {values.get('else', '')} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
