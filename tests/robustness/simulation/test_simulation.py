@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 from robustness.simulation.gateway import Call
 from robustness.simulation.reports import Lie
-from robustness.simulation.running import run, run_seed, simulating
+from robustness.simulation.running import answers, run, run_seed, simulating
 from robustness.simulation.schedule import Fault, FaultKind, Schedule, make_schedule
+from robustness.simulation.shrinking import kind_of, shrink
+from robustness.simulation.workload import ModelKind
+
+from quire.worker.grant.gate import Gate
 
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
@@ -59,6 +63,20 @@ def test_a_seed_is_the_same_run_to_the_last_line() -> None:
                 run(make_schedule(seed), tell=story.append)
         assert stories[0] == stories[1]
         assert len(stories[0]) > 10
+
+
+def test_a_mistake_is_found_and_its_schedule_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that forgets to refuse the steps of a lease that has ended."""
+    with simulating():
+        for model in ModelKind:
+            answers(model)
+        monkeypatch.setattr(Gate, "fence_lease", lambda self, lease_id: None)
+        seed, found = next((seed, found) for seed in range(500) if (found := run_seed(seed).failure) is not None)
+        schedule = make_schedule(seed)
+        smaller = shrink(schedule, found)
+        assert kind_of(run(smaller).failure or "") == kind_of(found)
+    assert len(smaller.faults) <= len(schedule.faults)
+    assert sum(map(len, smaller.calls)) < sum(map(len, schedule.calls)) or smaller.features != schedule.features
 
 
 @pytest.mark.parametrize("lie", Lie)
