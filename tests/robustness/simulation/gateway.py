@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +58,30 @@ class Task:
     calls: tuple[Call, ...]
     ended: set[int] = field(default_factory=set)
 
+    happened: Counter[str] = field(default_factory=Counter)
+    """What engines counted, in gateways that were closed: a feature that nothing uses is tested by nothing."""
+
     @property
     def is_done(self) -> bool:
         return len(self.ended) == len(self.calls)
+
+    def note(self, backend: Engine | Router) -> None:
+        """Add what a backend has counted."""
+        if isinstance(backend, Router):
+            self.happened["moves to other pools"] += backend.router_statistics().moves
+            return
+        statistics, scheduler = backend.statistics(), backend.statistics().scheduler
+        self.happened.update(
+            {
+                "recoveries": statistics.recoveries,
+                "blocks copied by forks": statistics.copied_blocks,
+                "preemptions": scheduler.preemptions,
+                "sequences offloaded": scheduler.offloads,
+                "sequences restored": scheduler.restores,
+                "tokens found in the cache": scheduler.cached_tokens,
+                "steps": scheduler.planned_steps,
+            }
+        )
 
 
 class SimulatedGateway:
@@ -114,6 +136,7 @@ class SimulatedGateway:
             watching.cancel()
         if num_left := _num_requests(backend):
             self._wrong(f"all callers have left, and it has {num_left} requests")
+        self._task.note(backend)
         await backend.close()
         self.is_closed = True
 

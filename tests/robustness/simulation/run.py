@@ -44,6 +44,7 @@ class Totals:
     num_tokens: int = 0
     virtual_s: float = 0.0
     fired: Counter[str] = field(default_factory=Counter)
+    happened: Counter[str] = field(default_factory=Counter)
     pairs: set[tuple[str, str]] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -53,13 +54,16 @@ class Totals:
         self.num_tokens += outcome.num_tokens
         self.virtual_s += outcome.virtual_s
         self.fired += outcome.fired
+        self.happened += outcome.happened
         self.pairs.update(combinations(outcome.met, 2))
         if outcome.failure is not None:
             self.failed[outcome.seed] = outcome.failure
 
     def print(self, console: Console, *, duration_s: float, jobs: int) -> None:
-        for kind, count in sorted(self.fired.items()):
-            console.print(f"  {count:8} {kind}", highlight=False)
+        for counts in (self.fired, self.happened):
+            for kind, count in sorted(counts.items()):
+                console.print(f"  {count:8} {kind}", highlight=False)
+            console.print()
         console.print(
             f"{self.num_schedules} schedules, {len(self.failed)} failed; {self.virtual_s:.0f} s of virtual time, "
             f"{self.fired.total()} faults, {len(self.pairs)} pairs of features and faults met, "

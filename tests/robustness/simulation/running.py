@@ -45,6 +45,8 @@ class Outcome:
     failure: str | None = None
     error: BaseException | None = None
     fired: Counter[str] = field(default_factory=Counter)
+    happened: Counter[str] = field(default_factory=Counter)
+    """Events that engines counted."""
     met: tuple[str, ...] = ()
     """Features and kinds of faults of this schedule."""
     num_callbacks: int = 0
@@ -117,6 +119,8 @@ def _run(
                 process.end()
             disk.close()
     outcome.fired = Counter({kind.value: count for kind, count in cluster.fired.items()})
+    for task in cluster.tasks.values():
+        outcome.happened += task.happened
     outcome.met = tuple(sorted([*schedule.features.names(), *(f"fault: {kind}" for kind in outcome.fired)]))
     outcome.num_callbacks = world.num_callbacks
     outcome.num_tokens = sum(deliveries.num_tokens for deliveries in cluster.deliveries.values())
