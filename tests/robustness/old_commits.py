@@ -36,7 +36,7 @@ OWN_FOLDERS = re.compile(
     rf"{re.escape(str(CHECKOUT))}/|{re.escape(str(ROOT))}/|{re.escape(tempfile.gettempdir())}/(\S+/)?"
 )
 
-# Packages whose folder is not under a root of the namespace, as setuptools' editable installs found them.
+# It finds packages in folders that are under no root of the namespace, as setuptools' editable installs did.
 FINDER = """
 import importlib.machinery, importlib.util, os, sys
 class Finder:
@@ -69,7 +69,7 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What running tests gave: passed is None if they could not be run."""
+    """An outcome of tests: passed is None if they could not be run."""
 
     passed: bool | None
     said: str

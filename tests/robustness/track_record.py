@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 # isort: split
-from old_commits import ROOT, Result, run_on
+import old_commits
+from old_commits import ROOT, Result
 
 ENTRIES = Path(__file__).with_suffix(".csv")
 BUGS = ROOT / "tests/README.md"
@@ -33,11 +34,13 @@ PASSES = "does not show"
 NEEDS_MEND = "can't tell"
 FAILS = "can't run"
 NO_COMMAND = "no command"
+NOT_RUN = "not run"
 OUTCOMES = {
     SHOWS: "the test fails before the mend, as the last column quotes, and passes on it",
     PASSES: "the test passes before the mend as well",
     NEEDS_MEND: "the test fails before the mend, but by another cause: mostly it uses a name that the mend added",
     FAILS: "the test does not run on one of the two commits today",
+    NOT_RUN: "there is a command, and nobody has run it yet",
     NO_COMMAND: "there is nothing to run, for the reason given",
 }
 
@@ -45,7 +48,7 @@ OUTCOMES = {
 OTHER_SHAPE = re.compile(
     r"AttributeError|ImportError|ModuleNotFoundError|NameError|FileNotFoundError|No such option|no such test"
     r"|TypeError: \S+ (got an unexpected keyword|missing|takes)|TypeError: expected exception must be"
-    r"|has no len\(\)|fixture '\w+' not found"
+    r"|has no len\(\)|ended with status 1 at start|fixture '\w+' not found"
 )
 
 
@@ -63,7 +66,7 @@ class Entry:
     """Parted by spaces: node ids of pytest, or file::test of the crate."""
     outcome: str
     seen: str
-    """What failed before the mend; for an entry without a mend, why it has no command."""
+    """The words of the test before the mend; for an entry without a mend, the reason."""
 
 
 def read_entries() -> list[Entry]:
@@ -89,7 +92,7 @@ def read_bugs() -> list[str]:
 def show(entry: Entry) -> Entry:
     """Run the tests of an entry on both commits. Returns the entry with what was seen."""
     before, behind = (
-        run_on(commit, entry.tests.split(), tests_of=entry.tests_of or entry.mend)
+        old_commits.run_on(commit, entry.tests.split(), tests_of=entry.tests_of or entry.mend)
         for commit in (f"{entry.mend}^", entry.mend)
     )
     print(f"before the mend: {describe(before)}\non the mend {entry.mend}: {describe(behind)}")
