@@ -8,6 +8,7 @@ what is built for the next run, and `git worktree remove --force build/old_commi
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import re
 import shutil
@@ -82,15 +83,17 @@ def git(*arguments: str, folder: Path = ROOT) -> str:
 
 def run_on(commit: str, tests: Sequence[str], *, tests_of: str) -> Result:
     """Run tests of one commit on another one: node ids of pytest, and file::test of the crate."""
-    check_out(commit)
-    take_tests(tests, tests_of)
-    return run(tests)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        check_out(commit)
+        take_tests(tests, tests_of)
+        return run(tests)
 
 
 def check_out(commit: str) -> None:
     """Bring the worktree to a commit, and keep what cargo built: of files that are equal it builds nothing again."""
     if not CHECKOUT.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
         git("worktree", "prune")
         git("worktree", "add", "--quiet", "--detach", "--force", str(CHECKOUT), commit)
     git("checkout", "--quiet", "--detach", "--force", commit, folder=CHECKOUT)
@@ -163,8 +166,8 @@ def run_python(tests: list[str]) -> Result:
     if code < 0:
         return Result(False, f"no end within {LIMIT_S} s" if code == TIMED_OUT else f"ended by signal {-code}")
     failed = re.search(r"^FAILED \S+(?: - (.*))?", output, re.M)
-    error = re.search(r"^E   +(.*)", output, re.M) or re.search(r"^ERROR:? (.*)", output, re.M)
-    said = failed[1] if failed and failed[1] else error[1] if error else output[-SAID_LENGTH:]
+    errors = re.findall(r"^E   +(.*)", output, re.M) or re.findall(r"^ERROR:? (.*)", output, re.M) or [output[-400:]]
+    said = failed[1] if failed and failed[1] and not failed[1].endswith(":") else " ".join(errors)
     return Result(False if failed else None, shortened(said))
 
 

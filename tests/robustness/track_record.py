@@ -48,7 +48,7 @@ OUTCOMES = {
 OTHER_SHAPE = re.compile(
     r"AttributeError|ImportError|ModuleNotFoundError|NameError|FileNotFoundError|No such option|no such test"
     r"|TypeError: \S+ (got an unexpected keyword|missing|takes)|TypeError: expected exception must be"
-    r"|has no len\(\)|ended with status 1 at start|fixture '\w+' not found"
+    r"|has no len\(\)|should be called on dataclass instances|ended with status [12] at start|fixture '\w+' not found"
 )
 
 
