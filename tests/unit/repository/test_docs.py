@@ -31,8 +31,8 @@ THIS = "tests/unit/repository/test_docs.py"
 BLOCKS = [block for page in PAGES for block in pages.blocks(page)]
 COMMANDS = [(each.place, command) for each in BLOCKS if each.language in SHELL for command in each.commands()]
 QUIRE = [(place, command) for place, command in COMMANDS if re.match(r"(\w+=\S+ )*quire \w", command)]
-# Of usermod, podman, aiperf, smg.
-FOREIGN_FLAGS = {"--append", "--build-arg", "--index-url", "--extra-inputs", "--tokenizer-path"}
+# Of usermod, podman, aiperf, smg, venv.
+FOREIGN_FLAGS = {"--append", "--clear", "--build-arg", "--index-url", "--extra-inputs", "--tokenizer-path"}
 BESIDE_VLLM = "docs/how-to/move-from-vllm.md"  # the first column of its tables has vLLM's flags
 SCRIPTS = [path for folder in ("benchmarks", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 # What may read a variable that is not for a flag.
