@@ -41,7 +41,7 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.masking_utils  # noqa: F401
-from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, SIMULATED_IDEAS, Bug, NotSeeded
 from simulated import SCHEDULES, record, simulate
 from standing_in import forked, require_imported_from, stand_in
 
@@ -326,8 +326,11 @@ def judge_all(
 
 
 def sample() -> list[Bug]:
-    """The first bug of each idea in Python, and of every eighth idea in the core, where each takes a build."""
-    firsts = {(bug.package, bug.idea): bug for bug in reversed(BUGS)}.values()
+    """The first bug of each idea in Python, and of every eighth idea in the core, where each takes a build.
+
+    Bugs that are for the simulation are left out.
+    """
+    firsts = {(bug.package, bug.idea): bug for bug in reversed(BUGS) if bug.idea not in SIMULATED_IDEAS}.values()
     of_core = [bug for bug in BUGS if bug.package == CORE and bug in firsts]
     return [*of_core[1::8], *(bug for bug in BUGS if bug.package != CORE and bug in firsts)]
 
@@ -344,7 +347,8 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="keep the verdicts in simulated.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
+    by_default = [suite for suite in SUITES if suite != "simulation"] if options.sample else SUITES
+    suites = [suite for suite in SUITES if suite in (options.suite or by_default)]
     bugs = sample() if options.sample else BUGS
     bugs = [bug for bug in bugs if options.package in (None, bug.package)]
     bugs = [bug for bug in bugs if not options.words or any(word in f"{bug.idea} {bug.name}" for word in options.words)]

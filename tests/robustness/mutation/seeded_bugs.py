@@ -25,6 +25,9 @@ GPU_IDEA = "a GPU"
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
+SIMULATED_IDEAS = {"awaits", "wake-ups", "acknowledgements", "ABA", "failed steps", "moves"}
+"""The ideas of bugs that show in the order of events: `tests/robustness/simulation` is to find them."""
+
 
 class NotSeeded(Exception):
     """A change does not fit the present source."""
