@@ -41,7 +41,7 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.masking_utils  # noqa: F401
-from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, SIMULATED_IDEAS, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, NEEDS, RANKS_IDEA, SIMULATED_IDEAS, Bug, NotSeeded
 from simulated import SCHEDULES, record, simulate
 from standing_in import forked, require_imported_from, stand_in
 
@@ -85,6 +85,8 @@ ENVIRONMENT = {
 CARGO = ["--locked", "--lib", "--profile", "mutant"]
 TEST_CARGO = [*CARGO, "--no-default-features"]
 BUILD_TIMEOUT_S = 600
+CONTROL_SCHEDULES = 20
+"""Without a bug: thousands of them are tests of their own."""
 TIMEOUT_S = 300
 ERROR = "ERROR"
 
@@ -241,6 +243,7 @@ def killer_of(
     *,
     examples: list[str] | None = None,
     num_schedules: int = SCHEDULES,
+    needs: frozenset[str] = frozenset(),
 ) -> Noticed | None:
     """The first suite that notices a bug; None if none does. By default examples are those of the package.
 
@@ -266,7 +269,7 @@ def killer_of(
                 else:
                     seed(folder)
             if suite == "simulation":
-                found = simulate(folder, num_schedules)
+                found = simulate(folder, num_schedules, needs)
                 if found.failure is not None:
                     return Noticed(suite, found.num_schedules, found.failure)
             elif notices[suite]():
@@ -281,7 +284,15 @@ def judge_one(job: tuple[Bug, Sequence[str], Path, int]) -> Verdict:
     noticed: Noticed | str | None
     try:
         examples = EXAMPLES_OF_IDEA.get(bug.idea)
-        noticed = killer_of(bug.package, bug.seed, suites, scratch, examples=examples, num_schedules=num_schedules)
+        noticed = killer_of(
+            bug.package,
+            bug.seed,
+            suites,
+            scratch,
+            examples=examples,
+            num_schedules=num_schedules,
+            needs=NEEDS.get(bug.name, frozenset()),
+        )
     except (NotSeeded, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{bug.name}: {error}", file=sys.stderr, flush=True)
         noticed = ERROR
@@ -311,7 +322,8 @@ def judge_all(
 
         def judged(bugs: Sequence[Bug], most: int) -> Iterator[Verdict]:
             of_bugs = [(bug, (core_suites if bug.package == CORE else suites)[:most]) for bug in bugs]
-            return pool.imap(judge_one, [(bug, own, Path(scratch), num_schedules) for bug, own in of_bugs])
+            limits = {True: min(num_schedules, CONTROL_SCHEDULES), False: num_schedules}
+            return pool.imap(judge_one, [(bug, own, Path(scratch), limits[not bug.changes]) for bug, own in of_bugs])
 
         controls = [bug for bug in NO_BUGS if bug.package in packages and bug.idea in ideas]
         for verdict in judged(controls[:1] if suites == ["simulation"] else controls, 2):

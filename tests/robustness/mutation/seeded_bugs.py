@@ -1232,3 +1232,24 @@ BUGS = [
         ),
     ),
 ]
+
+_NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})
+NEEDS = {
+    "a report that comes twice is refused": frozenset({"doubled report"}),
+    "a report is acknowledged before it is settled": frozenset({"kill", "terminate", "power loss"}),
+    "a restarted cachemgr has forgotten which reports it has": frozenset({"kill", "terminate", "power loss"}),
+    "files that were written before the power was lost are used": frozenset({"power loss"}),
+    "sampling parameters that came with a step behind a failed one are lost": frozenset({"failed step", "damage"}),
+    "a step that was planned before a failure was known is computed": frozenset({"failed step"}),
+    "steps behind a grant that could not be applied run on the damaged pool": frozenset({"damage"}),
+    "a step of an epoch that has ended is reported in the next one": _NEW_EPOCH,
+    "sequences of an epoch that has ended go on in the next one": _NEW_EPOCH,
+    "the steps of a new epoch are counted on from the old one": _NEW_EPOCH,
+    "the acknowledgement of an epoch's reports reaches the next epoch": _NEW_EPOCH,
+    "a request that moves begins anew, though its caller has tokens": frozenset({"uses router"}),
+    "a sample that has ended goes on in the other pool": frozenset({"uses router"}),
+    "a request whose samples have all ended is moved": frozenset({"uses router"}),
+    "a request that moves draws with another seed": frozenset({"uses router"}),
+    "changes that come while a watcher's answer is sent do not wake it": frozenset({"has watcher"}),
+}
+"""Features and faults of simulated schedules, by bug: without any of them it can't show."""

@@ -43,13 +43,14 @@ class Simulated:
     failure: str | None
 
 
-def simulate(folder: Path, most: int) -> Simulated:
+def simulate(folder: Path, most: int, needs: frozenset[str] = frozenset()) -> Simulated:
     """Run schedules with the package in `folder` until one fails, hangs or takes the process down, `most` of them.
 
+    Those without any of the features and faults that a bug `needs` are counted, and not run: it can't show there.
     Raises RuntimeError if they don't run.
     """
     progress = mmap.mmap(-1, COUNT.size)
-    code, output = forked(partial(run_schedules, folder, most, progress), timeout_s=START_TIMEOUT_S)
+    code, output = forked(partial(run_schedules, folder, most, needs, progress), timeout_s=START_TIMEOUT_S)
     (num_schedules,) = COUNT.unpack(progress[:])
     if code == 0:
         return Simulated(num_schedules, None)
@@ -60,18 +61,23 @@ def simulate(folder: Path, most: int) -> Simulated:
     return Simulated(num_schedules, output.strip().splitlines()[-1])
 
 
-def run_schedules(folder: Path, most: int, progress: mmap.mmap) -> int:
+def run_schedules(folder: Path, most: int, needs: frozenset[str], progress: mmap.mmap) -> int:
     """Returns 1 if a schedule fails; the last line of the output says how. `progress` has the number of each."""
     stand_in(folder)
-    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run_seed
+    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run
+    from robustness.simulation.schedule import make_schedule
 
     require_imported_from(folder)
     signal.alarm(0)
     for seed in range(most):
         signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
         progress[:] = COUNT.pack(seed + 1)
+        schedule = make_schedule(seed)
+        has = {*schedule.features.names(), *(fault.kind.value for fault in schedule.faults)}
+        if needs and not needs & has:
+            continue
         try:
-            failure = run_seed(seed).failure
+            failure = run(schedule).failure
         except SchedulesFailed as failed:
             progress[:] = COUNT.pack(0)
             failure = str(failed)
