@@ -144,6 +144,7 @@ class Cluster:
                 max_step_tokens=features.max_step_tokens,
                 lease_ttl_s=LEASE_TTL_S,
                 call_timeout_s=features.call_timeout_s,
+                failover_after_s=features.failover_after_s,
             )
             if self.is_closing:
                 self.gateways[name].close()

@@ -131,6 +131,8 @@ EXPECTED_ERRORS = (
     "the event loop was held",
 )
 """Errors that a fault explains. Others are findings."""
+UNEXPECTED_WARNINGS = ("attachment refused reason=INVALID_ARGUMENT",)
+"""Warnings that no fault explains: cachemgr refuses what a worker says that does not lie."""
 
 
 FOLDER = re.compile(r"/\S*quire-simulation-\w+")
@@ -149,15 +151,14 @@ class _Log(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
-        if record.levelno < logging.ERROR and not violations and not self._world.tells:
-            return
         message = record.getMessage()
+        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
+        is_error = record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
         process = self._world.running
         who = "-" if process is None else process.name
         if self._world.tells:
             self._world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if violations or (record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)):
+        if violations or is_error or message.startswith(UNEXPECTED_WARNINGS):
             error = record.exc_info[1] if record.exc_info else None
             self._world.fail(f"{who} logs: {message}", error)
 

@@ -89,6 +89,8 @@ class Features:
     """Of a stream: messages that are longer are written in parts, and wait for their reader."""
     call_timeout_s: float = 1.0
     """Of clients. An engine asks again for a plan after a second, and gives the first one up."""
+    failover_after_s: float = 0.5
+    """A router's."""
 
     def names(self) -> list[str]:
         """What is on, in words: for the pairs that have met."""
@@ -173,6 +175,7 @@ def draw_features(generator: random.Random) -> Features:
         callback_s=generator.choice((2e-6, 5e-6, 30e-6)),
         window_bytes=generator.choice((WINDOW_BYTES, WINDOW_BYTES, 400)),
         call_timeout_s=generator.choice((1.0, 3.0)),
+        failover_after_s=generator.choice((0.02, 0.5)),
     )
 
 
