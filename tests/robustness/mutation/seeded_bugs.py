@@ -1253,3 +1253,19 @@ NEEDS = {
     "changes that come while a watcher's answer is sent do not wake it": frozenset({"has watcher"}),
 }
 """Features and faults of simulated schedules, by bug: without any of them it can't show."""
+
+KEPT_AWAY_BY = {
+    "a lease that has ended is answered as if it had just been made": "`integration/test_ownership.py`",
+    "a write waits for ever on a stream that was given up before it was open": "`unit/client/test_client_errors.py`",
+    "gRPC's word for a stream that breaks while it is written is taken for the engine's end": (
+        "`unit/client/test_client_errors.py`"
+    ),
+    "an engine that was left by its last request while it waited for a lease plans all the same": (
+        "`unit/engine/test_engine.py`"
+    ),
+    "an answer of an old stream is taken for one of the new epoch": "`unit/engine/test_engine.py`",
+    "the end of a worker's old stream detaches its new one": "`integration/test_streams.py`",
+    "sampling parameters that came with a step behind a failed one are lost": "`integration/test_ownership.py`",
+    "steps behind a grant that could not be applied run on the damaged pool": "`integration/test_failures.py`",
+}
+"""Tests that were written for a bug of the table in tests/README.md that is put back here."""

@@ -14,12 +14,16 @@ import json
 import mmap
 import signal
 import struct
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from seeded_bugs import BUGS, Bug
+sys.path.append(str(Path(__file__).parents[2] / "framework"))
+
+# isort: split
+from seeded_bugs import BUGS, KEPT_AWAY_BY, SIMULATED_IDEAS, Bug
 from standing_in import NOT_RUN, forked, require_imported_from, stand_in
 
 SCHEDULES = 3_000
@@ -109,8 +113,16 @@ def table() -> str:
     lines = ["| idea | bug | schedules until found | what else finds it |", "| --- | --- | --- | --- |"]
     for bug, values in rows:
         found = values["schedules"] if values["schedules"] is not None else f"not in {values['limit']:,}"
-        lines.append(f"| {bug.idea} | {bug.name} | {found} | {values.get('else', '')} |")
+        lines.append(f"| {bug.idea} | {bug.name} | {found} | {others_that_find(bug, values)} |")
     return "".join(f"{line}\n" for line in lines)
+
+
+def others_that_find(bug: Bug, values: dict[str, Any]) -> str:
+    """The suite that was seen to find it, or the tests that were written for it."""
+    if "else" in values:
+        return values["else"] or "no other suite"
+    known = KEPT_AWAY_BY.get(bug.name)
+    return known or ("not judged yet" if bug.idea in SIMULATED_IDEAS else "another suite of `mutants.py`")
 
 
 def main() -> None:

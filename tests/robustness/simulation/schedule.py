@@ -202,11 +202,14 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
 
 
 def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ...]:
-    """None to five, of a few kinds."""
+    """None to five, of a few kinds; and often the end of a worker whose requests can move."""
     possible = [kind for kind in FaultKind if features.keeps_state or kind not in NEED_STATE]
     kinds = generator.sample(possible, generator.randint(1, 6))
     count = generator.choice((0, 1, 1, 2, 2, 3, 4, 5))
     drawn = [draw_fault(generator, generator.choice(kinds), features) for _ in range(count)]
+    if features.uses_router and generator.random() < 0.5:  # its requests move
+        worker = f"worker-{generator.randrange(features.num_pools)}"
+        drawn.append(Fault(FaultKind.KILL, (worker,), generator.randint(200, 1_000), generator.uniform(0.5, 4.0)))
     return tuple(sorted(drawn, key=lambda fault: fault.at_callback))
 
 
