@@ -41,7 +41,7 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.masking_utils  # noqa: F401
-from seeded_bugs import BUGS, CORE, GPU_IDEA, RANKS_IDEA, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, NEEDS, RANKS_IDEA, SIMULATED_IDEAS, Bug, NotSeeded
 from simulated import SCHEDULES, record, simulate
 from standing_in import forked, require_imported_from, stand_in
 
@@ -87,6 +87,8 @@ ENVIRONMENT = {
 CARGO = ["--locked", "--lib", "--profile", "mutant"]
 TEST_CARGO = [*CARGO, "--no-default-features"]
 BUILD_TIMEOUT_S = 600
+CONTROL_SCHEDULES = 20
+"""Without a bug: thousands of them are tests of their own."""
 TIMEOUT_S = 300
 ERROR = "ERROR"
 
@@ -243,6 +245,7 @@ def killer_of(
     *,
     examples: list[str] | None = None,
     num_schedules: int = SCHEDULES,
+    needs: frozenset[str] = frozenset(),
 ) -> Noticed | None:
     """The first suite that notices a bug; None if none does. By default examples are those of the package.
 
@@ -268,7 +271,7 @@ def killer_of(
                 else:
                     seed(folder)
             if suite == "simulation":
-                found = simulate(folder, num_schedules)
+                found = simulate(folder, num_schedules, needs)
                 if found.failure is not None:
                     return Noticed(suite, found.num_schedules, found.failure)
             elif notices[suite]():
@@ -283,7 +286,15 @@ def judge_one(job: tuple[Bug, Sequence[str], Path, int]) -> Verdict:
     noticed: Noticed | str | None
     try:
         examples = EXAMPLES_OF_IDEA.get(bug.idea)
-        noticed = killer_of(bug.package, bug.seed, suites, scratch, examples=examples, num_schedules=num_schedules)
+        noticed = killer_of(
+            bug.package,
+            bug.seed,
+            suites,
+            scratch,
+            examples=examples,
+            num_schedules=num_schedules,
+            needs=NEEDS.get(bug.name, frozenset()),
+        )
     except (NotSeeded, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{bug.name}: {error}", file=sys.stderr, flush=True)
         noticed = ERROR
@@ -313,7 +324,8 @@ def judge_all(
 
         def judged(bugs: Sequence[Bug], most: int) -> Iterator[Verdict]:
             of_bugs = [(bug, (core_suites if bug.package == CORE else suites)[:most]) for bug in bugs]
-            return pool.imap(judge_one, [(bug, own, Path(scratch), num_schedules) for bug, own in of_bugs])
+            limits = {True: min(num_schedules, CONTROL_SCHEDULES), False: num_schedules}
+            return pool.imap(judge_one, [(bug, own, Path(scratch), limits[not bug.changes]) for bug, own in of_bugs])
 
         controls = [bug for bug in NO_BUGS if bug.package in packages and bug.idea in ideas]
         for verdict in judged(controls[:1] if suites == ["simulation"] else controls, 2):
@@ -328,8 +340,11 @@ def judge_all(
 
 
 def sample() -> list[Bug]:
-    """The first bug of each idea in Python, and of every eighth idea in the core, where each takes a build."""
-    firsts = {(bug.package, bug.idea): bug for bug in reversed(BUGS)}.values()
+    """The first bug of each idea in Python, and of every eighth idea in the core, where each takes a build.
+
+    Bugs that are for the simulation are left out.
+    """
+    firsts = {(bug.package, bug.idea): bug for bug in reversed(BUGS) if bug.idea not in SIMULATED_IDEAS}.values()
     of_core = [bug for bug in BUGS if bug.package == CORE and bug in firsts]
     return [*of_core[1::8], *(bug for bug in BUGS if bug.package != CORE and bug in firsts)]
 
@@ -346,7 +361,8 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="keep the verdicts in simulated.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    suites = [suite for suite in SUITES if suite in (options.suite or SUITES)]
+    by_default = [suite for suite in SUITES if suite != "simulation"] if options.sample else SUITES
+    suites = [suite for suite in SUITES if suite in (options.suite or by_default)]
     bugs = sample() if options.sample else BUGS
     bugs = [bug for bug in bugs if options.package in (None, bug.package)]
     bugs = [bug for bug in bugs if not options.words or any(word in f"{bug.idea} {bug.name}" for word in options.words)]

@@ -27,6 +27,9 @@ PROMISE_IDEA = "watch's promise"
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
+SIMULATED_IDEAS = {"awaits", "wake-ups", "acknowledgements", "ABA", "failed steps", "moves"}
+"""The ideas of bugs that show in the order of events: `tests/robustness/simulation` is to find them."""
+
 
 class NotSeeded(Exception):
     """A change does not fit the present source."""
@@ -1338,3 +1341,40 @@ BUGS = [
         ),
     ),
 ]
+
+_NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})
+NEEDS = {
+    "a report that comes twice is refused": frozenset({"doubled report"}),
+    "a report is acknowledged before it is settled": frozenset({"kill", "terminate", "power loss"}),
+    "a restarted cachemgr has forgotten which reports it has": frozenset({"kill", "terminate", "power loss"}),
+    "files that were written before the power was lost are used": frozenset({"power loss"}),
+    "sampling parameters that came with a step behind a failed one are lost": frozenset({"failed step", "damage"}),
+    "a step that was planned before a failure was known is computed": frozenset({"failed step"}),
+    "steps behind a grant that could not be applied run on the damaged pool": frozenset({"damage"}),
+    "a step of an epoch that has ended is reported in the next one": _NEW_EPOCH,
+    "sequences of an epoch that has ended go on in the next one": _NEW_EPOCH,
+    "the steps of a new epoch are counted on from the old one": _NEW_EPOCH,
+    "the acknowledgement of an epoch's reports reaches the next epoch": _NEW_EPOCH,
+    "a request that moves begins anew, though its caller has tokens": frozenset({"uses router"}),
+    "a sample that has ended goes on in the other pool": frozenset({"uses router"}),
+    "a request whose samples have all ended is moved": frozenset({"uses router"}),
+    "a request that moves draws with another seed": frozenset({"uses router"}),
+    "changes that come while a watcher's answer is sent do not wake it": frozenset({"has watcher"}),
+}
+"""Features and faults of simulated schedules, by bug: without any of them it can't show."""
+
+KEPT_AWAY_BY = {
+    "a lease that has ended is answered as if it had just been made": "`integration/test_ownership.py`",
+    "a write waits for ever on a stream that was given up before it was open": "`unit/client/test_client_errors.py`",
+    "gRPC's word for a stream that breaks while it is written is taken for the engine's end": (
+        "`unit/client/test_client_errors.py`"
+    ),
+    "an engine that was left by its last request while it waited for a lease plans all the same": (
+        "`unit/engine/test_engine.py`"
+    ),
+    "an answer of an old stream is taken for one of the new epoch": "`unit/engine/test_engine.py`",
+    "the end of a worker's old stream detaches its new one": "`integration/test_streams.py`",
+    "sampling parameters that came with a step behind a failed one are lost": "`integration/test_ownership.py`",
+    "steps behind a grant that could not be applied run on the damaged pool": "`integration/test_failures.py`",
+}
+"""Tests that were written for a bug of the table in tests/README.md that is put back here."""

@@ -14,12 +14,16 @@ import json
 import mmap
 import signal
 import struct
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from seeded_bugs import BUGS, Bug
+sys.path.append(str(Path(__file__).parents[2] / "framework"))
+
+# isort: split
+from seeded_bugs import BUGS, KEPT_AWAY_BY, SIMULATED_IDEAS, Bug
 from standing_in import NOT_RUN, forked, require_imported_from, stand_in
 
 SCHEDULES = 3_000
@@ -43,13 +47,14 @@ class Simulated:
     failure: str | None
 
 
-def simulate(folder: Path, most: int) -> Simulated:
+def simulate(folder: Path, most: int, needs: frozenset[str] = frozenset()) -> Simulated:
     """Run schedules with the package in `folder` until one fails, hangs or takes the process down, `most` of them.
 
+    Those without any of the features and faults that a bug `needs` are counted, and not run: it can't show there.
     Raises RuntimeError if they don't run.
     """
     progress = mmap.mmap(-1, COUNT.size)
-    code, output = forked(partial(run_schedules, folder, most, progress), timeout_s=START_TIMEOUT_S)
+    code, output = forked(partial(run_schedules, folder, most, needs, progress), timeout_s=START_TIMEOUT_S)
     (num_schedules,) = COUNT.unpack(progress[:])
     if code == 0:
         return Simulated(num_schedules, None)
@@ -60,18 +65,23 @@ def simulate(folder: Path, most: int) -> Simulated:
     return Simulated(num_schedules, output.strip().splitlines()[-1])
 
 
-def run_schedules(folder: Path, most: int, progress: mmap.mmap) -> int:
+def run_schedules(folder: Path, most: int, needs: frozenset[str], progress: mmap.mmap) -> int:
     """Returns 1 if a schedule fails; the last line of the output says how. `progress` has the number of each."""
     stand_in(folder)
-    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run_seed
+    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run
+    from robustness.simulation.schedule import make_schedule
 
     require_imported_from(folder)
     signal.alarm(0)
     for seed in range(most):
         signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
         progress[:] = COUNT.pack(seed + 1)
+        schedule = make_schedule(seed)
+        has = {*schedule.features.names(), *(fault.kind.value for fault in schedule.faults)}
+        if needs and not needs & has:
+            continue
         try:
-            failure = run_seed(seed).failure
+            failure = run(schedule).failure
         except SchedulesFailed as failed:
             progress[:] = COUNT.pack(0)
             failure = str(failed)
@@ -103,8 +113,16 @@ def table() -> str:
     lines = ["| idea | bug | schedules until found | what else finds it |", "| --- | --- | --- | --- |"]
     for bug, values in rows:
         found = values["schedules"] if values["schedules"] is not None else f"not in {values['limit']:,}"
-        lines.append(f"| {bug.idea} | {bug.name} | {found} | {values.get('else', '')} |")
+        lines.append(f"| {bug.idea} | {bug.name} | {found} | {others_that_find(bug, values)} |")
     return "".join(f"{line}\n" for line in lines)
+
+
+def others_that_find(bug: Bug, values: dict[str, Any]) -> str:
+    """The suite that was seen to find it, or the tests that were written for it."""
+    if "else" in values:
+        return values["else"] or "no other suite"
+    known = KEPT_AWAY_BY.get(bug.name)
+    return known or ("not judged yet" if bug.idea in SIMULATED_IDEAS else "another suite of `mutants.py`")
 
 
 def main() -> None:

@@ -58,8 +58,6 @@ class Cluster:
     restart_after_s: dict[str, float] = field(default_factory=dict)
     disturbed_until: float = 0.0
     num_starting: int = 0
-    is_deceived: bool = False
-    """A worker has lied: answers may be wrong, or errors."""
     is_closing: bool = False
     """All requests have ended: gateways give their leases back."""
 
@@ -86,7 +84,7 @@ class Cluster:
             start()
 
     def _wrong(self, name: str) -> Callable[[str], None]:
-        return lambda what: None if self.is_deceived else self.world.fail(f"{name}: {what}")
+        return lambda what: None if self.world.is_deceived else self.world.fail(f"{name}: {what}")
 
     def _start(self, name: str) -> Process:
         process = self.processes[name] = self.world.start(name)
@@ -150,6 +148,7 @@ class Cluster:
                 lease_ttl_s=LEASE_TTL_S,
                 wrong=self._wrong(name),
                 call_timeout_s=features.call_timeout_s,
+                failover_after_s=features.failover_after_s,
             )
             if self.is_closing:
                 self.gateways[name].close()

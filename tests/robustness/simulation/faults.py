@@ -127,7 +127,7 @@ def _lie(cluster: Cluster, fault: Fault) -> float:
     worker = cluster.workers.get(fault.target[0])
     if worker is not None:
         worker.reports.lie(tuple(Lie)[fault.way % len(Lie)])
-        cluster.is_deceived = True
+        cluster.world.is_deceived = True
     return 0.0
 
 

@@ -99,6 +99,7 @@ class SimulatedGateway:
         lease_ttl_s: float,
         wrong: Callable[[str], None],
         call_timeout_s: float,
+        failover_after_s: float,
     ) -> None:
         self.process = process
         self.is_done = False
@@ -114,6 +115,7 @@ class SimulatedGateway:
         self._deliveries = deliveries
         self._uses_router = uses_router
         self._call_timeout_s = call_timeout_s
+        self._router_config = RouterConfig(names_tenants=True, failover_after_s=failover_after_s)
         self._config = EngineConfig(
             lease_ttl_s=lease_ttl_s,
             max_step_tokens=max_step_tokens,
@@ -165,8 +167,7 @@ class SimulatedGateway:
 
     def _make(self) -> Engine | Router:
         if self._uses_router:
-            config = RouterConfig(names_tenants=True, failover_after_s=0.5)
-            return _router(ADDRESS, config, self._config)
+            return _router(ADDRESS, self._router_config, self._config)
         return Engine(CacheClient(ADDRESS, timeout_s=self._call_timeout_s), self._connect_worker, config=self._config)
 
     def _connect_worker(self, address: str) -> WorkerClient:

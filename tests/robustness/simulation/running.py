@@ -138,6 +138,8 @@ EXPECTED_ERRORS = (
     "the event loop was held",
 )
 """Errors that a fault explains. Others are findings."""
+UNEXPECTED_WARNINGS = ("attachment refused reason=INVALID_ARGUMENT",)
+"""Warnings that no fault explains: cachemgr refuses what a worker says that does not lie."""
 
 
 FOLDER = re.compile(r"/\S*quire-simulation-\w+")
@@ -173,13 +175,13 @@ class _Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if _running is None or _running.running is None:
             return
-        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
-        if record.levelno < logging.ERROR and not violations and not _running.tells:
-            return
         world, who, message = _running, _running.running.name, record.getMessage()
+        violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
+        is_error = record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
         if world.tells:
             world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if violations or (record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)):
+        is_refused = message.startswith(UNEXPECTED_WARNINGS) and not world.is_deceived
+        if violations or is_error or is_refused:
             error = record.exc_info[1] if record.exc_info else None
             world.fail(f"{who} logs: {message}", error)
 

@@ -94,6 +94,8 @@ class Features:
     """Of a stream: messages that are longer are written in parts, and wait for their reader."""
     call_timeout_s: float = 1.0
     """Of clients. An engine asks again for a plan after a second, and gives the first one up."""
+    failover_after_s: float = 0.5
+    """A router's."""
 
     def names(self) -> list[str]:
         """The features that are on, in words: for the pairs that have met."""
@@ -179,6 +181,7 @@ def draw_features(generator: random.Random) -> Features:
         callback_s=generator.choice((2e-6, 5e-6, 30e-6)),
         window_bytes=generator.choice((WINDOW_BYTES, WINDOW_BYTES, 400)),
         call_timeout_s=generator.choice((1.0, 3.0)),
+        failover_after_s=generator.choice((0.02, 0.5)),
     )
 
 
@@ -205,7 +208,7 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
 
 
 def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ...]:
-    """None to five, of a few kinds."""
+    """None to five, of a few kinds; and often the end of a worker with requests that can move."""
     possible = [
         kind
         for kind in FaultKind
@@ -219,6 +222,9 @@ def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ..
     failing = [fault for fault in drawn if fault.kind is FaultKind.FAIL_STEP]
     # An engine gives a request up that is in three steps that fail.
     drawn = [fault for fault in drawn if fault not in failing[MOST_FAILED_STEPS:]]
+    if features.uses_router and generator.random() < 0.5:  # its requests move
+        worker = f"worker-{generator.randrange(features.num_pools)}"
+        drawn.append(Fault(FaultKind.KILL, (worker,), generator.randint(200, 1_000), generator.uniform(0.5, 4.0)))
     return tuple(sorted(drawn, key=lambda fault: fault.at_callback))
 
 

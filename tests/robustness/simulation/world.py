@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import math
 import random
 from asyncio import events
 from collections.abc import Callable, Coroutine
@@ -146,6 +147,8 @@ class World:
         self.running: Process | None = None
         self.num_callbacks = 0
         self.failure: WorldFailed | None = None
+        self.is_deceived = False
+        """A worker has lied: answers may be wrong, or errors."""
         self.stop_at: int | None = None
         """The number of the callback before which `on_stop` is called: a fault begins there."""
         self.on_stop: Callable[[], None] = lambda: None
@@ -183,28 +186,36 @@ class World:
         loop._ready.clear()  # type: ignore[attr-defined]
         loop._scheduled.clear()  # type: ignore[attr-defined]
 
-    def run_until(self, done: Callable[[], bool], *, ends_at: Callable[[], float]) -> bool:
-        """Let time pass until `done`. Returns False when this virtual time has come before. Raises WorldFailed."""
-        before = events._get_running_loop()
+    def run_until(
+        self, done: Callable[[], bool], *, limit_s: float = math.inf, ends_at: Callable[[], float] | None = None
+    ) -> bool:
+        """Let time pass until `done`. Returns False if a limit of virtual time comes first. Raises WorldFailed.
+
+        limit_s    from now on
+        ends_at    the time at which it ends, which may move meanwhile; then `done` is asked now and then
+        """
+        before, last = events._get_running_loop(), self.now + limit_s
         events._set_running_loop(None)
+        num_between = CALLBACKS_BETWEEN_LOOKS if ends_at is not None else 1
         try:
-            while True:
-                for _ in range(CALLBACKS_BETWEEN_LOOKS):
-                    if not self._step():
+            while not done():
+                if self.now > (last if ends_at is None else ends_at()):
+                    return False
+                for _ in range(num_between):
+                    if not self._step(last):
                         break
                     if self.failure is not None:
                         raise self.failure
-                if done():
-                    return True
-                if self.now > ends_at() or not self._has_future():
-                    return False
+                if not self._has_future():
+                    return done()
+            return True
         finally:
             events._set_running_loop(before)
 
     def _has_future(self) -> bool:
         return self._next_time() is not None
 
-    def _step(self) -> bool:
+    def _step(self, last: float) -> bool:
         """Run one callback, or let time pass until the next. Returns False if there is nothing to wait for."""
         now = self.now
         while self._events and self._events[0][0] <= now:
@@ -232,7 +243,7 @@ class World:
         following = self._next_time()
         if following is None:
             return False
-        self.now = max(now, following)
+        self.now = max(now, min(following, last + 1e-9))
         return True
 
     def _run_one(self, process: Process) -> None:

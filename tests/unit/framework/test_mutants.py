@@ -82,3 +82,12 @@ def test_seeded_bugs_are_noticed() -> None:
     command = [sys.executable, mutants.__file__, "--sample", "--jobs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("started_by_exec")
+def test_simulated_schedules_notice_a_seeded_bug() -> None:
+    command = [sys.executable, mutants.__file__, "--suite", "simulation", "--schedules", "40", "--jobs", "1"]
+    done = subprocess.run([*command, "has expired is not fenced"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "simulation" in done.stdout
+    assert "left after 30 s" in done.stdout
