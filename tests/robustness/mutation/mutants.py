@@ -73,7 +73,7 @@ EXAMPLES_OF_IDEA = {
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
 SIMULATED = {CORE, "cachemgr", "worker", "client", "gateway"}
-"""The packages whose code runs in the simulation, but for these ideas."""
+"""The packages with code that runs in the simulation, but for these ideas."""
 NOT_SIMULATED = {GPU_IDEA, RANKS_IDEA}
 
 ENVIRONMENT = {
@@ -115,7 +115,7 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What notices a bug: nothing, a suite, or ERROR if it is no bug that can be judged."""
+    """The finder of a bug: nothing, a suite, or ERROR if it is no bug that can be judged."""
 
     bug: Bug
     noticed: Noticed | str | None

@@ -943,7 +943,7 @@ BUGS = [
     ),
     manager(
         "acknowledgements",
-        "a fence whose answer was lost is not sent again",
+        "a fence with an answer that was lost is not sent again",
         ("_attached", "if lease.is_ending:", "if lease.is_ending and lease.lease_id in self._opening:"),
     ),
     manager(
@@ -1084,7 +1084,7 @@ BUGS = [
     ),
     gateway(
         "moves",
-        "a request whose samples have all ended is moved",
+        "a request with samples that have all ended is moved",
         ("_generate", "if progress.has_ended:\n    return", "pass"),
     ),
     gateway(
@@ -1357,7 +1357,7 @@ NEEDS = {
     "the acknowledgement of an epoch's reports reaches the next epoch": _NEW_EPOCH,
     "a request that moves begins anew, though its caller has tokens": frozenset({"uses router"}),
     "a sample that has ended goes on in the other pool": frozenset({"uses router"}),
-    "a request whose samples have all ended is moved": frozenset({"uses router"}),
+    "a request with samples that have all ended is moved": frozenset({"uses router"}),
     "a request that moves draws with another seed": frozenset({"uses router"}),
     "changes that come while a watcher's answer is sent do not wake it": frozenset({"has watcher"}),
 }

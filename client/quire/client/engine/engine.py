@@ -558,9 +558,9 @@ class Engine:
         self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
-        if plan.asks_to_compute and not step.seq_ids and len(self._flight) == 1:
+        if (plan.asks_to_compute or plan.gives_way) and not step.seq_ids and len(self._flight) == 1:
             await self._settle(session)
-            await self._pause()  # blocks are retired or being released, or others hold them
+            await self._pause()  # blocks are retired or being released, or others hold them, or may take them now
         return True
 
     async def _ask(self, session: Session, plan: Plan) -> tuple[GrantedStep, SignedGrant]:

@@ -15,6 +15,8 @@ from quire.client.errors import OutOfRoom, ProtocolViolation, QuireError
 
 _RUNNING = SequenceState.RUNNING  # in a loop over all sequences of a step, where the enum's own lookup would show
 
+_TAKE_PLACES = (PlanItem.FORK, PlanItem.ADMISSION)
+
 Refusals = abc.Mapping[tuple[PlanItem, int], QuireError]
 
 
@@ -68,6 +70,8 @@ class Answers:
         return step
 
     def _take_releases(self, plan: Plan, refused: Refusals) -> None:
+        if plan.release_ids:
+            self._room.gives_way = False
         for seq_id in plan.release_ids:
             self._queues.releases.pop(seq_id, None)
             self._queues.expected_back_s.pop(seq_id, None)
@@ -249,8 +253,8 @@ class Answers:
 
 
 def _placeless_of(plan: Plan, refused: Refusals) -> list[Sequence]:
-    """Return the beams that could not be forked, because other clients have the places for them."""
-    errors = {seq_id: error for (item, seq_id), error in refused.items() if item is PlanItem.FORK}
+    """Return the sequences that could not be forked or admitted, because other clients have the places for them."""
+    errors = {seq_id: error for (item, seq_id), error in refused.items() if item in _TAKE_PLACES}
     return [plan.sequences[seq_id] for seq_id, error in errors.items() if error.reason == "TOO_MANY_SEQUENCES"]
 
 

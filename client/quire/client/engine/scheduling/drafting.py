@@ -103,6 +103,7 @@ class Draft:
             admission_token_budget=self._budget if newcomers else 0,
             admission_reserve_blocks=self._reserve_of(newcomers),
             sequences=self._sequences,
+            gives_way=self._room.gives_way,
         )
 
     def _reserve_of(self, newcomers: list[int]) -> int:

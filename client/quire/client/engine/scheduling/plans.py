@@ -149,6 +149,8 @@ class Plan:
     admission_token_budget: int = 0
     admission_reserve_blocks: int = 0
     sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
+    gives_way: bool = False
+    """It releases what another client of the pool may wait for, and admits nothing."""
 
     @property
     def is_empty(self) -> bool:

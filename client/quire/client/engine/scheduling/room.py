@@ -44,6 +44,8 @@ class Room:
     awaited                 of the newcomers that the last plan with any refused blocks, the first in rank
     cached_ratio            of admitted tokens lately: how far a budget for admissions goes
     num_stalls              plans without a run, one after the other
+    gives_way               a group was preempted for another client: the plan that releases it admits nothing, so that
+                            the other client can plan before its return
     short_tenants           tenants of which an admission was refused by their quota, and none accepted since
     starved_tenants         tenants of running sequences that the last plan refused by their quota
     max_chunk_tokens        the most tokens of prompts in a plan, since windowed layer groups had no blocks for more;
@@ -58,6 +60,7 @@ class Room:
     awaited: Awaited | None = None
     cached_ratio: float = 0.0
     num_stalls: int = 0
+    gives_way: bool = False
     short_tenants: set[str] = field(default_factory=set)
     starved_tenants: set[str] = field(default_factory=set)
     max_chunk_tokens: int | None = None

@@ -171,7 +171,8 @@ class Scheduler:
         draft = Draft(self.limits, queues, room, self._policy, view, fresh_id=self._fresh_id, by_tenant=by_tenant)
         if not queues.suspects:
             # Beams of groups that run hold places and blocks: nothing is admitted before them.
-            is_open = bool(draft.line) and not queues.apart and not self._shortage.is_line_blocked(draft.line[0])
+            is_open = bool(draft.line) and not (queues.apart or room.gives_way)
+            is_open = is_open and not self._shortage.is_line_blocked(draft.line[0])
             draft.add_running(draft.line[0] if is_open else None)
             if is_open:
                 draft.add_newcomers()

@@ -91,11 +91,13 @@ class Shortage:
             self._relieve_some(needs, plan)
 
     def give_way(self, placeless: abc.Sequence[Sequence]) -> None:
-        """Preempt a group that has waited long for places of beams. Another client may wait for those that it has."""
+        """Preempt a running group that has waited long for places of its beams. Another client may wait for those that
+        it has."""
         groups = {beam.group for beam in placeless if beam.group is not None and beam.group.running}
         if groups and self._room.num_stalls >= self._room.limits.max_stalls:
             last = max((group.leader for group in groups), key=by_rank)
             self._preemption.preempt(last)
+            self._room.gives_way = True
 
     def _relieve_some(self, needs: abc.Mapping[Sequence, QuireError], plan: Plan) -> None:
         """Make room for these, the first in rank first."""
