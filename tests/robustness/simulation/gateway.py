@@ -59,7 +59,7 @@ class Task:
     ended: set[int] = field(default_factory=set)
 
     happened: Counter[str] = field(default_factory=Counter)
-    """The events that engines counted, in gateways that were closed: a feature that nothing uses is tested by nothing."""
+    """The events that engines counted, in gateways that were closed. A feature that nothing uses is not tested."""
 
     @property
     def is_done(self) -> bool:
