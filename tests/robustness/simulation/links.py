@@ -15,12 +15,14 @@ ORDER_S = 1e-9
 """Between two frames of a stream, at least."""
 
 Deliver = Callable[..., None]
+Frame = tuple[Process | None, Deliver, tuple[Any, ...]]
 
 
 class Link:
     """One direction between two processes by name. The fields are what faults change."""
 
     __slots__ = (
+        "_held",
         "_random",
         "doubles_call",
         "jitter_s",
@@ -50,6 +52,8 @@ class Link:
         self.doubles_call = False
         """The next unary call reaches the server twice."""
         self._random = network.random.random
+        self._held: list[Frame] = []
+        """Those that arrived while nothing passes, in their order."""
 
     def send(self, not_before: float, process: Process | None, deliver: Deliver, *args: Any) -> float:
         """Call `deliver` after a while, and at `not_before` at the earliest, unless the process has ended by then.
@@ -68,14 +72,27 @@ class Link:
         return arrival
 
     def _arrive(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
-        world = self.world
-        if self.stands_until > world.now:
-            world.after(self.stands_until - world.now, self._arrive, process, deliver, args)
+        if not self._held and self.stands_until <= self.world.now:
+            self._hand_over(process, deliver, args)
             return
+        if not self._held:
+            self.world.after(self.stands_until - self.world.now, self._go_on)
+        self._held.append((process, deliver, args))
+
+    def _go_on(self) -> None:
+        """Hand over what was held, unless nothing passes for longer by now."""
+        if self.stands_until > self.world.now:
+            self.world.after(self.stands_until - self.world.now, self._go_on)
+            return
+        held, self._held = self._held, []
+        for frame in held:
+            self._hand_over(*frame)
+
+    def _hand_over(self, process: Process | None, deliver: Deliver, args: tuple[Any, ...]) -> None:
         if process is not None and not process.is_alive:
             return
         if self.network.tells:
             line = line_of(self.sender, self.receiver, deliver, args)
             if line is not None:
-                world.tell(line)
+                self.world.tell(line)
         deliver(*args)

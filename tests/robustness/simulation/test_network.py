@@ -164,6 +164,26 @@ def test_one_direction_freezes(play: Play) -> None:
     play.run(script)
 
 
+def test_frames_that_are_held_twice_stay_in_order(play: Play) -> None:
+    """Those that come during the second standstill stay behind those of the first one."""
+
+    async def script(play: Play) -> None:
+        await play.stage.serve(stream=echo)
+        async with play.stage.channel() as channel:
+            call = stream(channel)()
+            await call.write(b"0")
+            await call.read()
+            play.network.freeze("client", "server", 1.0)
+            await call.write(b"1")
+            await asyncio.sleep(0.5)
+            play.network.freeze("client", "server", 2.0)
+            await call.write(b"2")
+            with lasting(play, 1.9, 2.1):
+                assert [await call.read(), await call.read()] == [b"1", b"2"]
+
+    play.run(script)
+
+
 def test_a_server_knows_the_deadline_of_a_client_that_it_does_not_hear(play: Play) -> None:
     cancelled = asyncio.Event()
 
