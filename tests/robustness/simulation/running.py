@@ -138,6 +138,10 @@ EXPECTED_ERRORS = (
     "the event loop was held",
 )
 """Errors that a fault explains. Others are findings."""
+UNEXPECTED_WARNINGS = ("attachment refused reason=INVALID_ARGUMENT",)
+"""Warnings that no fault explains: cachemgr refuses what a worker says that does not lie."""
+
+
 FOLDER = re.compile(r"/\S*quire-simulation-\w+")
 """The state directory, which has another name in each run."""
 
@@ -176,7 +180,8 @@ class _Log(logging.Handler):
         is_error = record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
         if world.tells:
             world.tell(f"{who}: {FOLDER.sub('state', message)}")
-        if violations or is_error:
+        is_refused = message.startswith(UNEXPECTED_WARNINGS) and not world.is_deceived
+        if violations or is_error or is_refused:
             error = record.exc_info[1] if record.exc_info else None
             world.fail(f"{who} logs: {message}", error)
 
