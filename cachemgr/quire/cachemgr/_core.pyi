@@ -4,8 +4,7 @@ Plans and reports are serialised messages, and so are the answers to plans. Toke
 each, little-endian.
 """
 
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import final
 
@@ -308,7 +307,7 @@ class Ledger:
         *,
         policy: str | EvictionPolicy = ...,
         verify: bool = False,
-        listeners: AbstractSet[Callable[[], None]] = ...,
+        listeners: Iterable[Callable[[], None]] = ...,
         directory: Path | None = None,
     ) -> Ledger:
         """Empty books. `listeners` are called after every change; they must not call the ledger.
@@ -327,7 +326,7 @@ class Ledger:
         directory: Path,
         now: float,
         verify: bool = False,
-        listeners: AbstractSet[Callable[[], None]] = ...,
+        listeners: Iterable[Callable[[], None]] = ...,
     ) -> Ledger:
         """Reads the books of a store, to continue with them. Renews open leases, since no client could renew them
         meanwhile.

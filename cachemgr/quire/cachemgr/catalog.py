@@ -131,7 +131,7 @@ class Catalog:
         self._pools: dict[str, AttachedPool] = {}
         self._raised_terms: dict[str, int] = {}
         self._pool_of_lease: dict[str, str] = {}
-        self._listeners: dict[str, set[Callable[[], None]]] = {}
+        self._listeners: dict[str, dict[Callable[[], None], None]] = {}  # told in the order in which they came
         self._shares: SharesOf | None = None
 
     def set_shares(self, shares: SharesOf) -> None:
@@ -173,9 +173,9 @@ class Catalog:
         ordered = heapq.merge(*(leases_from(ledger, key) for ledger in ledgers), key=itemgetter(0))
         return ((each, lease) for each, lease in ordered if each > key)
 
-    def listeners(self, pool: str) -> set[Callable[[], None]]:
+    def listeners(self, pool: str) -> dict[Callable[[], None], None]:
         """The callbacks for any change of the pool of this name, its epoch included; to be added to."""
-        return self._listeners.setdefault(pool, set())
+        return self._listeners.setdefault(pool, {})
 
     def find(self, name: str, epoch: int) -> AttachedPool | None:
         """The pool of this name, if this is its epoch."""

@@ -240,7 +240,7 @@ def test_a_state_of_a_filter_has_to_be_one() -> None:
 
 def test_who_wants_to_know_is_told_of_every_change_and_of_a_new_epoch() -> None:
     catalog, told = Catalog(1, policy="lru", verify=True), []
-    catalog.listeners("x").add(lambda: told.append("x"))
+    catalog.listeners("x")[lambda: told.append("x")] = None
     pool, other = attach(catalog, "x"), attach(catalog, "y")
 
     def num_told() -> int:

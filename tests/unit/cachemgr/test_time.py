@@ -163,7 +163,7 @@ def test_metrics_show_no_pin_whose_time_is_over(world: World) -> None:
 
 def test_listeners_are_told_of_an_end_and_of_nothing_else(world: World) -> None:
     told: list[float] = []
-    world.catalog.listeners("pool").add(lambda: told.append(world.clock.now))
+    world.catalog.listeners("pool")[lambda: told.append(world.clock.now)] = None
     begun = world.clock.now
     assert world.ledger.inspector.next_end() == begun + PIN_TTL_S
     for elapsed_s in (1.0, PIN_TTL_S, PIN_TTL_S + 1, ADVICE_TTL_S, ADVICE_TTL_S + 1, LEASE_TTL_S):

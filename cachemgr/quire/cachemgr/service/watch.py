@@ -100,11 +100,11 @@ def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
     """An event that is set with every change of a pool, and with its new epoch."""
     changed = asyncio.Event()
     listeners = catalog.listeners(pool)
-    listeners.add(changed.set)
+    listeners[changed.set] = None
     try:
         yield changed
     finally:
-        listeners.discard(changed.set)
+        del listeners[changed.set]
 
 
 class Changes:
