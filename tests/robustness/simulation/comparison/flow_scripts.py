@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -86,8 +87,9 @@ async def client_leaves_answers(stage: Stage) -> None:
         await watched.ended.wait()
 
 
-@script
-async def connection_breaks_with_answers_unread(stage: Stage) -> None:
+@contextlib.asynccontextmanager
+async def answers_unread(stage: Stage) -> AsyncIterator[Any]:
+    """A call with three answers, of which the client has read one."""
     written = asyncio.Event()
 
     async def handle(requests: Any, context: Any) -> None:
@@ -102,6 +104,12 @@ async def connection_breaks_with_answers_unread(stage: Stage) -> None:
         stage.client.append(await outcome(call.read()))
         await written.wait()
         await asyncio.sleep(SOON_S)
+        yield call
+
+
+@script
+async def connection_breaks_with_answers_unread(stage: Stage) -> None:
+    async with answers_unread(stage) as call:
         stage.cut()
         waiter = asyncio.create_task(outcome(call.code()))
         stage.client.append(f"{await is_waiting(waiter)}")
@@ -111,20 +119,7 @@ async def connection_breaks_with_answers_unread(stage: Stage) -> None:
 
 @script
 async def client_cancels_with_answers_unread(stage: Stage) -> None:
-    written = asyncio.Event()
-
-    async def handle(requests: Any, context: Any) -> None:
-        for number in range(3):
-            await context.write(b"%d" % number)
-        written.set()
-        await asyncio.get_running_loop().create_future()
-
-    await stage.serve(stream=handle)
-    async with stage.channel() as channel:
-        call = stream(channel)()
-        stage.client.append(await outcome(call.read()))
-        await written.wait()
-        await asyncio.sleep(SOON_S)
+    async with answers_unread(stage) as call:
         call.cancel()
         for _ in range(4):
             stage.client.append(await outcome(call.read()))

@@ -89,6 +89,11 @@ class Watched:
         async with self.noting():
             await asyncio.get_running_loop().create_future()
 
+    async def echo(self, requests: Any, context: Any) -> None:
+        async with self.noting():
+            async for request in requests:
+                await context.write(request)
+
     @contextlib.asynccontextmanager
     async def noting(self) -> Any:
         self.began.set()

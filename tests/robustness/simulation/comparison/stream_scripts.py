@@ -46,12 +46,7 @@ async def stream_echoes(stage: Stage) -> None:
 async def client_cancels_stream(stage: Stage) -> None:
     watched = Watched(stage)
 
-    async def handle(requests: Any, context: Any) -> None:
-        async with watched.noting():
-            async for request in requests:
-                await context.write(request)
-
-    await stage.serve(stream=handle)
+    await stage.serve(stream=watched.echo)
     async with stage.channel() as channel:
         call = stream(channel)()
         await call.write(b"1")
@@ -70,12 +65,7 @@ async def client_cancels_stream(stage: Stage) -> None:
 async def reading_task_is_cancelled(stage: Stage) -> None:
     watched = Watched(stage)
 
-    async def handle(requests: Any, context: Any) -> None:
-        async with watched.noting():
-            async for request in requests:
-                await context.write(request)
-
-    await stage.serve(stream=handle)
+    await stage.serve(stream=watched.echo)
     async with stage.channel() as channel:
         call = stream(channel)()
         await call.write(b"1")
@@ -133,12 +123,7 @@ async def iteration_ends_by_error(stage: Stage) -> None:
 async def connection_breaks_during_read(stage: Stage) -> None:
     watched = Watched(stage)
 
-    async def handle(requests: Any, context: Any) -> None:
-        async with watched.noting():
-            async for request in requests:
-                await context.write(request)
-
-    await stage.serve(stream=handle)
+    await stage.serve(stream=watched.echo)
     async with stage.channel() as channel:
         call = stream(channel)()
         await call.write(b"1")
