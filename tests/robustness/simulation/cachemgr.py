@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ class SimulatedCachemgr:
         policy: str,
         shares: dict[str, Share],
         state_folder: Path | None,
-        keep_tokens: bool = True,
     ) -> None:
         """shares are the tenants'. Without a state folder a restart begins new epochs.
 
@@ -48,11 +46,11 @@ class SimulatedCachemgr:
             process.at_end.append(self._state.close)
         term = time.time_ns()
         begin: dict[str, Any] = {} if self._state is None else {"begin_state": self._state.begin}
-        self.catalog = Catalog(term, policy=policy, verify=True, keep_tokens=keep_tokens, **begin)
+        self.catalog = Catalog(term, policy=policy, verify=True, **begin)
         if self._state is not None:
             self._state.restore(self.catalog, now=time.monotonic())
         self.catalog.set_shares(Shares(tenants=shares).resolve)
-        self.servicer = CacheServicer(self.catalog, clock=self._clock(process))
+        self.servicer = CacheServicer(self.catalog, clock=time.monotonic)
         self.guard = HandlerGuard(
             domain=DOMAIN,
             fatal=(BrokenInvariant,),
@@ -63,10 +61,6 @@ class SimulatedCachemgr:
         self.servicer.add_to(self.server)  # type: ignore[arg-type]
         process.spawn(self.server.start())
         process.spawn(self.servicer.expire_leases())
-
-    @staticmethod
-    def _clock(process: Process) -> Callable[[], float]:
-        return lambda: process.world.now
 
     async def terminate(self) -> None:
         """SIGTERM: no new plans and leases, streams end with their reason, then the process."""

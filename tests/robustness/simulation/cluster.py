@@ -38,7 +38,7 @@ CLEAN_WITHIN_S = 30.0
 
 @dataclass
 class Cluster:
-    """The state of one schedule. Enter it with `running`."""
+    """The processes of one schedule and what is to come of them; `run` is all of it."""
 
     world: World
     network: Network

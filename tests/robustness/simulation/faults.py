@@ -12,7 +12,6 @@ from robustness.simulation.schedule import Fault, FaultKind
 if TYPE_CHECKING:
     from robustness.simulation.cluster import Cluster
 
-RESTART_S = 0.05
 MAX_FREE_BYTES = 3_000
 SLOW_S = 0.2
 
@@ -72,9 +71,13 @@ def _partition(cluster: Cluster, fault: Fault) -> float:
     return fault.size
 
 
+def _way_of(fault: Fault) -> tuple[str, ...]:
+    """The sender and the receiver of a fault of one direction."""
+    return fault.target if fault.way % 2 else fault.target[::-1]
+
+
 def _freeze(cluster: Cluster, fault: Fault) -> float:
-    a, b = fault.target if fault.way % 2 else reversed(fault.target)
-    cluster.network.freeze(a, b, fault.size)
+    cluster.network.freeze(*_way_of(fault), fault.size)
     return fault.size
 
 
@@ -84,8 +87,7 @@ def _half_close(cluster: Cluster, fault: Fault) -> float:
 
 
 def _delay(cluster: Cluster, fault: Fault) -> float:
-    a, b = fault.target if fault.way % 2 else reversed(fault.target)
-    cluster.network.delay(a, b, fault.size)
+    cluster.network.delay(*_way_of(fault), fault.size)
     return fault.size
 
 

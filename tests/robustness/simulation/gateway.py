@@ -167,7 +167,7 @@ class SimulatedGateway:
 
     def _make(self) -> Engine | Router:
         if self._uses_router:
-            return _router(ADDRESS, self._router_config, self._config)
+            return Router(ADDRESS, config=self._router_config, engine_config=self._config)
         return Engine(CacheClient(ADDRESS, timeout_s=self._call_timeout_s), self._connect_worker, config=self._config)
 
     def _connect_worker(self, address: str) -> WorkerClient:
@@ -222,10 +222,6 @@ def _num_requests(backend: Engine | Router) -> int:
     if isinstance(backend, Engine):
         return backend.statistics().num_requests
     return sum(backend.router_statistics().open.values())
-
-
-def _router(address: str, config: RouterConfig, engine_config: EngineConfig) -> Router:
-    return Router(address, config=config, engine_config=engine_config)
 
 
 def _chunks(backend: Engine | Router, request: Request) -> AsyncGenerator[Chunk, None]:

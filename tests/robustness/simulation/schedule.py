@@ -24,7 +24,7 @@ PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 1.5)
 
 
 class FaultKind(Enum):
-    """The kinds of faults. `of` says what one is a fault of."""
+    """The kinds of faults. OF_PROCESSES and the like say what one is a fault of."""
 
     KILL = "kill"  # nothing of the process runs any more; it is started again
     TERMINATE = "terminate"  # SIGTERM: it drains, ends, and is started again
@@ -46,7 +46,7 @@ class FaultKind(Enum):
     HANG = "hang"  # a step takes very long
     LATE_REPORTS = "late reports"  # the worker's reports wait
     TWICE = "doubled report"  # the worker's next report comes twice
-    LIE = "lie"  # the worker's next report is wrong: from then on cachemgr has to survive, no more
+    LIE = "lie"  # the worker's next report is wrong: from then on answers may be, too
     LOST_RANK = "lost rank"  # the second rank of a worker ends
     RESET = "reset"  # an operator empties the prefix cache
     DETACH = "detach"  # the worker's stream breaks
@@ -58,7 +58,7 @@ OF_LINKS = (
     *(FaultKind.LOSE_ANSWER, FaultKind.DOUBLE),
 )
 LIKELY = {FaultKind.LIE: 0.1}
-"""Of the kinds that are possible, those that are rarely drawn: what comes behind them can't be checked."""
+"""Of the kinds that are possible, those that are rarely drawn: the answers behind them can't be compared."""
 OF_CACHEMGR = (FaultKind.CLOCK, FaultKind.POWER_LOSS, FaultKind.FULL_DISK, FaultKind.RESET)
 OF_WORKERS = (
     *(FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH),
