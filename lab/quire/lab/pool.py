@@ -238,9 +238,9 @@ class SimulatedPool:
         if step.seq_ids:
             self.num_steps += 1
             self._fruitless_in_row = 0
-        for sampled in self._scheduler.on_step_done(step, sent.sampler_ids, tokens)[0]:
-            sequence = sampled.sequence
-            if sampled.finish_reason is not None:
+        accepted, _ = self._scheduler.on_step_done(step, sent.sampler_ids, tokens)
+        for sequence in accepted.sequences:
+            if sequence in accepted.ended:
                 job = jobs.pop(sequence.request_id)
                 self._note_first(job, sequence, now_s, on_first)
                 self._end(job, sequence, now_s, on_end)

@@ -861,11 +861,20 @@ BUGS = [
         "wake-ups",
         "news that comes while a caller reads is forgotten",
         (
-            "chunks",
-            "self.news.clear()\nfor chunk in self.mailbox.take():\n"
-            "    self.delivered[chunk.index] += len(chunk.token_ids)\n    yield chunk",
-            "for chunk in self.mailbox.take():\n"
-            "    self.delivered[chunk.index] += len(chunk.token_ids)\n    yield chunk\nself.news.clear()",
+            "generate",
+            "for output in request.unread():\n    unread = await request.read(output)\n"
+            "    if unread is not None:\n        yield unread",
+            "for output in request.unread():\n    unread = await request.read(output)\n"
+            "    if unread is not None:\n        yield unread\nrequest._has_news = False",
+        ),
+    ),
+    client(
+        "wake-ups",
+        "a caller that wants whole samples is not told of their ends",
+        (
+            "_deliver_one",
+            "if output.finish_reason is not None or output.num_generated == 1:",
+            "if output.num_generated == 1:",
         ),
     ),
     manager(

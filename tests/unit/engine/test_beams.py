@@ -16,8 +16,8 @@ from quire.client.engine.caching import NO_CACHE_PARAMS
 from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams, Ended, Heir
 from quire.client.engine.scheduling.layer_groups import FULL, LayerGroup
 from quire.client.engine.scheduling.new_sequences import new_beam_group
-from quire.client.engine.scheduling.plans import Sampled, SchedulerLimits
-from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, SequenceState
+from quire.client.engine.scheduling.plans import SchedulerLimits
+from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 from quire.client.errors import InvalidRequest
 
 ENDS = frozenset({END_TOKEN})
@@ -52,10 +52,10 @@ class BeamWorld(World):
         self.searches[group] = prompt, params, BeamSearch(params, max_tokens=group.max_tokens, end_token_ids=ENDS)
         return group
 
-    def choose(self, events: list[Sampled]) -> None:
-        for event in events:
-            self.scheduler.take_top(event.sequence, top_of(event.sequence.token_ids))
-        for group in dict.fromkeys(event.sequence.group for event in events):
+    def choose(self, beams: list[Sequence]) -> None:
+        for beam in beams:
+            self.scheduler.take_top(beam, top_of(beam.token_ids))
+        for group in dict.fromkeys(beam.group for beam in beams):
             if group is None or not group.members or not group.is_ready:
                 continue
             search = self.searches[group][2]
@@ -220,10 +220,10 @@ class ApartWorld(BeamWorld):
         super().__init__(limits(**(wide | changes)))
         self.outputs: dict[BeamGroup, list[list[int]]] = {}
 
-    def choose(self, events: list[Sampled]) -> None:
-        for event in events:
-            self.scheduler.take_top(event.sequence, top_of(event.sequence.token_ids))
-        for group in dict.fromkeys(event.sequence.group for event in events):
+    def choose(self, beams: list[Sequence]) -> None:
+        for beam in beams:
+            self.scheduler.take_top(beam, top_of(beam.token_ids))
+        for group in dict.fromkeys(beam.group for beam in beams):
             if group is None or not group.members or not group.is_ready:
                 continue
             heirs = [Heir(index, (beam.top or ())[0][0], 0.0) for index, beam in enumerate(group.members)]

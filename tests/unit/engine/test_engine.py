@@ -969,7 +969,7 @@ def test_a_request_goes_on_after_what_another_engine_delivered(num_delivered: in
         whole = await read(engine.generate("once\n", params))
         tokens = [token for chunk in whole for token in chunk.token_ids]
         text = SampleText(TOKENIZER.detokenizer(TOKENIZER.encode("once\n")), params.stop)
-        before = "".join(text.push(token, None) for token in tokens[:num_delivered])
+        before = "".join(text.push((token,), None) for token in tokens[:num_delivered])
         rest = await read(engine.generate("once\n", params, delivered=[Delivered(tuple(tokens[:num_delivered]))]))
         assert [token for chunk in rest for token in chunk.token_ids] == tokens[num_delivered:]
         assert before + "".join(chunk.text for chunk in rest) == "".join(chunk.text for chunk in whole)
@@ -1151,6 +1151,8 @@ class BrokenTokenizer(Tokenizer):
 
 class BrokenDetokenizer:
     """Can't make a text."""
+
+    tokens_per_ms = 1000
 
     def push(self, token_ids: Any) -> str:
         raise RuntimeError("no such text")

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from deadlines import DEADLINE_S
@@ -20,11 +21,13 @@ from quire.client import (
     InvalidRequest,
     LeaseLost,
     RequestFailed,
+    SamplingParams,
 )
 from quire.client.engine.metrics import EngineLook, EnginePage, Histogram, Measured, RequestTimes, families
+from quire.client.engine.scheduling.new_sequences import new_samples
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.scheduler import Scheduler
-from quire.client.engine.scheduling.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.serving import loop_collector
 
 Page = dict[str, float]
@@ -89,36 +92,47 @@ def began(num_samples: int = 1) -> tuple[Measured, RequestTimes]:
     return measured, RequestTimes(measured, began_s=100.0, num_prompt_tokens=7, num_samples=num_samples)
 
 
+def samples(count: int) -> list[Sequence]:
+    limits = replace(LIMITS, max_sequence_tokens=8, num_blocks=8)
+    return new_samples(limits, 1, [0], SamplingParams(n=count, max_tokens=1), end_token_ids=(), seed=0)
+
+
 def test_the_times_of_a_request() -> None:
     measured, times = began()
-    times.token(0, 100.5, None)
-    times.token(0, 100.75, None)
-    assert measured.request.count == 0
-    times.token(0, 101.0, FinishReason.LENGTH)
+    for at_s in (100.5, 100.75, 101.0):
+        times.begin(at_s)
+        assert measured.request.count == 0
+    times.finish_one(FinishReason.LENGTH, 101.0, num_generated=3)
     times.close(FinishReason.CANCELLED)
     assert (measured.first_token.total, measured.first_token.count) == (0.5, 1)
-    assert (measured.inter_token.total, measured.inter_token.count) == (0.5, 2)
     assert (measured.request.total, measured.request.count) == (1.0, 1)
     assert (measured.prompt.total, measured.generated.total, measured.num_prompt_tokens) == (7, 3, 7)
     assert +measured.finished == {FinishReason.LENGTH: 1}
 
 
-def test_of_several_samples_the_first_token_is_one_and_the_last_ends_the_request() -> None:
+def test_the_last_of_several_samples_ends_the_request() -> None:
     measured, times = began(2)
-    times.token(0, 101.0, FinishReason.STOP)
-    times.token(1, 104.0, None)
-    assert measured.first_token.count == 1
-    assert measured.inter_token.count == 0
+    times.finish_one(FinishReason.STOP, 101.0, num_generated=1)
     assert measured.request.count == 0
-    times.token(1, 105.0, FinishReason.STOP)
-    assert measured.inter_token.total == 1.0
+    times.finish_one(FinishReason.STOP, 105.0, num_generated=3)
     assert (measured.request.total, measured.generated.total) == (5.0, 3)
-    assert measured.num_prompt_tokens == 7
+
+
+def test_the_times_between_tokens_are_those_of_each_sample() -> None:
+    measured = Measured()
+    first, second, third = samples(3)
+    measured.tokens([first, second], 100.0)
+    assert measured.inter_token.count == 0
+    measured.tokens([first, second, third], 101.0)
+    assert (measured.inter_token.count, measured.inter_token.total) == (2, 2.0)
+    measured.tokens([second], 102.0)
+    measured.tokens([first, second, third], 105.0)
+    assert (measured.inter_token.count, measured.inter_token.total) == (6, 2.0 + 1.0 + 4.0 + 3.0 + 4.0)
 
 
 def test_what_is_broken_off_is_counted_and_not_measured() -> None:
     measured, times = began(3)
-    times.token(0, 101.0, FinishReason.STOP)
+    times.finish_one(FinishReason.STOP, 101.0, num_generated=1)
     times.close(FinishReason.CANCELLED)
     times.close(FinishReason.FAILED)
     assert +measured.finished == {FinishReason.STOP: 1, FinishReason.CANCELLED: 2}

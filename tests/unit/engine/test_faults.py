@@ -29,7 +29,7 @@ from quire.client import (
 )
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.request import Request
-from quire.client.engine.scheduling.plans import Admission, ExpectedPrompt, Failed, Sampled
+from quire.client.engine.scheduling.plans import Admission, ExpectedPrompt, Failed
 from quire.client.engine.scheduling.sequence import Sequence
 
 VICTIM, OTHER = "victim", "other"
@@ -90,7 +90,7 @@ def _is_of_victim(value: Any) -> bool:
             return value.tenant == VICTIM
         case Request():
             return value.first.tenant == VICTIM
-        case Sampled() | Failed():
+        case Failed():
             return value.sequence.tenant == VICTIM
         case Admission() | ExpectedPrompt():
             return value.token_ids[0] == PROMPT[0]

@@ -29,7 +29,6 @@ from quire.client.engine.scheduling.plans import (
     Plan,
     PlanItem,
     Refusal,
-    Sampled,
     SchedulerLimits,
     StepInFlight,
 )
@@ -579,11 +578,12 @@ class World:
         sampled, is_behind = self.outcomes.popleft()
         if sampled is not None and not step.is_void:
             ids, tokens = list(sampled), list(sampled.values())
-            events, _ = self.scheduler.on_step_done(step, ids, tokens, late_ids=late_ids)
-            for event in events:
-                if event.sequence.group is None:
-                    self.take(event.sequence, event.token_id, event.finish_reason)
-            self.choose([event for event in events if event.sequence.group is not None])
+            accepted, _ = self.scheduler.on_step_done(step, ids, tokens, late_ids=late_ids)
+            for seq_id, sequence in zip(accepted.seq_ids, accepted.sequences, strict=True):
+                if sequence.group is None:
+                    assert sequence.token_ids[-1] == sampled[seq_id]
+                    self.take(sequence, sampled[seq_id], accepted.ended.get(sequence))
+            self.choose([sequence for sequence in accepted.sequences if sequence.group is not None])
         elif is_behind:
             self.scheduler.on_step_dropped(step)
         elif refused is not None:
@@ -592,8 +592,8 @@ class World:
             for failed in self.scheduler.on_step_failed(step, StepFailed("broken")):
                 self.ended[failed.sequence.arrival] = FinishReason.FAILED
 
-    def choose(self, events: list[Sampled]) -> None:
-        assert not events, "nobody searches here"
+    def choose(self, beams: list[Sequence]) -> None:
+        assert not beams, "nobody searches here"
 
     def take(self, sequence: Sequence, token: int, reason: FinishReason | None) -> None:
         assert sequence.arrival not in self.ended, "a token after the end"

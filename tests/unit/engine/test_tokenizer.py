@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.client.engine.outputs import Mailbox, SampleText, complete
+from quire.client.engine.outputs import SampleText
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.engine.tokenizer import StopStrings, Tokenizer
 from quire.client.errors import InvalidRequest
@@ -133,16 +133,16 @@ def test_nothing_is_held_back_without_need() -> None:
 def test_the_token_that_ends_a_sample_has_no_text() -> None:
     text = SampleText(BYTES.detokenizer(), ())
     (letter,) = BYTES.encode("x")
-    assert text.push(letter, None) == "x"
-    assert text.push(letter, FinishReason.STOP) == ""
-    assert SampleText(BYTES.detokenizer(), ()).push(letter, FinishReason.LENGTH) == "x"
+    assert text.push((letter,), None) == "x"
+    assert text.push((letter,), FinishReason.STOP) == ""
+    assert SampleText(BYTES.detokenizer(), ()).push((letter,), FinishReason.LENGTH) == "x"
 
 
 def test_what_was_held_back_is_shown_at_the_end() -> None:
     text = SampleText(BYTES.detokenizer(), ("xy",))
     (letter,) = BYTES.encode("x")
-    assert text.push(letter, None) == ""
-    assert text.push(letter, FinishReason.LENGTH) == "xx"
+    assert text.push((letter,), None) == ""
+    assert text.push((letter,), FinishReason.LENGTH) == "xx"
 
 
 def test_special_tokens_may_be_part_of_the_text() -> None:
@@ -154,10 +154,10 @@ def test_special_tokens_may_be_part_of_the_text() -> None:
 
 def test_what_a_sample_stops_at_may_be_part_of_its_text() -> None:
     text = SampleText(BYTES.detokenizer(), ("xy",), keep_stop=True)
-    pieces = [text.push(token_id, None) for token_id in BYTES.encode("axyz")]
+    pieces = [text.push((token_id,), None) for token_id in BYTES.encode("axyz")]
     assert ("".join(pieces), text.stop_string) == ("axy", "xy")
     (letter,) = BYTES.encode("x")
-    assert SampleText(BYTES.detokenizer(), (), keep_stop=True).push(letter, FinishReason.STOP) == "x"
+    assert SampleText(BYTES.detokenizer(), (), keep_stop=True).push((letter,), FinishReason.STOP) == "x"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_stop_string_that_ends_in_the_first_tokens_is_not_met(
     stop: str, min_tokens: int, pieces: str, is_met: bool
 ) -> None:
     text = SampleText(BYTES.detokenizer(), (stop,), min_tokens=min_tokens)
-    found = "".join(text.push(token_id, None) for token_id in BYTES.encode("ababab")) + text.flush()
+    found = "".join(text.push((token_id,), None) for token_id in BYTES.encode("ababab")) + text.flush()
     assert (found, text.stop_string is not None) == (pieces, is_met)
 
 
@@ -191,7 +191,7 @@ def test_a_sample_ends_at_the_first_stop_string_after_min_tokens(text: str, stop
     sample = SampleText(BYTES.detokenizer(), tuple(stop), min_tokens=min_tokens)
     shown = ""
     for count, token_id in enumerate(BYTES.encode(text), start=1):
-        shown += sample.push(token_id, None)
+        shown += sample.push((token_id,), None)
         begins = [count - len(each) for each in stop if text[:count].endswith(each)]
         if count > min_tokens and begins:
             assert sample.stop_string is not None
@@ -209,30 +209,16 @@ def test_a_bad_word_is_encoded_with_and_without_a_space() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    assert SampleText(None, ()).push(5, FinishReason.LENGTH) == ""
+    assert SampleText(None, ()).push((5,), FinishReason.LENGTH) == ""
 
 
-# Mailboxes.
-
-
-def test_unread_chunks_of_a_sample_are_joined() -> None:
-    mailbox = Mailbox(has_logprobs=False)
-    mailbox.put(0, text="a", token_ids=[1], finish_reason=None)
-    mailbox.put(1, text="x", token_ids=[7], finish_reason=FinishReason.STOP)
-    mailbox.put(0, text="b", token_ids=[2], finish_reason=FinishReason.LENGTH)
-    chunks = mailbox.take()
-    assert [(c.index, c.text, c.token_ids) for c in chunks] == [(0, "ab", (1, 2)), (1, "x", (7,))]
-    assert mailbox.take() == []
-    completion = complete([5], chunks)
-    assert (completion.text, completion.token_ids) == ("ab", (1, 2))
-    assert completion.samples[1].finish_reason is FinishReason.STOP
-
-
-def test_a_sample_that_has_not_ended_is_no_completion() -> None:
-    mailbox = Mailbox(has_logprobs=True)
-    mailbox.put(0, text="a", token_ids=[1], finish_reason=None)
-    with pytest.raises(ValueError, match="has not ended"):
-        complete([5], mailbox.take())
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_tokens_have_the_same_text_one_by_one_and_together(stop: tuple[str, ...]) -> None:
+    token_ids = BYTES.encode("a \u00e9 b \U0001f642 c")
+    one_by_one, together = (SampleText(BYTES.detokenizer(), stop) for _ in range(2))
+    pieces = [one_by_one.push((token_id,), None) for token_id in token_ids[:-1]]
+    pieces.append(one_by_one.push(token_ids[-1:], FinishReason.LENGTH))
+    assert "".join(pieces) == together.push(token_ids, FinishReason.LENGTH) == BYTES.decode(token_ids)
 
 
 # Files.

@@ -7,11 +7,12 @@ import contextlib
 import logging
 from collections import abc
 
+from quire.client.engine.metrics import Measured
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.request import BeamRequest, Request, undeliverable
 from quire.client.engine.requests import Requests
 from quire.client.engine.scheduling.faults import BrokenInvariantError, UnexpectedError, to_failure
-from quire.client.engine.scheduling.plans import Failed, Sampled, StepInFlight
+from quire.client.engine.scheduling.plans import Failed, StepInFlight, StepTokens
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.engine.tracing import RequestSpan
@@ -24,10 +25,13 @@ _log = logging.getLogger(__name__)
 class Delivery:
     """Gives results to the open requests."""
 
-    def __init__(self, requests: Requests, scheduler: Scheduler, *, max_unread_tokens: int | None) -> None:
+    def __init__(
+        self, requests: Requests, scheduler: Scheduler, measured: Measured, *, max_unread_tokens: int | None
+    ) -> None:
         """A request with more unread tokens than max_unread_tokens fails; None: there is no limit."""
         self._requests = requests
         self._scheduler = scheduler
+        self._measured = measured
         self._max_unread_tokens = max_unread_tokens
 
     def fail(self, failed: abc.Iterable[Failed]) -> None:
@@ -73,21 +77,25 @@ class Delivery:
         except Exception as error:
             self.fail([Failed(sequence, to_failure(error))])
 
-    def choose(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
+    def choose(self, tokens: StepTokens, response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
         """Continue beam searches with the outcome of a step that has just ended, before the next step is planned.
 
         at_s as in deliver. Raises ProtocolViolation if an outcome is missing.
         """
-        beams = [event for event in events if event.sequence.group is not None]
+        beams = {
+            seq_id: sequence
+            for seq_id, sequence in zip(tokens.seq_ids, tokens.sequences, strict=True)
+            if sequence.group is not None
+        }
         if not beams:
             return
         logprobs = {entry.sequence_id: entry for entry in response.logprobs}
-        for event in beams:
-            entry = logprobs.get(event.seq_id)
+        for seq_id, beam in beams.items():
+            entry = logprobs.get(seq_id)
             if entry is None:
                 raise ProtocolViolation("a beam was computed without log-probabilities")
-            self._scheduler.take_top(event.sequence, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
-        for request_id in dict.fromkeys(event.sequence.request_id for event in beams):
+            self._scheduler.take_top(beam, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+        for request_id in dict.fromkeys(beam.request_id for beam in beams.values()):
             request = self._requests.find(request_id)
             if not isinstance(request, BeamRequest) or request.is_over:
                 continue
@@ -99,69 +107,85 @@ class Delivery:
         self._requests.wait_no_longer(request)
         beams = request.sequences
         heirs = request.search.step([beam.top or () for beam in beams], [beam.output_token_ids for beam in beams])
+        request.times.begin(at_s)
+        self._measured.tokens((request.first,), at_s)
         if heirs:
-            request.times.token(0, at_s, None)
             self._scheduler.branch(request.group, heirs)
             return
-        request.times.token(0, at_s, request.search.best()[0].finish_reason)
+        best = request.search.best()[0]
+        request.times.finish_one(best.finish_reason, at_s, num_generated=len(best.token_ids))
         self._scheduler.end(beams, FinishReason.STOP)
         request.end()
 
-    def deliver(self, events: abc.Iterable[Sampled], response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
-        """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests."""
+    def deliver(self, tokens: StepTokens, response: worker_service_pb2.RunStepResponse, at_s: float) -> None:
+        """Give the tokens of a step, which came at this time of time.perf_counter(), to their requests.
+
+        A caller that wants its samples whole is not woken, and nothing is done for its tokens, before they end.
+        """
         logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+        samples = [each for each in tokens.sequences if each.group is None] if logprobs else tokens.sequences
+        self._measured.tokens(samples, at_s)
         broken = {failure.sequence_id: failure.message for failure in response.grammar_failures}
+        ended = tokens.ended
         failed: list[Failed] = []
-        for event in events:
-            if event.seq_id in broken:
-                failed.append(Failed(event.sequence, _not_followed(broken[event.seq_id])))
+        for seq_id, sequence in zip(tokens.seq_ids, tokens.sequences, strict=True):
+            if sequence.is_silent and sequence not in ended:
+                continue
+            if broken and seq_id in broken:
+                failed.append(Failed(sequence, _not_followed(broken[seq_id])))
                 continue
             try:
-                self._deliver_one(event, logprobs.get(event.seq_id), at_s)
+                self._deliver_one(sequence, ended.get(sequence), logprobs.get(seq_id), at_s)
             except RequestFailed as error:
-                failed.append(Failed(event.sequence, error))
+                failed.append(Failed(sequence, error))
             except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
                 _log.exception("the text of a request can't be made")
-                failed.append(Failed(event.sequence, undeliverable(error)))
+                failed.append(Failed(sequence, undeliverable(error)))
         self.fail(failed)  # when all others have their tokens
 
-    def _deliver_one(self, event: Sampled, logprobs: worker_service_pb2.TokenLogprobs | None, at_s: float) -> None:
-        sequence, reason = event.sequence, event.finish_reason
+    def _deliver_one(
+        self,
+        sequence: Sequence,
+        reason: FinishReason | None,
+        logprobs: worker_service_pb2.TokenLogprobs | None,
+        at_s: float,
+    ) -> None:
         request = self._requests.find(sequence.request_id)
         if request is None:
             return
         if sequence.index not in request.open:
             return  # it was sampled before the sample's end was known: a stop string, or the request's time
-        self._requests.wait_no_longer(request)
-        text = request.texts[sequence.index]
-        piece = text.push(event.token_id, reason)
-        if text.stop_string is not None:
-            reason = FinishReason.STOP
-            self._scheduler.end([sequence], FinishReason.STOP)
-        request.times.token(sequence.index, at_s, reason)
-        if request.tells_of_prompt:
-            of_prompt = sequence.prompt_logprobs
-            request.mailbox.put_prompt(
-                logprobs=None if of_prompt is None else _whole(of_prompt),
-                num_cached_tokens=request.sequences[0].num_cached_tokens,
-            )
-            request.tells_of_prompt = False
-        request.mailbox.put(
-            sequence.index,
-            text=piece,
-            token_ids=(event.token_id,),
-            logprobs=() if logprobs is None else (_decode_logprobs(event.token_id, logprobs),),
-            finish_reason=reason,
-            stop_string=text.stop_string,
-        )
-        if reason is not None:
-            request.finish_one(sequence.index, reason)
-        request.news.set()
-        self._check_unread(request)
+        output = request.outputs[sequence.index]
+        if sequence.is_silent:
+            num_unread = request.put(output, output.show_all(reason))
+        else:
+            if request.waits:
+                self._begin(request, at_s)
+            of_token = None if logprobs is None else _decode_logprobs(output.next_token_id, logprobs)
+            output.show_one(reason, of_token)
+            if output.finish_reason is not reason:
+                self._scheduler.end([sequence], FinishReason.STOP)
+            num_unread = request.put(output, 1)
+        if output.finish_reason is not None:
+            request.finish_one(sequence.index, output.finish_reason)
+            request.times.finish_one(output.finish_reason, at_s, num_generated=request.num_generated)
+        if not request.is_whole:
+            request.wake()
+            self._check_unread(request, num_unread)
+        elif output.finish_reason is not None or output.num_generated == 1:
+            request.wake()
 
-    def _check_unread(self, request: Request) -> None:
+    def _begin(self, request: Request, at_s: float) -> None:
+        """Take a request as begun, with its first token."""
+        self._requests.wait_no_longer(request)
+        request.times.begin(at_s)
+        if request.tells_of_prompt:
+            of_prompt = request.first.prompt_logprobs
+            request.tell_of_prompt(None if of_prompt is None else _whole(of_prompt))
+
+    def _check_unread(self, request: Request, num_unread: int) -> None:
         """End a request with more unread tokens than the limit. Raises RequestFailed."""
-        num_unread, limit = request.mailbox.num_unread_tokens, self._max_unread_tokens
+        limit = self._max_unread_tokens
         if limit is not None and num_unread > limit and request.open:
             metadata = {"unread": str(num_unread), "limit": str(limit)}
             message = f"{num_unread} tokens are unread, more than max_unread_tokens, {limit}"

@@ -5,8 +5,9 @@
                 deliver step k-1   texts, stop strings; the device has work meanwhile
                 await step k       its tokens, then turn k+1
 
-Two steps are in flight at most. One task does all of this and owns the scheduler. Callers read their mailboxes, and put
-their calls for the scheduler into the inbox. The task takes these before each plan and before a step's tokens.
+Two steps are in flight at most. One task does all of this and owns the scheduler. Callers read the output of their
+samples, and put their calls for the scheduler into the inbox. The task takes these before each plan and before a step's
+tokens.
 
 The engine keeps every request's tokens, so requests survive failures of both services. After a failure it takes the
 answers of the steps in flight, drops the tokens being sampled, and admits all requests again, under the pool's new
@@ -53,7 +54,7 @@ from quire.client.engine.requests import Prompt, Requests, one_for_each, params_
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.engine.scheduling.faults import BrokenInvariantError, RequestFault, to_failure
-from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
+from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
@@ -93,7 +94,7 @@ class EngineStatistics:
     plan_s        waiting for cachemgr's answers        the control plane: plan_s + schedule_s
     schedule_s    the scheduler and building messages
     wait_s        waiting for steps' tokens
-    deliver_s     texts and mailboxes
+    deliver_s     taking steps' tokens, stop strings, waking callers
     copied_blocks    within the pool, by forks: shared blocks that were to be written
     offloaded_bytes, restored_bytes    copied to the pool's host tier, and back
     prefill_tokens_per_s, copy_bytes_per_s    by what preempted sequences are kept there or computed again: of late
@@ -194,7 +195,7 @@ class Engine:
         )
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self._flight: deque[_Sent] = deque()
-        self._undelivered: deque[tuple[abc.Sequence[Sampled], worker_service_pb2.RunStepResponse, float]] = deque()
+        self._undelivered: deque[tuple[StepTokens, worker_service_pb2.RunStepResponse, float]] = deque()
         self._page: EnginePage | None = None
         self._is_started = False
         self._loop: asyncio.Task[None] | None = None
@@ -260,7 +261,9 @@ class Engine:
                 by_tenant=self._config.tenants,
                 verify=self._config.verify,
             )
-            self._delivery = Delivery(self._requests, self._scheduler, max_unread_tokens=self._config.max_unread_tokens)
+            self._delivery = Delivery(
+                self._requests, self._scheduler, self._measured, max_unread_tokens=self._config.max_unread_tokens
+            )
             self._requests.use_model(session.model, limits)
             if self._config.metrics_listen is not None:
                 self._page = EnginePage(self._config.metrics_listen, self._look)
@@ -339,9 +342,13 @@ class Engine:
         *,
         cache: CacheParams | None = None,
         delivered: abc.Sequence[Delivered] | None = None,
+        is_whole: bool = False,
         **fields: Any,
     ) -> abc.AsyncGenerator[Chunk, None]:
         """Chunks of all samples of a prompt, as their tokens come, until each has one with a finish_reason.
+
+        is_whole: a sample has two chunks, of its first token and, when it ends, of all others. An error comes behind
+        the tokens generated so far. This costs much less, for callers that need no token earlier.
 
         The prompt is text or token ids. fields are those of SamplingParams: `generate(prompt, max_tokens=3)`; given
         with params they replace its fields. cache is the request's use of the pool and its prefix cache; None:
@@ -358,7 +365,8 @@ class Engine:
         the iterator, or cancelling the task that waits in it, releases everything with the next plan.
         """
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
-        return self._requests.generate(*self._requests.check(prompt, wanted, delivered), caching, delivered)
+        checked = self._requests.check(prompt, wanted, delivered)
+        return self._requests.generate(*checked, caching, delivered, is_whole=is_whole)
 
     def check(
         self,

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from quire.client.engine.scheduling.sequence import FinishReason
+from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.errors import InvalidRequest
 from quire.serving.addresses import AddressError, UnixAddress, parse_listen_address
@@ -42,10 +42,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Take a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Take a value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.total += value * count
 
     @property
     def count(self) -> int:
@@ -81,46 +81,57 @@ class Measured:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
 
+    def tokens(self, sequences: Iterable[Sequence], at_s: float) -> None:
+        """Take the times since the last tokens of sequences that got another one at this time.
+
+        Most of a step got their last ones together: they are counted together.
+        """
+        last_s, count = 0.0, 0
+        for sequence in sequences:
+            if sequence.last_token_s != last_s:
+                if count:
+                    self.inter_token.observe(at_s - last_s, count)
+                last_s, count = sequence.last_token_s, 0
+            if last_s:
+                count += 1
+            sequence.last_token_s = at_s
+        if count:
+            self.inter_token.observe(at_s - last_s, count)
+
 
 class RequestTimes:
     """A request's begin and progress, for Measured."""
 
-    __slots__ = ("_began_s", "_last_s", "_measured", "_num_generated", "_num_open", "_num_prompt")
+    __slots__ = ("_began_s", "_has_begun", "_measured", "_num_open", "_num_prompt")
 
     def __init__(self, measured: Measured, *, began_s: float, num_prompt_tokens: int, num_samples: int) -> None:
         """Times by the same clock throughout."""
         self._measured = measured
         self._began_s = began_s
-        self._last_s: dict[int, float] = {}
+        self._has_begun = False
         self._num_prompt = num_prompt_tokens
-        self._num_generated = 0
         self._num_open = num_samples
 
-    def token(self, index: int, at_s: float, reason: FinishReason | None) -> None:
-        """A sample got a token, the last one if there is a reason."""
-        measured, last_s = self._measured, self._last_s.get(index)
-        if last_s:
-            measured.inter_token.observe(at_s - last_s)
-        elif not self._num_generated:
-            measured.first_token.observe(at_s - self._began_s)
-            measured.num_prompt_tokens += self._num_prompt
-        self._last_s[index] = at_s
-        self._num_generated += 1
-        if reason is not None:
-            self._finish_one(reason, at_s)
+    def begin(self, at_s: float) -> None:
+        """The request got a token: its first one, if this is the first call."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._measured.first_token.observe(at_s - self._began_s)
+            self._measured.num_prompt_tokens += self._num_prompt
 
-    def close(self, reason: FinishReason) -> None:
-        """The request ends now; samples that have not ended end for this reason."""
-        self._measured.finished[reason] += self._num_open
-        self._num_open = 0
-
-    def _finish_one(self, reason: FinishReason, at_s: float) -> None:
+    def finish_one(self, reason: FinishReason, at_s: float, *, num_generated: int) -> None:
+        """A sample has ended; the request has so many tokens by now, of all samples."""
         self._measured.finished[reason] += 1
         self._num_open -= 1
         if not self._num_open:
             self._measured.request.observe(at_s - self._began_s)
             self._measured.prompt.observe(self._num_prompt)
-            self._measured.generated.observe(self._num_generated)
+            self._measured.generated.observe(num_generated)
+
+    def close(self, reason: FinishReason) -> None:
+        """The request ends now; samples that have not ended end for this reason."""
+        self._measured.finished[reason] += self._num_open
+        self._num_open = 0
 
 
 # The page.

@@ -1,9 +1,8 @@
 """The chunks that callers get, and how a sample's tokens become text. Pure except for the given tokenizer."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.scheduling.sequence import FinishReason
@@ -119,6 +118,7 @@ class SampleText:
         min_tokens tokens.
         """
         self._detokenizer = detokenizer
+        self.has_stop = bool(stop) and detokenizer is not None
         self._stop = StopStrings(stop, keep=keep_stop)
         self._keep_stop = keep_stop
         self._num_left_before_stop = min_tokens
@@ -128,20 +128,31 @@ class SampleText:
         """The stop string that ends the sample here; None if there is none."""
         return self._stop.matched
 
-    def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """Take a token; returns new text. The token that a sample stops at has none, but with keep_stop."""
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> str:
+        """Take tokens; returns new text. The token that a sample stops at has none, but with keep_stop.
+
+        The reason is that of the last token. Raises whatever the tokenizer raises.
+        """
         if self._detokenizer is None:
             return ""
-        token_ids = () if finish_reason is FinishReason.STOP and not self._keep_stop else (token_id,)
-        text = self._stop.push(self._detokenizer.push(token_ids), is_exempt=self._num_left_before_stop > 0)
-        self._num_left_before_stop = max(0, self._num_left_before_stop - 1)
+        if finish_reason is FinishReason.STOP and not self._keep_stop:
+            token_ids = token_ids[:-1]
+        if self.has_stop:
+            text = "".join(map(self._push_one, token_ids))
+        else:
+            text = self._detokenizer.push(token_ids)
         return text if finish_reason is None else text + self.flush()
 
-    def whole(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
-        """Return the text of all tokens of a sample that has ended, when none was taken before."""
-        last = len(token_ids) - 1
-        pieces = [self.push(each, finish_reason if i == last else None) for i, each in enumerate(token_ids)]
-        return "".join(pieces)
+    def _push_one(self, token_id: int) -> str:
+        """Return the text that one token adds, up to a stop string."""
+        assert self._detokenizer is not None
+        text = self._stop.push(self._detokenizer.push((token_id,)), is_exempt=self._num_left_before_stop > 0)
+        self._num_left_before_stop = max(0, self._num_left_before_stop - 1)
+        return text
+
+    def takes_long(self, num_tokens: int) -> bool:
+        """Return whether push takes longer than 1 ms for so many tokens."""
+        return self._detokenizer is not None and num_tokens > self._detokenizer.tokens_per_ms
 
     def flush(self) -> str:
         """Return the text that was held back, since the sample has ended."""
@@ -149,71 +160,6 @@ class SampleText:
             return ""
         rest = self._stop.push(self._detokenizer.flush(), is_exempt=self._num_left_before_stop > 0)
         return rest + self._stop.flush()
-
-
-@dataclass(slots=True)
-class _Unread:
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_string: str | None = None
-
-
-class Mailbox:
-    """Unread chunks of one request: at most one per sample, later ones are joined to it.
-
-    So the unread content of a slow caller is bounded by its max_tokens, and by EngineConfig.max_unread_tokens.
-    """
-
-    def __init__(self, *, has_logprobs: bool) -> None:
-        self._has_logprobs = has_logprobs
-        self._unread: dict[int, _Unread] = {}
-        self._of_prompt: dict[str, Any] = {}
-        self.num_unread_tokens = 0
-
-    def put_prompt(self, *, logprobs: PromptLogprobs | None, num_cached_tokens: int | None) -> None:
-        """Add results for the prompt, to the first chunk that is taken next."""
-        self._of_prompt = {"prompt_logprobs": logprobs, "num_cached_tokens": num_cached_tokens}
-
-    def put(
-        self,
-        index: int,
-        *,
-        text: str,
-        token_ids: Iterable[int],
-        logprobs: Iterable[TokenLogprobs] = (),
-        finish_reason: FinishReason | None,
-        stop_string: str | None = None,
-    ) -> None:
-        """Add new content of a sample."""
-        unread = self._unread.setdefault(index, _Unread())
-        unread.text.append(text)
-        self.num_unread_tokens -= len(unread.token_ids)
-        unread.token_ids += token_ids
-        self.num_unread_tokens += len(unread.token_ids)
-        unread.logprobs += logprobs
-        unread.finish_reason, unread.stop_string = finish_reason, stop_string
-
-    def take(self) -> list[Chunk]:
-        """All that is unread, by the order in which samples got it."""
-        unread, self._unread = self._unread, {}
-        self.num_unread_tokens = 0
-        chunks = [
-            Chunk(
-                index=index,
-                text="".join(parts.text),
-                token_ids=tuple(parts.token_ids),
-                logprobs=tuple(parts.logprobs) if self._has_logprobs else None,
-                finish_reason=parts.finish_reason,
-                stop_string=parts.stop_string,
-            )
-            for index, parts in unread.items()
-        ]
-        if chunks and self._of_prompt:
-            chunks[0] = replace(chunks[0], **self._of_prompt)
-            self._of_prompt = {}
-        return chunks
 
 
 def best_of(completion: Completion, count: int, *, has_logprobs: bool) -> list[Chunk]:

@@ -1,53 +1,113 @@
-"""One request of a caller: its sequences, their texts, and the chunks that the caller has not read."""
+"""One request of a caller: its sequences, and what the caller has not read of their output."""
 
 import asyncio
 from collections import abc
 
 from quire.client.engine.metrics import RequestTimes
-from quire.client.engine.outputs import Chunk, Mailbox, SampleText
+from quire.client.engine.outputs import Chunk
+from quire.client.engine.prompt_logprobs import PromptLogprobs
+from quire.client.engine.sample_output import SampleOutput
 from quire.client.engine.scheduling.beam_search import BeamSearch
 from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, FinishReason, Sequence
 from quire.client.engine.tracing import RequestSpan
 from quire.client.errors import QuireError, RequestFailed, after_delivery
 
+_NOTHING_OF_PROMPT: tuple[PromptLogprobs | None, int | None] = (None, None)
+
 
 class Request:
-    """A caller's request: its samples' texts, and the unread chunks."""
+    """A caller's request: the output of its samples, and a signal that there is more of it.
+
+    The caller is woken once for all that came meanwhile.
+    """
 
     __slots__ = (
-        *("delivered", "error", "finished", "first", "mailbox", "mask_s", "news", "open", "sequences", "span"),
-        *("tells_of_prompt", "texts", "timer", "times", "waits"),
+        *("_has_news", "_num_unread", "_of_prompt", "_unread", "_waiter", "delivered", "error", "finished", "first"),
+        *("is_whole", "mask_s", "open", "outputs", "sequences", "span", "tells_of_prompt", "timer", "times", "waits"),
     )
 
     def __init__(
         self,
         sequences: list[Sequence],
-        texts: list[SampleText],
+        outputs: abc.Iterable[SampleOutput],
         times: RequestTimes,
         span: RequestSpan | None,
         *,
-        has_logprobs: bool,
+        num_samples: int = 1,
+        is_whole: bool = False,
         delivered: abc.Sequence[Delivered] | None = None,
     ) -> None:
+        """is_whole: the caller reads the first token of each sample, and then their ends."""
         self.sequences = sequences
         self.first = sequences[0]
-        self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * len(texts)
+        self.outputs = {output.index: output for output in outputs}
         self.span = span
-        self.texts = texts
         self.times = times
-        self.mailbox = Mailbox(has_logprobs=has_logprobs)
-        self.news = asyncio.Event()
+        self.is_whole = is_whole
         self.finished: dict[int, FinishReason] = {}  # reasons that the caller has got, by sample
-        self.open = {sequence.index for sequence in sequences}  # indexes of samples without a finish_reason
+        self.open = set(self.outputs)  # indexes of samples without a finish_reason
         self.waits = True  # for its first token
         self.timer: asyncio.TimerHandle | None = None
         self.error: QuireError | None = None
         self.mask_s = 0.0  # of the worker's processors, for the masks that no step waited for
         self.tells_of_prompt = delivered is None  # with the first token
+        self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * num_samples
+        self._unread: dict[int, SampleOutput] = {}  # in the order in which they got something to read
+        self._of_prompt = _NOTHING_OF_PROMPT
+        self._num_unread = 0
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    # For the engine's task.
+
+    def tell_of_prompt(self, logprobs: PromptLogprobs | None) -> None:
+        """Add results for the prompt to the chunk that is taken next."""
+        self._of_prompt = logprobs, self.first.num_cached_tokens
+        self.tells_of_prompt = False
+
+    def put(self, output: SampleOutput, num_tokens: int) -> int:
+        """Count so many more tokens of a sample as unread. Returns the unread tokens of all samples."""
+        self._unread[output.index] = output
+        self._num_unread += num_tokens
+        return self._num_unread
+
+    def wake(self) -> None:
+        """Let the caller read."""
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: QuireError) -> None:
         self.error = self.error or error
-        self.news.set()
+        self._show_silent()
+        self.wake()
+
+    def _show_silent(self) -> None:
+        """Let the caller read the tokens that were to be read at the end."""
+        for sequence in self.sequences:
+            if sequence.is_silent and sequence.index in self.open:
+                output = self.outputs[sequence.index]
+                self.put(output, output.show_all(None))
+
+    def finish_one(self, index: int, reason: FinishReason) -> None:
+        """Take a sample as ended. The scheduler may learn of it later."""
+        self.finished[index] = reason
+        self.open.discard(index)
+
+    def time_out(self) -> None:
+        """End the open samples with the tokens generated so far."""
+        self._show_silent()
+        for index in sorted(self.open):
+            output = self.outputs[index]
+            output.time_out()
+            self.put(output, 0)
+            self.finish_one(index, FinishReason.TIMEOUT)
+        self.wake()
+
+    @property
+    def num_generated(self) -> int:
+        """Return the tokens that the caller has or may take, of all samples."""
+        return sum(output.num_generated for output in self.outputs.values())
 
     def outcome(self) -> tuple[int, list[FinishReason | None]]:
         """Return the generated tokens of all samples, and why each has ended."""
@@ -61,28 +121,56 @@ class Request:
             sequence.finish_reason is not None and sequence.index in self.open for sequence in self.sequences
         )
 
-    def finish_one(self, index: int, reason: FinishReason) -> None:
-        """Take a sample as ended. The scheduler may learn of it later."""
-        self.finished[index] = reason
-        self.open.discard(index)
+    # For the caller's task.
 
-    def time_out(self) -> None:
-        """End the open samples with the tokens generated so far."""
-        for index in sorted(self.open):
-            text = self.texts[index].flush()
-            self.mailbox.put(index, text=text, token_ids=(), finish_reason=FinishReason.TIMEOUT)
-            self.finish_one(index, FinishReason.TIMEOUT)
-        self.news.set()
+    async def news(self) -> None:
+        """Wait until there is something to read since the last call."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
 
-    async def chunks(self) -> abc.AsyncGenerator[Chunk, None]:
-        while self.open or self.news.is_set():
-            await self.news.wait()
-            self.news.clear()
-            for chunk in self.mailbox.take():
-                self.delivered[chunk.index] += len(chunk.token_ids)
-                yield chunk
-            if self.error is not None:
-                raise after_delivery(self.error, self.delivered)
+    @property
+    def has_more(self) -> bool:
+        """False once all samples have ended and everything is read."""
+        return bool(self.open) or self._has_news
+
+    def unread(self) -> abc.Iterable[SampleOutput]:
+        """Return the outputs that got something to read since the last call."""
+        unread, self._unread, self._num_unread = self._unread, {}, 0
+        return unread.values()
+
+    async def read(self, output: SampleOutput) -> Chunk | None:
+        """Return what the caller has not read of a sample; None if there is nothing. Another thread makes a long text.
+
+        If the tokenizer makes no text of the tokens, this is the request's error.
+        """
+        content = output.take()
+        if content is None:
+            return None
+        try:
+            text = (
+                await asyncio.to_thread(output.text_of, content) if output.is_long(content) else output.text_of(content)
+            )
+        except Exception as error:
+            self.error = self.error or undeliverable(error)
+            return None
+        self.delivered[output.index] += len(content.token_ids)
+        logprobs_of_prompt, num_cached_tokens = self._of_prompt
+        self._of_prompt = _NOTHING_OF_PROMPT
+        return Chunk(
+            output.index,
+            text,
+            content.token_ids,
+            content.logprobs,
+            content.finish_reason,
+            logprobs_of_prompt,
+            num_cached_tokens,
+            content.stop_string,
+        )
 
 
 class BeamRequest(Request):
@@ -91,8 +179,7 @@ class BeamRequest(Request):
     __slots__ = ("group", "has_ended", "search")
 
     def __init__(self, group: BeamGroup, search: BeamSearch, times: RequestTimes, span: RequestSpan | None) -> None:
-        super().__init__(group.members, [], times, span, has_logprobs=False)
-        self.open.clear()
+        super().__init__(group.members, (), times, span)
         self.group = group
         self.search = search
         self.has_ended = False
@@ -112,7 +199,7 @@ class BeamRequest(Request):
 
     def end(self) -> None:
         self.has_ended = True
-        self.news.set()
+        self.wake()
 
     def time_out(self) -> None:
         self.search.stop([beam.output_token_ids for beam in self.sequences], FinishReason.TIMEOUT)
@@ -121,8 +208,7 @@ class BeamRequest(Request):
     async def wait(self, num_beams: int) -> None:
         """Wait for the end of the search. Raises its error."""
         while not self.has_ended and self.error is None:
-            await self.news.wait()
-            self.news.clear()
+            await self.news()
         if self.error is not None:
             raise after_delivery(self.error, [0] * num_beams)
 

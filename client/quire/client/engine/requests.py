@@ -30,6 +30,7 @@ from quire.client.engine.outputs import (
     complete,
 )
 from quire.client.engine.request import BeamRequest, Request, undeliverable
+from quire.client.engine.sample_output import SampleOutput
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearch, BeamSearchParams
 from quire.client.engine.scheduling.new_sequences import new_beam_group, new_samples
@@ -182,8 +183,13 @@ class Requests:
         params: SamplingParams,
         cache: CacheParams,
         delivered: abc.Sequence[Delivered] | None = None,
+        *,
+        is_whole: bool = False,
     ) -> abc.AsyncGenerator[Chunk, None]:
-        """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here."""
+        """Chunks of a checked request; closing the iterator cancels it. Its grammar is checked here.
+
+        is_whole is as in Engine.generate.
+        """
         if params.best_of is not None:
             for chunk in await self._generate_best(token_ids, params, cache):
                 yield chunk
@@ -191,11 +197,16 @@ class Requests:
         if params.grammar is not None:
             async with self._compiling.place(params.tenant):
                 await self._check_grammar(params.grammar)
-        request_id, request = self._submit(token_ids, params, cache, delivered)
+        request_id, request = self._submit(token_ids, params, cache, delivered, is_whole=is_whole)
         try:
-            async with contextlib.aclosing(request.chunks()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            while request.has_more:
+                await request.news()
+                for output in request.unread():
+                    unread = await request.read(output)
+                    if unread is not None:
+                        yield unread
+                if request.error is not None:
+                    raise after_delivery(request.error, request.delivered)
         finally:
             self._close(request_id, request)
 
@@ -219,7 +230,7 @@ class Requests:
         beams = []
         for ended in request.search.best():
             try:
-                text = self._text_of(token_ids, request.first.params).whole(ended.token_ids, ended.finish_reason)
+                text = self._text_of(token_ids, request.first.params).push(ended.token_ids, ended.finish_reason)
             except Exception as error:  # the tokenizer's, about this text
                 raise undeliverable(error) from error
             beams.append(Beam(text, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
@@ -264,7 +275,7 @@ class Requests:
 
     async def complete(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> Completion:
         """All samples of a checked request."""
-        async with contextlib.aclosing(self.generate(token_ids, params, cache)) as stream:
+        async with contextlib.aclosing(self.generate(token_ids, params, cache, is_whole=True)) as stream:
             return complete(token_ids, [chunk async for chunk in stream])
 
     def _submit(
@@ -273,6 +284,8 @@ class Requests:
         params: SamplingParams,
         cache: CacheParams,
         delivered: abc.Sequence[Delivered] | None,
+        *,
+        is_whole: bool,
     ) -> tuple[int, Request]:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
@@ -280,8 +293,7 @@ class Requests:
         # Before the request is counted and submitted: what raises here leaves nothing behind.
         texts = [self._text_of(token_ids, params) for _ in range(params.n)]
         for text, sample in zip(texts, delivered or (), strict=False):
-            for token_id in sample.token_ids:
-                text.push(token_id, None)
+            text.push(sample.token_ids, None)
         with self._entering(params.tenant, len(token_ids), is_limited=delivered is None):
             sequences = new_samples(
                 self._limits,
@@ -295,7 +307,11 @@ class Requests:
             )
         times, span = self._measure(params, num_prompt_tokens=len(token_ids), num_samples=len(sequences))
         has_logprobs = params.logprobs is not None
-        request = Request(sequences, texts, times, span, has_logprobs=has_logprobs, delivered=delivered)
+        outputs = [
+            SampleOutput(sequence, texts[sequence.index], has_logprobs=has_logprobs, is_whole=is_whole)
+            for sequence in sequences
+        ]
+        request = Request(sequences, outputs, times, span, num_samples=params.n, is_whole=is_whole, delivered=delivered)
         return self._begin(request, params.timeout_s), request
 
     def _submit_beams(

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from quire.client.engine.token_bytes import REPLACEMENT, Pieces, TokenBytes, Utf8Decoder, text_of
 from quire.client.engine.token_lengths import max_token_characters
@@ -215,7 +215,12 @@ class _OrdinaryText:
 
 
 class Detokenizer(Protocol):
-    """The text of one growing sequence, in pieces. A piece never ends in half a character."""
+    """The text of one growing sequence, in pieces. A piece never ends in half a character.
+
+    tokens_per_ms  so many, at least, that push takes in a millisecond
+    """
+
+    tokens_per_ms: ClassVar[int]
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take tokens; return the text that is certain now."""
@@ -232,6 +237,8 @@ class _ByteDetokenizer:
     (SentencePiece's "<0xF0>") it replaces all that follow one another if one of them is wrong; here only the wrong ones
     are replaced.
     """
+
+    tokens_per_ms: ClassVar[int] = 1_000
 
     def __init__(self, pieces: Pieces, decoder: Utf8Decoder) -> None:
         self._take = pieces.take
@@ -251,6 +258,8 @@ class _WindowDetokenizer:
     The pieces together are what the tokenizer's decode gives for all tokens after the prompt, as far as the decoder
     looks at few tokens together. Text that ends in U+FFFD is undecided, for up to 16 tokens.
     """
+
+    tokens_per_ms: ClassVar[int] = 20
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode

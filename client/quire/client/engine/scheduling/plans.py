@@ -3,14 +3,13 @@
 Plan           the question: the items that the scheduler asks for
 GrantedStep    the answer: the runs of the next step, and the items that were refused
 StepInFlight   the step until its tokens or its failure come
-Sampled, Failed   its results
+StepTokens, Failed   its results
 """
 
 from collections import abc
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.scheduling.layer_groups import BlockTables, LayerGroup
@@ -228,13 +227,17 @@ class StepInFlight:
     is_void: bool = False
 
 
-class Sampled(NamedTuple):
-    """A token a sequence got, under the id it had in the step; finish_reason if it is the last one."""
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The sequences that got a token in a step, the last of their token_ids then.
 
-    sequence: Sequence
-    seq_id: int
-    token_id: int
-    finish_reason: FinishReason | None
+    seq_ids    their ids in the step, parallel
+    ended      those for which it was the last one, and why
+    """
+
+    seq_ids: abc.Sequence[int]
+    sequences: abc.Sequence[Sequence]
+    ended: abc.Mapping[Sequence, FinishReason]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures, is_under
 from quire.client.engine.scheduling.faults import RequestFault, to_failure
 from quire.client.engine.scheduling.flight import Flight
-from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, Sampled, SchedulerLimits, StepInFlight
+from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.client.engine.scheduling.preemption import Preemption
 from quire.client.engine.scheduling.queues import Queues, by_rank, require
@@ -205,8 +205,8 @@ class Scheduler:
         token_ids: abc.Sequence[int],
         *,
         late_ids: abc.Collection[int] = (),
-    ) -> tuple[abc.Sequence[Sampled], abc.Sequence[Failed]]:
-        """Take the tokens of the oldest step in flight, parallel lists; returns those that count, in this order.
+    ) -> tuple[StepTokens, abc.Sequence[Failed]]:
+        """Take the tokens of the oldest step in flight, parallel lists; returns the sequences that got one, in order.
 
         The tokens of late_ids do not count: the worker did not wait for their masks. These sequences are postponed. A
         sequence that can't take its token is returned as failed: the caller ends it. The others have theirs. Raises
@@ -217,37 +217,37 @@ class Scheduler:
         if not step.samplers.keys() <= tokens.keys():
             raise ProtocolViolation("a step came back without a token that it was to sample")
         self._flight.end(step)
-        events: list[Sampled] = []
+        got: dict[int, Sequence] = {}
+        ended: dict[Sequence, FinishReason] = {}
         failed: list[Failed] = []
+        accept = self._queues.accept
         for seq_id, sequence in step.samplers.items():
             if sequence.seq_id != seq_id or (sequence.state is not _RUNNING and sequence.state is not _DRAINING):
                 continue
             if late_ids and seq_id in late_ids:
                 continue
             try:
-                events.append(self._accept(sequence, seq_id, tokens[seq_id]))
+                reason = accept(sequence, tokens[seq_id])
+                if reason is not None:
+                    ended[sequence] = reason
+                    self._endings.finish(sequence, reason)
+                got[seq_id] = sequence
             except Exception as error:
                 failed.append(Failed(sequence, to_failure(error)))
         for seq_id in late_ids:
             self._postpone_late(step, seq_id)
-        self._counters.sampled_tokens += len(events)
-        self._counters.discarded_tokens += len(tokens) - len(events)
+        self._counters.sampled_tokens += len(got)
+        self._counters.discarded_tokens += len(tokens) - len(got)
         if self._queues.suspects:
             self._failures.clear_suspects(step)
         if not failed:
             self._checked()
-        return events, failed
+        return StepTokens([*got], [*got.values()], ended), failed
 
     def _postpone_late(self, step: StepInFlight, seq_id: int) -> None:
         sequence = step.samplers.get(seq_id)
         if sequence is not None and is_under(sequence, seq_id):
             self._queues.postpone(sequence)
-
-    def _accept(self, sequence: Sequence, seq_id: int, token_id: int) -> Sampled:
-        reason = self._queues.accept(sequence, token_id)
-        if reason is not None:
-            self._endings.finish(sequence, reason)
-        return Sampled(sequence, seq_id, token_id, reason)
 
     def on_step_failed(self, step: StepInFlight, error: QuireError) -> abc.Sequence[Failed]:
         """The oldest step in flight computed nothing, perhaps because of one of its sequences. Returns failed

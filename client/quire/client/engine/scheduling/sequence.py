@@ -116,7 +116,7 @@ class BeamGroup:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request, or one beam. Changed by the scheduler only."""
+    """One sample of one request, or one beam. Changed by the scheduler only, but for two fields."""
 
     request_id: int
     index: int
@@ -161,6 +161,9 @@ class Sequence:
     # For a beam: the search's others, and the most probable next tokens once they are known.
     group: BeamGroup | None = None
     top: abc.Sequence[tuple[int, float]] | None = None
+    # Set by the delivery: its tokens are delivered when it ends; the time of its last token, by time.perf_counter().
+    is_silent: bool = False
+    last_token_s: float = 0.0
 
     @property
     def priority(self) -> int:
