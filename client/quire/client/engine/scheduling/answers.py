@@ -193,12 +193,14 @@ class Answers:
 
     def _step_of(self, plan: Plan, granted: GrantedStep, failed: abc.Sequence[Failed]) -> StepInFlight:
         given = set(granted.given_run_indexes)
-        sequences: list[Sequence] = []
+        sequences: list[Sequence] = self._run_batch(plan, granted)
+        num_batched = len(sequences)
+        samplers = dict(zip(plan.batched_ids[:num_batched], sequences, strict=True))
         introduced: list[int] = []
-        samplers: dict[int, Sequence] = {}
+        decoding: list[Sequence] = []
         is_void = False
-        runs = zip(granted.run_ids, granted.run_starts, granted.run_counts, strict=True)
-        for index, (seq_id, start, count) in enumerate(runs):
+        for index in range(num_batched, len(granted.run_ids)):
+            seq_id, start, count = granted.run_ids[index], granted.run_starts[index], granted.run_counts[index]
             sequence = plan.sequences.get(seq_id)
             if sequence is None:
                 raise ProtocolViolation("a run of a sequence that was not asked for")
@@ -214,9 +216,12 @@ class Answers:
                 raise ProtocolViolation("token ids are asked for that are still being sampled")
             if sequence.schedule(count):
                 samplers[seq_id] = sequence
+                if not self._queues.groups and sequence.num_left:
+                    decoding.append(sequence)
             if not sequence.sampling_sent:
                 sequence.sampling_sent = True
                 introduced.append(index)
+        self._queues.batch_up(decoding)
         self._counters.scheduled_tokens += sum(granted.run_counts)
         return StepInFlight(
             step_number=granted.step_number,
@@ -231,6 +236,24 @@ class Answers:
             failed=failed,
             is_void=is_void,
         )
+
+    def _run_batch(self, plan: Plan, granted: GrantedStep) -> list[Sequence]:
+        """Count the runs of the batch of decodes as planned, if the step begins with them. Returns its sequences.
+
+        Otherwise it is disbanded, and all runs are looked at one by one: some were refused or have ended meanwhile.
+        """
+        queues = self._queues
+        batch, num_runs = queues.batch, len(plan.batched_ids)
+        if (
+            batch.ids == plan.batched_ids
+            and min(granted.given_run_indexes, default=num_runs) >= num_runs
+            and batch.runs_in(granted.run_ids, granted.run_starts, granted.run_counts)
+        ):
+            members = batch.members.copy()
+            queues.advance_batch()
+            return members
+        queues.disband()
+        return []
 
     def _refuse_extends(self, plan: Plan, refused: Refusals) -> list[Failed]:
         failed: list[Failed] = []

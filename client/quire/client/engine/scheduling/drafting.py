@@ -5,7 +5,7 @@ from itertools import groupby
 
 from quire.client.engine.scheduling.plans import Admission, ExpectedPrompt, Fork, Plan, SchedulerLimits
 from quire.client.engine.scheduling.policy import Policy, PoolView
-from quire.client.engine.scheduling.queues import Queues, id_of
+from quire.client.engine.scheduling.queues import Queues, by_rank, id_of
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import Sequence, SequenceState
 
@@ -46,6 +46,8 @@ class Draft:
         self.line = room.line(queues.waiting)
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
+        self._unbatched: abc.Sequence[Sequence] = queues.unbatched
+        self._batched_ids: list[int] = []
         self._apart: abc.Sequence[Sequence] = queues.apart
         self._places = limits.num_places - queues.num_places_taken
         self._trims: dict[int, int] = {}
@@ -77,7 +79,7 @@ class Draft:
             self._shorten()
             self._add_newcomer(suspect)
         elif suspect.group is not None:
-            self._running = suspect.group.running
+            self._running = self._unbatched = suspect.group.running
             self._apart = [beam for beam in self._apart if beam.group is suspect.group]
             self.add_running(None)
         elif suspect.seq_id is not None:
@@ -98,6 +100,7 @@ class Draft:
             extend_ids=tuple(self._ids),
             extend_counts=tuple(self._counts),
             appended=self._appended,
+            batched_ids=self._batched_ids,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
             admission_token_budget=self._budget if newcomers else 0,
@@ -141,11 +144,17 @@ class Draft:
         return True
 
     def _add_decodes(self) -> None:
-        ready = [sequence for sequence in self._running if sequence.num_schedulable_tokens == 1]
-        del ready[self._budget :]
+        ready = [sequence for sequence in self._unbatched if sequence.num_schedulable_tokens == 1]
+        batch = self._queues.batch
+        if self._running is self._queues.running and not ready:
+            self._batched_ids = batch.ids.copy()
+            ready = batch.members
+        elif self._running is self._queues.running:
+            ready = sorted((*batch.members, *ready), key=by_rank)
+        ready = ready[: self._budget]
         if self._queues.groups:
             ready = [sequence for sequence in ready if self._tell(sequence)]
-        self._ids = [id_of(sequence) for sequence in ready]
+        self._ids = self._batched_ids.copy() or [id_of(sequence) for sequence in ready]
         self._counts = [1] * len(ready)
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)
@@ -156,7 +165,7 @@ class Draft:
             self._budget = min(self._budget, self._room.max_chunk_tokens)
 
     def _add_chunks(self, newcomer: Sequence | None) -> None:
-        prompts = [sequence for sequence in self._running if sequence.num_schedulable_tokens > 1]
+        prompts = [sequence for sequence in self._unbatched if sequence.num_schedulable_tokens > 1]
         if not prompts or not self._budget:
             return
         counts = self._policy.divide(prompts, newcomer, budget=self._budget)

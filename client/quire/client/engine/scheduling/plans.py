@@ -130,6 +130,7 @@ class Plan:
 
     trims       tokens to keep, by id
     appended    tokens that the engine chose, by the id of a sequence that is extended
+    batched_ids    the first of extend_ids, if these are the whole batch of decodes (decode_batch.py)
     """
 
     release_ids: tuple[int, ...] = ()
@@ -148,6 +149,7 @@ class Plan:
     admission_token_budget: int = 0
     admission_reserve_blocks: int = 0
     sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
+    batched_ids: abc.Sequence[int] = ()
     gives_way: bool = False
     """It releases what another client of the pool may wait for, and admits nothing."""
 
@@ -189,9 +191,9 @@ class GrantedStep:
     """
 
     step_number: int
-    run_ids: abc.Sequence[int]
-    run_starts: abc.Sequence[int]
-    run_counts: abc.Sequence[int]
+    run_ids: list[int]
+    run_starts: list[int]
+    run_counts: list[int]
     given_run_indexes: abc.Sequence[int]
     refusals: abc.Sequence[Refusal]
     admitted_ids: abc.Sequence[int]

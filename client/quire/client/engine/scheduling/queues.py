@@ -3,6 +3,8 @@
     WAITING     waiting      by rank
                 apart        beams that are admitted on their own while their group runs
     RUNNING     running      by rank
+                batch        of these, those that compute one token in every step
+                unbatched    the others, by rank
     DRAINING    draining
     POSTPONED   postponed
     FOLLOWING   followers    by the sequence with their prompt
@@ -17,7 +19,9 @@ decides which sequence moves, and when.
 
 from bisect import bisect_right, insort
 from collections import abc
+from operator import attrgetter
 
+from quire.client.engine.scheduling.decode_batch import DecodeBatch
 from quire.client.engine.scheduling.faults import BrokenInvariantError
 from quire.client.engine.scheduling.layer_groups import BlockTables
 from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
@@ -25,10 +29,8 @@ from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Seq
 # The states in which a sequence may have blocks in the host tier.
 _AWAY = frozenset({SequenceState.WAITING, SequenceState.DRAINING})
 
-
-def by_rank(sequence: Sequence) -> tuple[int, ...]:
-    """Return the key that orders sequences."""
-    return sequence.rank
+by_rank: abc.Callable[[Sequence], tuple[int, ...]] = attrgetter("rank")
+"""Returns the key that orders sequences."""
 
 
 def id_of(sequence: Sequence) -> int:
@@ -53,6 +55,8 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.apart: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.batch = DecodeBatch()
+        self.unbatched: list[Sequence] = []
         self.draining: set[Sequence] = set()
         self.postponed: list[Sequence] = []
         self.followers: dict[Sequence, list[Sequence]] = {}
@@ -116,6 +120,24 @@ class Queues:
             self._stop_waiting(sequence)
         sequence.begin(seq_id, num_scheduled_tokens=num_tokens, num_shared_tokens=num_shared_tokens)
         insort(self.running, sequence, key=by_rank)
+        insort(self.unbatched, sequence, key=by_rank)
+
+    def batch_up(self, sequences: abc.Collection[Sequence]) -> None:
+        """Add running sequences outside the batch, whose next run has one token, to the batch."""
+        for sequence in sequences:
+            self.batch.add(sequence)
+        if sequences:
+            self.unbatched = [sequence for sequence in self.unbatched if sequence.batch is None]
+
+    def advance_batch(self) -> None:
+        """Count a run of every sequence of the batch as planned."""
+        for sequence in self.batch.advance():
+            insort(self.unbatched, sequence, key=by_rank)
+
+    def disband(self) -> None:
+        """Take all sequences out of the batch: they run in different steps."""
+        self.batch.clear()
+        self.unbatched = self.running.copy()
 
     def stop_following(self, child: Sequence) -> Sequence:
         """Take a sample from the one that it follows; returns that one."""
@@ -175,14 +197,12 @@ class Queues:
         else:
             self.queue(sequence)
 
-    def accept(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Give a sequence the token it waited for. Returns the reason if the token ends it, None if not."""
-        reason = sequence.accept(token_id)
-        if reason is None and sequence.state is SequenceState.DRAINING and not sequence.num_sampling:
+    def drain(self, sequence: Sequence) -> None:
+        """Queue a draining sequence that has got a token, if it waits for no further one."""
+        if not sequence.num_sampling:
             self.draining.discard(sequence)
             sequence.move(SequenceState.WAITING)
             self.queue(sequence)
-        return reason
 
     def readmit(self, sequence: Sequence) -> None:
         """Discard the computed tokens of a sequence, or of its group; it waits with its known tokens."""
@@ -248,6 +268,8 @@ class Queues:
             sequence.reset()
             insort(self.waiting, sequence, key=by_rank)
         self.running.clear()
+        self.batch.clear()
+        self.unbatched.clear()
         self.draining.clear()
 
     def release_host(self, sequence: Sequence) -> None:
@@ -282,6 +304,10 @@ class Queues:
                 self._stop_waiting(sequence)
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
+                if sequence.batch is None:
+                    self.unbatched.remove(sequence)
+                else:
+                    self.batch.remove(sequence)
                 self.releases[id_of(sequence)] = self.blocks_of(sequence)
             case SequenceState.DRAINING:
                 self.draining.discard(sequence)
@@ -313,8 +339,9 @@ class Queues:
         require(len(set(living)) == len(living), "a sequence is in one place")
         for state, members in homes:
             require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
-        for ordered in (self.waiting, self.apart, self.running, self.suspects):
+        for ordered in (self.waiting, self.apart, self.running, self.batch.members, self.unbatched, self.suspects):
             require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
+        self._check_batch()
         suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
         require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
@@ -333,6 +360,18 @@ class Queues:
         require(all(s.host_id == i for i, s in self.offloads.items()), "an offloaded sequence has its id")
         for sequence in living:
             self._check_sequence(sequence)
+
+    def _check_batch(self) -> None:
+        batch = self.batch
+        require(
+            sorted((*batch.members, *self.unbatched), key=by_rank) == self.running, "a running one is batched or not"
+        )
+        require([s.seq_id for s in batch.members] == batch.ids, "the batch has its members' ids")
+        scheduled = [base + batch.num_steps for base in batch.bases]
+        require([s.num_scheduled_tokens for s in batch.members] == scheduled, "the batch has its members' tokens")
+        require(all(s.batch is batch and s.num_left > 0 for s in batch.members), "a member of the batch decodes")
+        require(all(s.num_sampling >= 0 for s in batch.members), "a member of the batch has no token too many")
+        require(all(s.batch is None for s in self.living() if s not in set(batch.members)), "others are in no batch")
 
     def _check_sequence(self, sequence: Sequence) -> None:
         require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")

@@ -220,17 +220,18 @@ class Scheduler:
         got: dict[int, Sequence] = {}
         ended: dict[Sequence, FinishReason] = {}
         failed: list[Failed] = []
-        accept = self._queues.accept
         for seq_id, sequence in step.samplers.items():
             if sequence.seq_id != seq_id or (sequence.state is not _RUNNING and sequence.state is not _DRAINING):
                 continue
             if late_ids and seq_id in late_ids:
                 continue
             try:
-                reason = accept(sequence, tokens[seq_id])
+                reason = sequence.accept(tokens[seq_id])
                 if reason is not None:
                     ended[sequence] = reason
                     self._endings.finish(sequence, reason)
+                elif sequence.state is _DRAINING:
+                    self._queues.drain(sequence)
                 got[seq_id] = sequence
             except Exception as error:
                 failed.append(Failed(sequence, to_failure(error)))

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.decode_batch import DecodeBatch
 from quire.client.engine.scheduling.layer_groups import BlockTables
 
 
@@ -134,10 +135,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     # The id of its present incarnation in the pool; a new one each time it is admitted or forked, None without one.
     seq_id: int | None = None
-    num_scheduled_tokens: int = 0
+    _num_scheduled: int = 0
     # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them, too.
     num_shared_tokens: int = 0
-    num_sampling: int = 0
+    _num_sampling: int = 0
+    # The batch that counts these two numbers while it is a member.
+    batch: DecodeBatch | None = None
     # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
     host_id: int | None = None
     num_host_tokens: int = 0
@@ -220,6 +223,21 @@ class Sequence:
         return max(1, self.num_blocks(tables, num_shared=self.num_shared_tokens))
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens with KV, computed or to be computed by steps in flight."""
+        return self._num_scheduled if self.batch is None else self._num_scheduled + self.batch.num_steps
+
+    @property
+    def num_sampling(self) -> int:
+        """Tokens that steps in flight sample."""
+        return self._num_sampling if self.batch is None else self.num_scheduled_tokens + 1 - len(self.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still get, without those being sampled."""
+        return self.max_tokens + self.num_prompt_tokens - self.num_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known and being sampled."""
         return len(self.token_ids) + self.num_sampling
@@ -232,10 +250,12 @@ class Sequence:
     @property
     def num_schedulable_tokens(self) -> int:
         """Tokens a next run may compute: 0 once the last token it may have is being sampled."""
-        num_tokens = len(self.token_ids) + self.num_sampling
+        if self.batch is not None:
+            return 1
+        num_tokens = len(self.token_ids) + self._num_sampling
         if num_tokens - self.num_prompt_tokens >= self.max_tokens:
             return 0
-        return num_tokens - self.num_scheduled_tokens
+        return num_tokens - self._num_scheduled
 
     def move(self, state: SequenceState) -> None:
         """Go to another state. Raises ValueError if the table has no such transition."""
@@ -252,7 +272,7 @@ class Sequence:
         """
         self.move(SequenceState.RUNNING)
         self.seq_id = seq_id
-        self.num_scheduled_tokens = num_scheduled_tokens
+        self._num_scheduled = num_scheduled_tokens
         self.num_shared_tokens = num_scheduled_tokens if num_shared_tokens is None else num_shared_tokens
         self.host_id, self.num_host_tokens = None, 0
         self.num_untold_tokens = 0
@@ -261,23 +281,33 @@ class Sequence:
         self.is_expected = False
 
     def schedule(self, num_tokens: int) -> bool:
-        """Count a run of this many tokens as planned. Returns whether it samples."""
-        self.num_scheduled_tokens += num_tokens
+        """Count a run of this many tokens as planned. Returns whether it samples. For one outside the batch."""
+        self._num_scheduled += num_tokens
         self.num_untold_tokens = 0
-        samples = self.num_scheduled_tokens == len(self.token_ids) + self.num_sampling
-        self.num_sampling += samples
+        samples = self._num_scheduled == len(self.token_ids) + self._num_sampling
+        self._num_sampling += samples
         return samples
+
+    def join(self, batch: DecodeBatch) -> None:
+        """Let a batch count the tokens, which has added it."""
+        self._num_scheduled -= batch.num_steps
+        self.batch = batch
+
+    def leave(self) -> None:
+        """Count the tokens again, since the batch has removed it."""
+        self._num_scheduled, self._num_sampling, self.batch = self.num_scheduled_tokens, self.num_sampling, None
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the oldest token being sampled. Returns the reason if it ends the sequence, None if not."""
-        self.num_sampling -= 1
-        if self.group is not None:
-            return None  # the tokens of its successors are chosen when the outcome of all beams is known
-        self.token_ids.append(token_id)
+        if self.batch is None:
+            self._num_sampling -= 1
+            if self.group is not None:
+                return None  # the tokens of its successors are chosen when the outcome of all beams is known
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if token_id in self.end_token_ids:
             return FinishReason.STOP
-        num_output = len(self.token_ids) - self.num_prompt_tokens
-        return FinishReason.LENGTH if num_output >= self.max_tokens else None
+        return FinishReason.LENGTH if len(token_ids) - self.num_prompt_tokens >= self.max_tokens else None
 
     def choose(self, token_id: int) -> None:
         """Continue a beam with a known outcome with this token. It may get one more."""
@@ -294,10 +324,10 @@ class Sequence:
 
     def preempt(self, *, is_offloaded: bool = False) -> None:
         """Leave the pool, perhaps for the host tier; tokens being sampled are still awaited, under the id it had."""
-        self.move(SequenceState.DRAINING if self.num_sampling else SequenceState.WAITING)
+        self.move(SequenceState.DRAINING if self._num_sampling else SequenceState.WAITING)
         if is_offloaded:
-            self.host_id, self.num_host_tokens = self.seq_id, self.num_scheduled_tokens
-        self.num_scheduled_tokens = 0
+            self.host_id, self.num_host_tokens = self.seq_id, self._num_scheduled
+        self._num_scheduled = 0
 
     def reset(self) -> None:
         """Leave the pool and drop the tokens being sampled; known tokens stay. For an unfinished sequence."""
@@ -306,8 +336,8 @@ class Sequence:
         self.seq_id = None
         self.host_id, self.num_host_tokens = None, 0
         self.is_expected = False
-        self.num_scheduled_tokens = 0
-        self.num_sampling = 0
+        self._num_scheduled = self._num_sampling = 0
+        self.batch = None
         self.num_untold_tokens = 0
         self.top = None
 

@@ -53,11 +53,11 @@ class TierCosts:
         self.copy = Rate(DEFAULT_COPY_BYTES_PER_S)
 
     def observe_step(
-        self, counts: abc.Collection[int], *, compute_s: float, num_copied_bytes: int, copy_s: float
+        self, counts: abc.Sequence[int], *, compute_s: float, num_copied_bytes: int, copy_s: float
     ) -> None:
         """Learn from a step of runs with so many tokens: what computing costs, if most are of prompts, and copying."""
         num_tokens = sum(counts)
-        if 2 * sum(count for count in counts if count > 1) > num_tokens:
+        if 2 * (num_tokens - counts.count(1)) > num_tokens:
             self.prefill.observe(num_tokens, compute_s)
         self.copy.observe(num_copied_bytes, copy_s)
 
