@@ -862,10 +862,8 @@ BUGS = [
         "news that comes while a caller reads is forgotten",
         (
             "generate",
-            "for output in request.unread():\n    unread = await request.read(output)\n"
-            "    if unread is not None:\n        yield unread",
-            "for output in request.unread():\n    unread = await request.read(output)\n"
-            "    if unread is not None:\n        yield unread\nrequest._has_news = False",
+            "if request.error is not None:",
+            "request._has_news = False\nif request.error is not None:",
         ),
     ),
     client(

@@ -646,6 +646,7 @@ class Engine:
         self._undelivered.append((sampled, response, ended))
         self._delivery.fail(failed)
         self._delivery.choose(sampled, response, ended)
+        self._counters.deliver_s += time.perf_counter() - ended
         if step.seq_ids:
             self._counters.computed_steps += 1
             self._recoveries_in_row = self._fruitless_in_row = 0

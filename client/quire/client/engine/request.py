@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import abc
+from dataclasses import replace
 
 from quire.client.engine.metrics import RequestTimes
 from quire.client.engine.outputs import Chunk
@@ -12,8 +13,6 @@ from quire.client.engine.scheduling.sequence import BeamGroup, Delivered, Finish
 from quire.client.engine.tracing import RequestSpan
 from quire.client.errors import QuireError, RequestFailed, after_delivery
 
-_NOTHING_OF_PROMPT: tuple[PromptLogprobs | None, int | None] = (None, None)
-
 
 class Request:
     """A caller's request: the output of its samples, and a signal that there is more of it.
@@ -22,8 +21,9 @@ class Request:
     """
 
     __slots__ = (
-        *("_has_news", "_num_unread", "_of_prompt", "_unread", "_waiter", "delivered", "error", "finished", "first"),
-        *("is_whole", "mask_s", "open", "outputs", "sequences", "span", "tells_of_prompt", "timer", "times", "waits"),
+        *("_has_news", "_loop", "_num_unread", "_of_prompt", "_unread", "_waiter", "delivered", "error", "finished"),
+        *("first", "is_whole", "mask_s", "open", "outputs", "sequences", "span", "tells_of_prompt", "timer", "times"),
+        "waits",
     )
 
     def __init__(
@@ -53,10 +53,11 @@ class Request:
         self.tells_of_prompt = delivered is None  # with the first token
         self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * num_samples
         self._unread: dict[int, SampleOutput] = {}  # in the order in which they got something to read
-        self._of_prompt = _NOTHING_OF_PROMPT
+        self._of_prompt: tuple[PromptLogprobs | None, int | None] | None = None
         self._num_unread = 0
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     # For the engine's task.
 
@@ -126,7 +127,7 @@ class Request:
     async def news(self) -> None:
         """Wait until there is something to read since the last call."""
         if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -143,34 +144,24 @@ class Request:
         unread, self._unread, self._num_unread = self._unread, {}, 0
         return unread.values()
 
-    async def read(self, output: SampleOutput) -> Chunk | None:
-        """Return what the caller has not read of a sample; None if there is nothing. Another thread makes a long text.
+    def read(self, output: SampleOutput) -> Chunk | None:
+        """Return what the caller has not read of a sample; None if there is nothing.
 
         If the tokenizer makes no text of the tokens, this is the request's error.
         """
-        content = output.take()
-        if content is None:
-            return None
         try:
-            text = (
-                await asyncio.to_thread(output.text_of, content) if output.is_long(content) else output.text_of(content)
-            )
+            chunk = output.read()
         except Exception as error:
             self.error = self.error or undeliverable(error)
             return None
-        self.delivered[output.index] += len(content.token_ids)
-        logprobs_of_prompt, num_cached_tokens = self._of_prompt
-        self._of_prompt = _NOTHING_OF_PROMPT
-        return Chunk(
-            output.index,
-            text,
-            content.token_ids,
-            content.logprobs,
-            content.finish_reason,
-            logprobs_of_prompt,
-            num_cached_tokens,
-            content.stop_string,
-        )
+        if chunk is None:
+            return None
+        self.delivered[chunk.index] += len(chunk.token_ids)
+        if self._of_prompt is not None:
+            logprobs, num_cached_tokens = self._of_prompt
+            self._of_prompt = None
+            return replace(chunk, prompt_logprobs=logprobs, num_cached_tokens=num_cached_tokens)
+        return chunk
 
 
 class BeamRequest(Request):

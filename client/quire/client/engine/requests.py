@@ -202,7 +202,8 @@ class Requests:
             while request.has_more:
                 await request.news()
                 for output in request.unread():
-                    unread = await request.read(output)
+                    is_long = output.is_long
+                    unread = await asyncio.to_thread(request.read, output) if is_long else request.read(output)
                     if unread is not None:
                         yield unread
                 if request.error is not None:

@@ -1,21 +1,8 @@
 """The output of one sample, between the engine's task, which adds to it, and the caller's task, which takes it."""
 
-from dataclasses import dataclass
-
-from quire.client.engine.outputs import SampleText
+from quire.client.engine.outputs import Chunk, SampleText
 from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a caller takes of one sample. Fields as in Chunk; text is None if it is still to be made of the tokens."""
-
-    token_ids: tuple[int, ...]
-    text: str | None
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: FinishReason | None
-    stop_string: str | None
 
 
 class SampleOutput:
@@ -27,7 +14,7 @@ class SampleOutput:
 
     __slots__ = (
         *("_is_over", "_logprobs", "_num_before", "_num_taken", "_pieces", "_sequence", "_text"),
-        *("finish_reason", "is_whole", "num_shown"),
+        *("finish_reason", "index", "is_whole", "num_shown"),
     )
 
     def __init__(self, sequence: Sequence, text: SampleText, *, has_logprobs: bool, is_whole: bool) -> None:
@@ -35,6 +22,7 @@ class SampleOutput:
 
         is_whole: the caller wants the tokens behind the first one when the sample ends.
         """
+        self.index = sequence.index
         self._sequence = sequence
         self._num_before = self._num_taken = self.num_shown = len(sequence.token_ids)
         self._logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
@@ -43,11 +31,6 @@ class SampleOutput:
         self.is_whole = is_whole
         self._is_over = False  # the caller has the finish_reason
         self.finish_reason: FinishReason | None = None
-
-    @property
-    def index(self) -> int:
-        """Return the number of the sample in its request."""
-        return self._sequence.index
 
     @property
     def num_generated(self) -> int:
@@ -86,27 +69,31 @@ class SampleOutput:
         if self._pieces is not None:
             self._pieces.append(self._text.flush())
 
-    def take(self) -> Content | None:
-        """Return everything that is shown and was not taken; None if there is nothing."""
-        reason = None if self._is_over else self.finish_reason
-        if self._num_taken == self.num_shown and reason is None:
+    @property
+    def is_long(self) -> bool:
+        """Return whether read takes longer than 1 ms now."""
+        return self._pieces is None and self._text.takes_long(self.num_shown - self._num_taken)
+
+    def read(self) -> Chunk | None:
+        """Return everything that is shown and was not read; None if there is nothing. Any thread may call it.
+
+        Raises whatever the tokenizer raises.
+        """
+        # The reason first: what is shown after it is not behind it.
+        reason, num_shown = None if self._is_over else self.finish_reason, self.num_shown
+        if self._num_taken == num_shown and reason is None:
             return None
-        token_ids = tuple(self._sequence.token_ids[self._num_taken : self.num_shown])
-        self._num_taken += len(token_ids)
-        self._is_over = reason is not None
-        text = logprobs = None
-        if self._pieces is not None:
+        token_ids = tuple(self._sequence.token_ids[self._num_taken : num_shown])
+        if self._pieces is None:
+            text = self._text.push(token_ids, reason)
+        else:
             text = "".join(self._pieces)
             self._pieces.clear()
+        logprobs = None
         if self._logprobs is not None:
             logprobs = tuple(self._logprobs)
             self._logprobs.clear()
-        return Content(token_ids, text, logprobs, reason, None if reason is None else self._text.stop_string)
-
-    def is_long(self, content: Content) -> bool:
-        """Return whether text_of takes longer than 1 ms."""
-        return content.text is None and self._text.takes_long(len(content.token_ids))
-
-    def text_of(self, content: Content) -> str:
-        """Return the text of content that was taken just now. Raises whatever the tokenizer raises."""
-        return self._text.push(content.token_ids, content.finish_reason) if content.text is None else content.text
+        self._num_taken = num_shown
+        self._is_over = reason is not None
+        stop_string = None if reason is None else self._text.stop_string
+        return Chunk(self.index, text, token_ids, logprobs, reason, stop_string=stop_string)
