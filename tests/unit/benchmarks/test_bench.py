@@ -54,6 +54,8 @@ kernels, lab, prefix, pressure, serving, step, utilization = map(
     script, ("kernels", "lab", "prefix", "pressure", "serving", "step", "utilization")
 )
 windows_of_prefix, queued_prompts = script("prefix", "windows"), script("prefix", "queued-prompts")
+schedulers = script("allocator", "schedulers")
+step_drivers = importlib.import_module("step_drivers")
 roofline, shapes, windows, workloads = map(importlib.import_module, ("roofline", "shapes", "windows", "workloads"))
 
 
@@ -538,3 +540,56 @@ def test_gathering_is_over_at_the_end_of_the_block() -> None:
     with padded.gathering():
         assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is padded.padded_attention
     assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is paged_attention
+
+
+# -- schedulers -------------------------------------------------------------------------------------------------------
+
+
+def step_script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this program in place of the driver of our own scheduler."""
+    (folder / "quire_steps.py").write_text(body)
+    monkeypatch.setattr(step_drivers, "FOLDER", folder)
+
+
+def measured_schedulers(*only: str) -> Any:
+    return schedulers.measure(True, report.progress_bar(), peers=False, only=only)
+
+
+def test_a_scheduler_that_is_not_installed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("environments"), "ENVIRONMENTS", tmp_path)
+    findings = measured_schedulers("sglang", "vllm")
+    missing = "not installed; --peers installs it"
+    assert findings.figures["unavailable"] == {"sglang": missing, "vllm": missing}
+    assert findings.figures["steps"] == []
+    assert f"SGLang: not run: {missing}" in findings.notes
+    assert findings.draw().axes
+
+
+def test_a_scheduler_that_fails_is_reported_with_what_it_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_script(tmp_path, "import no_such_scheduler", monkeypatch)
+    findings = measured_schedulers("quire")
+    assert "No module named 'no_such_scheduler'" in findings.figures["unavailable"]["quire"]
+    assert findings.figures["steps"] == []
+
+
+def test_the_windows_of_a_scheduler_that_fails_between_them_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = (
+        'print("a line of a package")\nfor answer in ({"versions": {}}, {"cpu_us": {"a": 1}, "wall_us": {"a": 1}}):'
+    )
+    body = f"import json\n{answers}\n    input()\n    print(json.dumps(answer), flush=True)\nraise SystemExit('full')"
+    step_script(tmp_path, body, monkeypatch)
+    findings = measured_schedulers("quire")
+    assert findings.figures["unavailable"] == {"quire": "full"}
+    assert findings.figures["steps"] == []
+
+
+def test_a_scheduler_that_does_not_answer_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_script(tmp_path, "import threading\nthreading.Event().wait()", monkeypatch)
+    monkeypatch.setattr(step_drivers, "ANSWER_TIMEOUT_S", 0.2)
+    assert measured_schedulers("quire").figures["unavailable"] == {"quire": "no answer within 0.2 s"}
