@@ -53,7 +53,7 @@ class Sizes:
     windows: int = 9
 
     def load(self, num_running: int) -> dict[str, int]:
-        """What a driver is told of it: more tokens than the windows take."""
+        """The load as a driver reads it, with room for more tokens than the windows take."""
         most = 2 * self.steps * (self.windows + 1)
         return {"num_running": num_running, "prompt_tokens": self.prompt_tokens, "max_new_tokens": most}
 

@@ -93,7 +93,7 @@ def median_us(samples: list[float]) -> float:
 
 
 def console() -> Console:
-    return Console(width=max(Console().width, 150))
+    return Console(width=max(Console().width, 170))
 
 
 def shown(microseconds: float | None) -> str:

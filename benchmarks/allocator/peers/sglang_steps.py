@@ -4,7 +4,7 @@ Inside: Scheduler.get_next_batch_to_run (nothing waits; update_running_batch wit
 ScheduleBatch.prepare_for_decode: slots, lengths, the rows of slots written, as tensors on the CPU), and
 SchedulerBatchResultProcessor.process_batch_result_decode (the tokens taken, stops checked).
 
-Outside: Scheduler.__init__, which wants a model and its workers: the object is given the state of a running server
+Outside: Scheduler.__init__, which needs a model and its workers: the object is given the state of a running server
 without them. Of Scheduler.process_batch_result the stream to the detokenizer, statistics and traces. A prompt is in the
 radix tree once its prefill is done, and generated tokens when their request ends: no decode step does that.
 """

@@ -94,7 +94,7 @@ class TokenSpeed:
 
     def admit(self, spec: ts.RequestSpec) -> int:
         """Timed: submit_requests, next_execution_plan (match, allocate), advance with its first token, and the next
-        plan, which publishes. The last only if no other request runs, whose decode it would be, too."""
+        plan, which publishes. The last only if no other request runs, because it would plan their decodes, too."""
         scheduler, alone = self._scheduler, not self._running
         self._running[spec.request_id] = spec.tokens
         start = clock()

@@ -25,7 +25,7 @@ from workload import BLOCK_SIZE
 
 
 def make_config(load: Load) -> VllmConfig:
-    """The configuration of a server with a made-up model of one layer, whose weights are never loaded."""
+    """The configuration of a server with a made-up model of one layer. No weights are loaded."""
     model = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -79,7 +79,7 @@ class Vllm:
             pass
 
     def _with_output(self, scheduled: Any) -> tuple[Any, ModelRunnerOutput]:
-        """A step, and its output: a token of each request whose prompt is computed."""
+        """A step, and its output: a token of each request with a computed prompt."""
         ids = list(scheduled.num_scheduled_tokens)
         requests = self._scheduler.requests
         tokens = [[] if requests[each].is_prefill_chunk else [SAMPLED_TOKEN] for each in ids]
