@@ -593,3 +593,41 @@ def test_a_scheduler_that_does_not_answer_is_ended_and_reported(
     step_script(tmp_path, "import threading\nthreading.Event().wait()", monkeypatch)
     monkeypatch.setattr(step_drivers, "ANSWER_TIMEOUT_S", 0.2)
     assert measured_schedulers("quire").figures["unavailable"] == {"quire": "no answer within 0.2 s"}
+
+
+def stepping_script(tokens: str) -> str:
+    """A driver of a scheduler with this many tokens in each step, and one part."""
+    return f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS / "allocator" / "peers")!r})
+from stepping import drive
+
+class Made:
+    def __init__(self, load):
+        self.load = load
+        assert min(map(len, load.prompts())) == load.prompt_tokens
+
+    def step(self, watch):
+        watch.start()
+        watch.lap("only part")
+        return {tokens}
+
+drive(Made, package="click")
+"""
+
+
+def test_each_window_has_the_time_of_each_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_script(tmp_path, stepping_script("self.load.num_running"), monkeypatch)
+    figures = measured_schedulers("quire").figures
+    assert figures["unavailable"] == {}
+    assert figures["versions"].keys() == {"click", "python"}
+    assert [(steps["scheduler"], steps["num_running"]) for steps in figures["steps"]] == [("quire", 16), ("quire", 32)]
+    assert all(steps["parts_cpu_us"].keys() == {"only part"} for steps in figures["steps"])
+    assert all(len(steps["wall_us"]) == schedulers.QUICK.windows for steps in figures["steps"])
+
+
+def test_a_step_without_a_token_of_each_sequence_is_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_script(tmp_path, stepping_script("self.load.num_running - 1"), monkeypatch)
+    figures = measured_schedulers("quire").figures
+    assert figures["unavailable"] == {"quire": "RuntimeError: a step of 16 sequences had 15 tokens"}
+    assert figures["steps"] == []
