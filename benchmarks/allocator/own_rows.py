@@ -68,16 +68,6 @@ def plan_message(core: Core, pool: AttachedPool, body: bytes) -> tuple[Any, list
     return plan, [after - before for before, after in itertools.pairwise(times)]
 
 
-def answer_plan(pool: AttachedPool, body: bytes) -> bytes:
-    """The same without times: the bytes of a request to those of its answer."""
-    request = cache_service_pb2.PlanStepRequest.FromString(body)
-    plan = pool.ledger.plan(messages.known_bytes(request), now=1.0)
-    answer = cache_service_pb2.PlanStepResponse()
-    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
-    messages.encode_plan(answer, plan)
-    return answer.SerializeToString()
-
-
 def by_part(name: str, timings: Iterable[list[int]]) -> Samples:
     columns = list(zip(*timings, strict=True))
     samples: Samples = {f"{name}: {part}": list(column) for part, column in zip(PARTS, columns, strict=True)}

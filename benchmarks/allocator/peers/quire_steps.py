@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
 
 from books import EPOCH, LEASE, report_of
 from core import TTL_S, make_ledger
-from own_rows import answer_plan
 from workload import BLOCK_SIZE
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr.catalog import AttachedPool
+from quire.cachemgr.service import messages as books_messages
+from quire.cachemgr.service.grants import sign_grant
 from quire.client import SamplingParams
 from quire.client.engine import messages
 from quire.client.engine.scheduling.new_sequences import new_samples
@@ -101,6 +102,16 @@ class Quire:
         sampled, _ = self._scheduler.on_step_done(before.step, before.seq_ids, tokens)
         watch.lap("tokens")
         return len(sampled)
+
+
+def answer_plan(pool: AttachedPool, body: bytes) -> bytes:
+    """The bytes of a request to those of cachemgr's answer, as the service makes it."""
+    request = cache_service_pb2.PlanStepRequest.FromString(body)
+    plan = pool.ledger.plan(books_messages.known_bytes(request), now=1.0)
+    answer = cache_service_pb2.PlanStepResponse()
+    books_messages.encode_plan(answer, plan)
+    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
+    return answer.SerializeToString()
 
 
 def in_flight(step: StepInFlight, signed: grant_pb2.SignedGrant) -> InFlight:
