@@ -1,4 +1,4 @@
-"""The cost of cachemgr's core beside the block managers of vLLM, SGLang and transformers, in process.
+"""The cost of cachemgr's core beside the block managers of vLLM, SGLang, transformers and TokenSpeed, in process.
 
     quire bench allocator                       all rows at 1,000, 100,000 and a million blocks, and metadata
     quire bench allocator --peers               all rows, after making the peers' environments
@@ -7,8 +7,8 @@
     quire bench allocator --quick               everything of ours once and small, in seconds
 
 Every row is defined where it is measured: the work in workload.Rows, its timed part in core.Core and in each peer's
-driver. Block size 16. A peer that can't run here is shown by its recorded figures, times this machine's slowness by a
-fixed loop.
+driver. Block size 16. A peer that can't run here is shown by its recorded figures, if there are some, times this
+machine's slowness by a fixed loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import peer_runs
 import scaling
 import tables
 from core import Crowd
-from recorded import RECORDED_US, SIZES
+from recorded import PEERS, SIZES
 from report import command_line
 from rich.console import Console
 from rich.progress import Progress
@@ -162,7 +162,7 @@ def main(
         if mixed_minutes or quick:
             blocks = SIZES[0] if quick else MIXED_BLOCKS
             results.mixed = measure_mixed(0.005 if quick else mixed_minutes, blocks, progress)
-    for peer in RECORDED_US.keys() - results.peers.keys():
+    for peer in set(PEERS) - results.peers.keys():
         results.unavailable.setdefault(peer, "not on the package index" if peer == NOT_PACKAGED else "not run")
     tables.show(results)
     if output is not None:

@@ -1,7 +1,8 @@
 """Runs the peers' drivers, each under a Python that has the peer.
 
-transformers is in this project's own environment. vLLM and SGLang get one each under .venv-peers/, with only what
-importing their block manager needs; torch, numpy and the like come from this project's environment, by a path file.
+transformers is in this project's own environment. vLLM, SGLang and TokenSpeed get one each under .venv-peers/, with
+only what importing their block manager and their scheduler needs; torch, numpy and the like come from this project's
+environment, by a path file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from environments import PeerUnavailable, install, last_line, python_of
 
 FOLDER = Path(__file__).parent / "peers"
-PEERS = ("vllm", "sglang", "transformers")
+PEERS = ("vllm", "sglang", "transformers", "tokenspeed")
 TIMEOUT_S = 1800
 QUIET = {
     "HF_HUB_OFFLINE": "1",

@@ -35,6 +35,9 @@ POOL_GROWTH_TO_REACH, EVICTION_GROWTH_TO_REACH = 1.2, 3.0
 """Cost at a million blocks over that at 10,000."""
 WORST_CALL_TO_REACH_MS = 5.0
 
+PEERS = ("vllm", "sglang", "transformers", "tokenspeed", "nano-vllm")
+"""Of tokenspeed nothing is recorded."""
+
 RECORDED_US: dict[str, dict[str, tuple[float, ...]]] = {
     "vllm": {
         "fresh": (302, 317, 318, 318),
@@ -76,7 +79,7 @@ RECORDED_METADATA_BYTES = {"vllm": 292.0, "sglang": 281.0, "transformers": 550.0
 
 def recorded_us(peer: str, row: str, num_blocks: int, *, scale: float) -> float | None:
     """A recorded figure at the nearest size that was recorded, times this machine's slowness; None if there is none."""
-    figures = RECORDED_US[peer].get(row)
+    figures = RECORDED_US.get(peer, {}).get(row)
     if figures is None:
         return None
     nearest = min(range(len(SIZES)), key=lambda index: abs(SIZES[index] - num_blocks))

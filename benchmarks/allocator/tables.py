@@ -13,6 +13,7 @@ from matplotlib import pyplot
 from recorded import (
     EVICTION_GROWTH_TO_REACH,
     METADATA_TO_REACH_BYTES,
+    PEERS,
     POOL_GROWTH_TO_REACH,
     RECORDED_METADATA_BYTES,
     RECORDED_US,
@@ -92,7 +93,7 @@ def median_us(samples: list[float]) -> float:
 
 
 def console() -> Console:
-    return Console(width=max(Console().width, 150))
+    return Console(width=max(Console().width, 170))
 
 
 def shown(microseconds: float | None) -> str:
@@ -112,7 +113,8 @@ def show(results: Results) -> None:
     out.print(f"calibration: SHA-256 chain {chain_us:.1f} us, {results.slowness:.2f} of the recorded figures' machine;")
     out.print("recorded figures (marked *) and the bars in brackets are multiplied by that")
     out.print(
-        "vllm and sglang have no fork: samples are new requests; sglang publishes when a request ends, not as it runs"
+        "vllm, sglang and tokenspeed have no fork: samples are new requests; sglang publishes when a request ends, not "
+        "as it runs; tokenspeed's rows are calls of its whole scheduler"
     )
     for peer, reason in sorted(results.unavailable.items()):
         out.print(f"{peer}*: {reason}")
@@ -129,12 +131,12 @@ def show(results: Results) -> None:
 def size_table(results: Results, size: int) -> Table:
     table = Table(title=f"microseconds, medians; pool of {size:,} blocks of 16 tokens")
     table.add_column("work", no_wrap=True)
-    for heading in ("to reach (here)", "Quire", *map(str, RECORDED_US), "best peer / Quire"):
-        recorded = heading in RECORDED_US and heading not in results.peers
+    for heading in ("to reach (here)", "Quire", *PEERS, "best peer / Quire"):
+        recorded = heading in PEERS and heading not in results.peers
         table.add_column(f"{heading}*" if recorded else heading, justify="right")
     for row in ROWS:
         ours = median_us(results.quire[size][row])
-        theirs = [results.peer_us(peer, row, size) for peer in RECORDED_US]
+        theirs = [results.peer_us(peer, row, size) for peer in PEERS]
         bar, known = TO_REACH_US[row], [figure for figure in theirs if figure is not None]
         colour = "green" if ours <= bar else "yellow" if ours <= bar * results.slowness else "red"
         table.add_row(
@@ -166,10 +168,10 @@ def metadata_table(results: Results) -> Table:
         "Quire": results.metadata.get("quire"),
         "tokens not kept": results.metadata.get("quire, tokens not kept"),
     }
-    for peer in RECORDED_US:
+    for peer in PEERS:
         measured = results.metadata.get(peer)
         name = peer if measured is not None else f"{peer}*"
-        figures[name] = measured if measured is not None else RECORDED_METADATA_BYTES[peer]
+        figures[name] = measured if measured is not None else RECORDED_METADATA_BYTES.get(peer)
     for name in figures:
         table.add_column(name, justify="right")
     table.add_row(
@@ -238,13 +240,13 @@ def write(results: Results, folder: Path) -> None:
 def plot(results: Results, path: Path, *, size: int) -> None:
     """The factor between the peers' times and Quire's, row by row; a mark at the target."""
     figure, axes = pyplot.subplots(figsize=(8.5, 5))
-    peers = list(RECORDED_US)
+    peers = [peer for peer in PEERS if peer in results.peers or peer in RECORDED_US]
     places = range(len(ROWS))
     for number, peer in enumerate(peers):
         ratios = [ratio(results, peer, row, size) for row in ROWS]
-        shifted = [place + (number - (len(peers) - 1) / 2) * 0.2 for place in places]
+        shifted = [place + (number - (len(peers) - 1) / 2) * 0.16 for place in places]
         name = peer if peer in results.peers else f"{peer} (recorded, scaled)"
-        axes.barh(shifted, [each - 1 for each in ratios], 0.18, left=1, label=name)
+        axes.barh(shifted, [each - 1 for each in ratios], 0.14, left=1, label=name)
     ours = [median_us(results.quire[size][row]) for row in ROWS]
     bars = [TO_REACH_US[row] * results.slowness / our for row, our in zip(ROWS, ours, strict=True)]
     axes.plot(bars, places, "k|", markersize=26, markeredgewidth=2, label="to reach, on this machine")

@@ -234,6 +234,24 @@ def test_allocator_measures_every_row_of_ours(tmp_path: Path) -> None:
     assert 0 <= written["metadata_bytes_per_block"]["quire"] < 10_000  # of a tiny pool: whole pages
     mixed = json.loads((tmp_path / "allocator_mixed.json").read_text())
     assert mixed["kinds"]["all"]["calls"] > 0
+    assert written["recorded_only"].keys() == {"vllm", "sglang", "transformers", "tokenspeed", "nano-vllm"}
+
+
+def test_schedulers_step_ours_and_a_peer_in_one_run(tmp_path: Path) -> None:
+    """The peer's environment is made once, by pip from the index that pip is configured with."""
+    only = ("--only", "quire", "--only", "tokenspeed")
+    written, printed = run_quick("allocator schedulers", tmp_path, "--peers", *only)
+    assert written["unavailable"] == {}
+    assert written["versions"].keys() == {"quire-kv", "tokenspeed-scheduler", "python"}
+    loads = [(steps["scheduler"], steps["num_running"]) for steps in written["steps"]]
+    assert loads == [("quire", 16), ("tokenspeed", 16), ("quire", 32), ("tokenspeed", 32)]
+    ours = {"schedule", "request", "cachemgr", "answer", "step", "report", "tokens"}
+    for steps in written["steps"]:
+        parts = ours if steps["scheduler"] == "quire" else {"next_execution_plan", "advance"}
+        assert steps["parts_cpu_us"].keys() == parts
+        assert min(steps["parts_cpu_us"].values()) > 0
+        assert len(steps["cpu_us"]) == len(steps["wall_us"]) == 2
+    assert "TokenSpeed" in printed
 
 
 def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("launches", "gpu"),
     "step": ("grammars", "slow-grammar"),
     "lab": (),
-    "allocator": (),
+    "allocator": ("schedulers",),
     "control-plane": ("restart", "kv-events"),
     "scale": (),
     "pressure": (),

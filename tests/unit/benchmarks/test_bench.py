@@ -54,6 +54,8 @@ kernels, lab, prefix, pressure, serving, step, utilization = map(
     script, ("kernels", "lab", "prefix", "pressure", "serving", "step", "utilization")
 )
 windows_of_prefix, queued_prompts = script("prefix", "windows"), script("prefix", "queued-prompts")
+schedulers = script("allocator", "schedulers")
+step_drivers = importlib.import_module("step_drivers")
 roofline, shapes, windows, workloads = map(importlib.import_module, ("roofline", "shapes", "windows", "workloads"))
 
 
@@ -538,3 +540,94 @@ def test_gathering_is_over_at_the_end_of_the_block() -> None:
     with padded.gathering():
         assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is padded.padded_attention
     assert ALL_ATTENTION_FUNCTIONS["quire_paged"] is paged_attention
+
+
+# -- schedulers -------------------------------------------------------------------------------------------------------
+
+
+def step_script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this program in place of the driver of our own scheduler."""
+    (folder / "quire_steps.py").write_text(body)
+    monkeypatch.setattr(step_drivers, "FOLDER", folder)
+
+
+def measured_schedulers(*only: str) -> Any:
+    return schedulers.measure(True, report.progress_bar(), peers=False, only=only)
+
+
+def test_a_scheduler_that_is_not_installed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("environments"), "ENVIRONMENTS", tmp_path)
+    findings = measured_schedulers("sglang", "vllm")
+    missing = "not installed; --peers installs it"
+    assert findings.figures["unavailable"] == {"sglang": missing, "vllm": missing}
+    assert findings.figures["steps"] == []
+    assert f"SGLang: not run: {missing}" in findings.notes
+    assert findings.draw().axes
+
+
+def test_a_scheduler_that_fails_is_reported_with_what_it_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_script(tmp_path, "import no_such_scheduler", monkeypatch)
+    findings = measured_schedulers("quire")
+    assert "No module named 'no_such_scheduler'" in findings.figures["unavailable"]["quire"]
+    assert findings.figures["steps"] == []
+
+
+def test_the_windows_of_a_scheduler_that_fails_between_them_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = (
+        'print("a line of a package")\nfor answer in ({"versions": {}}, {"cpu_us": {"a": 1}, "wall_us": {"a": 1}}):'
+    )
+    body = f"import json\n{answers}\n    input()\n    print(json.dumps(answer), flush=True)\nraise SystemExit('full')"
+    step_script(tmp_path, body, monkeypatch)
+    findings = measured_schedulers("quire")
+    assert findings.figures["unavailable"] == {"quire": "full"}
+    assert findings.figures["steps"] == []
+
+
+def test_a_scheduler_that_does_not_answer_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_script(tmp_path, "import threading\nthreading.Event().wait()", monkeypatch)
+    monkeypatch.setattr(step_drivers, "ANSWER_TIMEOUT_S", 0.2)
+    assert measured_schedulers("quire").figures["unavailable"] == {"quire": "no answer within 0.2 s"}
+
+
+def stepping_script(tokens: str) -> str:
+    """A driver of a scheduler with this many tokens in each step, and one part."""
+    return f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS / "allocator" / "peers")!r})
+from stepping import drive
+
+class Made:
+    def __init__(self, load):
+        self.load = load
+        assert min(map(len, load.prompts())) == load.prompt_tokens
+
+    def step(self, watch):
+        watch.start()
+        watch.lap("only part")
+        return {tokens}
+
+drive(Made, package="click")
+"""
+
+
+def test_each_window_has_the_time_of_each_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_script(tmp_path, stepping_script("self.load.num_running"), monkeypatch)
+    figures = measured_schedulers("quire").figures
+    assert figures["unavailable"] == {}
+    assert figures["versions"].keys() == {"click", "python"}
+    assert [(steps["scheduler"], steps["num_running"]) for steps in figures["steps"]] == [("quire", 16), ("quire", 32)]
+    assert all(steps["parts_cpu_us"].keys() == {"only part"} for steps in figures["steps"])
+    assert all(len(steps["wall_us"]) == schedulers.QUICK.windows for steps in figures["steps"])
+
+
+def test_a_step_without_a_token_of_each_sequence_is_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_script(tmp_path, stepping_script("self.load.num_running - 1"), monkeypatch)
+    figures = measured_schedulers("quire").figures
+    assert figures["unavailable"] == {"quire": "RuntimeError: a step of 16 sequences had 15 tokens"}
+    assert figures["steps"] == []
