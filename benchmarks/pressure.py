@@ -187,8 +187,9 @@ class Run:
         self._books.ledger.settle(report.SerializeToString())
         self._num_steps += bool(report.sequence_ids)
         sampled, tokens = list(report.sampled_sequence_ids), list(report.sampled_token_ids)
-        for event in self._scheduler.on_step_done(step, sampled, tokens)[0]:
-            self._note(event.sequence.request_id, event.finish_reason, on_end)
+        accepted, _ = self._scheduler.on_step_done(step, sampled, tokens)
+        for sequence in accepted.sequences:
+            self._note(sequence.request_id, accepted.ended.get(sequence), on_end)
         if report.sequence_ids:
             self._blocks.append(self._count_blocks())
 

@@ -49,6 +49,7 @@ BEGIN = pytest.StashKey[tuple[float, float]]()
 
 # What begins first, the longest before the others: no process is left with a long file when the others have ended.
 FIRST = (
+    "robustness/simulation/test_simulation.py",
     "robustness/faults/test_faults.py",
     "gpu_desk/test_start_and_steps.py",
     "gateway/test_clients.py",

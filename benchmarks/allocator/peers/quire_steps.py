@@ -101,7 +101,7 @@ class Quire:
         watch.lap("report")
         sampled, _ = self._scheduler.on_step_done(before.step, before.seq_ids, tokens)
         watch.lap("tokens")
-        return len(sampled)
+        return len(sampled.sequences)
 
 
 def answer_plan(pool: AttachedPool, body: bytes) -> bytes:
