@@ -123,7 +123,7 @@ class Queues:
         insort(self.unbatched, sequence, key=by_rank)
 
     def batch_up(self, sequences: abc.Collection[Sequence]) -> None:
-        """Add running sequences outside the batch, whose next run has one token, to the batch."""
+        """Add running sequences to the batch. The next run of each has one token."""
         for sequence in sequences:
             self.batch.add(sequence)
         if sequences:
@@ -367,9 +367,9 @@ class Queues:
             sorted((*batch.members, *self.unbatched), key=by_rank) == self.running, "a running one is batched or not"
         )
         require([s.seq_id for s in batch.members] == batch.ids, "the batch has its members' ids")
-        scheduled = [base + batch.num_steps for base in batch.bases]
+        scheduled = [base + batch.steps.count for base in batch.bases]
         require([s.num_scheduled_tokens for s in batch.members] == scheduled, "the batch has its members' tokens")
-        require(all(s.batch is batch and s.num_left > 0 for s in batch.members), "a member of the batch decodes")
+        require(all(s.batch is batch.steps and s.num_left > 0 for s in batch.members), "a member of the batch decodes")
         require(all(s.num_sampling >= 0 for s in batch.members), "a member of the batch has no token too many")
         require(all(s.batch is None for s in self.living() if s not in set(batch.members)), "others are in no batch")
 

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduling.decode_batch import DecodeBatch
 from quire.client.engine.scheduling.layer_groups import BlockTables
 
 
@@ -116,6 +115,13 @@ class BeamGroup:
 
 
 @dataclass(slots=True, eq=False)
+class BatchSteps:
+    """The steps of the batch of decodes so far: they count for each of its members (decode_batch.py)."""
+
+    count: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of one request, or one beam. Changed by the scheduler only, but for two fields."""
 
@@ -139,8 +145,8 @@ class Sequence:
     # Of these, found in the pool when it began, or shared with other samples of its prompt: others computed them, too.
     num_shared_tokens: int = 0
     _num_sampling: int = 0
-    # The batch that counts these two numbers while it is a member.
-    batch: DecodeBatch | None = None
+    # The steps that count in these two numbers while it is a member of the batch; None if it is not.
+    batch: BatchSteps | None = None
     # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
     host_id: int | None = None
     num_host_tokens: int = 0
@@ -225,7 +231,7 @@ class Sequence:
     @property
     def num_scheduled_tokens(self) -> int:
         """Tokens with KV, computed or to be computed by steps in flight."""
-        return self._num_scheduled if self.batch is None else self._num_scheduled + self.batch.num_steps
+        return self._num_scheduled if self.batch is None else self._num_scheduled + self.batch.count
 
     @property
     def num_sampling(self) -> int:
@@ -288,13 +294,13 @@ class Sequence:
         self._num_sampling += samples
         return samples
 
-    def join(self, batch: DecodeBatch) -> None:
-        """Let a batch count the tokens, which has added it."""
-        self._num_scheduled -= batch.num_steps
+    def join(self, batch: BatchSteps) -> None:
+        """Become a member of the batch with these steps."""
+        self._num_scheduled -= batch.count
         self.batch = batch
 
     def leave(self) -> None:
-        """Count the tokens again, since the batch has removed it."""
+        """Be a member of the batch no more."""
         self._num_scheduled, self._num_sampling, self.batch = self.num_scheduled_tokens, self.num_sampling, None
 
     def accept(self, token_id: int) -> FinishReason | None:
