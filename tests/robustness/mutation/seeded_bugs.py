@@ -871,8 +871,8 @@ BUGS = [
         "a caller that wants whole samples is not told of their ends",
         (
             "_deliver_one",
-            "if output.finish_reason is not None or output.num_generated == 1:",
-            "if output.num_generated == 1:",
+            "if not request.is_whole or output.finish_reason is not None or output.num_generated == 1:",
+            "if not request.is_whole or output.num_generated == 1:",
         ),
     ),
     manager(
@@ -1102,6 +1102,26 @@ BUGS = [
             "chunks = member.engine.generate(",
             "params = replace(params, seed=(params.seed or 0) + num_moves)\nchunks = member.engine.generate(",
         ),
+    ),
+    # -- the batch of decodes of an engine
+    client(
+        "batch",
+        "a sequence that leaves the pool stays in the batch of decodes",
+        (
+            "_release",
+            "if sequence.batch is None:\n    self.unbatched.remove(sequence)\nelse:\n    self.batch.remove(sequence)",
+            "pass",
+        ),
+    ),
+    client(
+        "batch",
+        "the sequences of a batch that is disbanded run no more",
+        ("disband", "self.unbatched = self.running.copy()", "pass"),
+    ),
+    client(
+        "batch",
+        "a sequence with its last token planned decodes on",
+        ("advance", "for sequence in ended:\n    self.remove(sequence)", "ended = ()"),
     ),
     # -- beams of an engine
     client(

@@ -169,11 +169,10 @@ class Delivery:
         if output.finish_reason is not None:
             request.finish_one(sequence.index, output.finish_reason)
             request.times.finish_one(output.finish_reason, at_s, num_generated=request.num_generated)
+        if not request.is_whole or output.finish_reason is not None or output.num_generated == 1:
+            request.wake()
         if not request.is_whole:
-            request.wake()
             self._check_unread(request, num_unread)
-        elif output.finish_reason is not None or output.num_generated == 1:
-            request.wake()
 
     def _begin(self, request: Request, at_s: float) -> None:
         """Take a request as begun, with its first token."""
