@@ -13,7 +13,7 @@ from typing import Any
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import GrantedStep, Ledger
+from quire.cachemgr._core import GrantedStep, Ledger, PlanRequest
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.service import messages
 
@@ -164,7 +164,7 @@ def plan(ledger: Ledger, lease_id: str, request: StepRequest, *, now: float = 1.
     """Plans a step; returns the plan and nanoseconds."""
     body = request.body(lease_id)
     start = clock()
-    planned = ledger.plan(body, now=now)
+    planned = ledger.plan(PlanRequest(body), now=now)
     return planned, clock() - start
 
 

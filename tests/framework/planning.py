@@ -175,7 +175,7 @@ class RefusedItem:
 def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> None:
     """Checks the form of a plan, as books do that have no such lease. Raises CallRefused."""
     try:
-        Ledger("p", 1, geometry).plan(message.SerializeToString(), now=0.0)
+        Ledger("p", 1, geometry).plan(_core.PlanRequest(message.SerializeToString()), now=0.0)
     except CallRefused as refused:
         if refused.refusal.reason is not Reason.LEASE_NOT_FOUND:
             raise
@@ -375,7 +375,7 @@ def plan_step(
 ) -> Planned:
     """Plans a step of a lease, of the present epoch if no other is given. Raises CallRefused."""
     body = body_of(request, lease_id, ledger.epoch if epoch is None else epoch, request_id=request_id)
-    return Planned(ledger.plan(body, now=now, names_tenants=names_tenants))
+    return Planned(ledger.plan(_core.PlanRequest(body), now=now, names_tenants=names_tenants))
 
 
 def report_of(

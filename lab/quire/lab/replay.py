@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Ledger, PlanRequest
 from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
@@ -74,7 +74,7 @@ class Replay:
         tokens = [*_tokens_of(prompt.block_ids[: self._capacity], self._block_size), _TAIL]
         step = cache_service_pb2.PlanStepRequest(lease_id="lease", epoch=_EPOCH, release_sequence_ids=[1])
         step.admissions.add(sequence_id=1, token_ids=tokens, salt=self._salt)
-        plan = self._ledger.plan(step.SerializeToString(), now=0.0)
+        plan = self._ledger.plan(PlanRequest(step.SerializeToString()), now=0.0)
         if plan.has_refusals:
             raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
         answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
