@@ -62,7 +62,11 @@ class Used:
 
 def measure(sizes: Sizes) -> list[Used]:
     """Every row, without a state directory and with one."""
-    return [*asyncio.run(_measure(sizes, None)), *asyncio.run(_measure(sizes, "with a state directory"))]
+    gc.disable()
+    try:
+        return [*asyncio.run(_measure(sizes, None)), *asyncio.run(_measure(sizes, "with a state directory"))]
+    finally:
+        gc.enable()
 
 
 async def _measure(sizes: Sizes, stored: str | None) -> list[Used]:
@@ -99,10 +103,9 @@ class MeasuringWorker:
             yield attach_pb2.AttachPoolRequest.FromString(report)
         for row, body in self._rows().items():
             self.used[row] = [], []
+            gc.collect()
             for _ in range(self._sizes.windows):
                 bodies = [body(number) for number in range(self._sizes.calls)]
-                gc.collect()
-                gc.disable()
                 begun = time.thread_time()
                 answers = await self._plan(bodies)
                 planned = time.thread_time()
@@ -111,7 +114,6 @@ class MeasuringWorker:
                 for report in reports:
                     yield attach_pb2.AttachPoolRequest.FromString(report)
                 reported = time.thread_time()
-                gc.enable()
                 for times, seconds in zip(self.used[row], (planned - begun, reported - reporting), strict=True):
                     times.append(round(seconds / self._sizes.calls * 1e6, 2))
 
