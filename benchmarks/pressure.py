@@ -27,7 +27,7 @@ from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr._core import PlanRequest
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_granted_step, encode_plan
 from quire.client.engine.sampling import SamplingParams
@@ -185,7 +185,7 @@ class Run:
         """The oldest step has been computed: a token for each run that samples."""
         step, grant = self._flight.popleft()
         report = report_of(grant, token=SAMPLED_TOKEN)
-        self._books.ledger.settle(report.SerializeToString())
+        self._books.ledger.settle(StepReport(report.SerializeToString()))
         self._num_steps += bool(report.sequence_ids)
         sampled, tokens = list(report.sampled_sequence_ids), list(report.sampled_token_ids)
         for event in self._scheduler.on_step_done(step, sampled, tokens)[0]:

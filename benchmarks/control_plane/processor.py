@@ -31,8 +31,9 @@ from report import spread, table
 from rich.table import Table
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import PlanRequest
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.catalog import Catalog
+from quire.cachemgr.service import messages
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.cachemgr.state import StateDirectory
 
@@ -95,12 +96,12 @@ class MeasuringWorker:
         self._num_plans = 0
         self._num_reports = 0
 
-    async def messages(self) -> AsyncIterator[attach_pb2.AttachPoolRequest]:
+    async def messages(self) -> AsyncIterator[attach_pb2.AttachPoolRequest | StepReport]:
         yield attach_pb2.AttachPoolRequest(register_pool=registration())
         self._catalog.open_lease(self._catalog.pool(POOL), LEASE, ttl_s=LEASE_TTL_S, now=time.monotonic())
         running = [self._body(admissions=decode_admissions(self._generator))]
         for report in self._reports(await self._plan(running)):
-            yield attach_pb2.AttachPoolRequest.FromString(report)
+            yield messages.decode_from_worker(report)
         for row, body in self._rows().items():
             self.used[row] = [], []
             gc.collect()
@@ -112,7 +113,7 @@ class MeasuringWorker:
                 reports = self._reports(answers)
                 reporting = time.thread_time()
                 for report in reports:
-                    yield attach_pb2.AttachPoolRequest.FromString(report)
+                    yield messages.decode_from_worker(report)
                 reported = time.thread_time()
                 for times, seconds in zip(self.used[row], (planned - begun, reported - reporting), strict=True):
                     times.append(round(seconds / self._sizes.calls * 1e6, 2))

@@ -28,7 +28,7 @@ from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger, PlanRequest
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.geometry import Geometry
 
 BLOCK_SIZE, PROMPT_TOKENS, NUM_RUNNING = 16, 4096, 64
@@ -67,7 +67,7 @@ class Steps:
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
         report = report_of(grant, number=self._num_plans, token=1).SerializeToString()
         reported = time.perf_counter()
-        self.ledger.settle(report)
+        self.ledger.settle(StepReport(report))
         return (planned - start) * 1e6, (time.perf_counter() - reported) * 1e6
 
 

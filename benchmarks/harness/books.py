@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import GrantedStep, Ledger, PlanRequest
+from quire.cachemgr._core import GrantedStep, Ledger, PlanRequest, StepReport
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 
@@ -98,7 +98,7 @@ class Books:
     def settle(self, plan: GrantedStep) -> None:
         """Enters the worker's report of a step: everything computed, and a token for every run that samples."""
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
-        self.ledger.settle(report_of(grant).SerializeToString())
+        self.ledger.settle(StepReport(report_of(grant).SerializeToString()))
 
     @property
     def num_computed_tokens(self) -> int:

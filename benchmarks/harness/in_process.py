@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr._core import PlanRequest
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
@@ -90,7 +90,7 @@ class InProcessServices:
         return pool
 
     def _settle(self, report: attach_pb2.StepReport) -> None:
-        self.pool.ledger.settle(messages.known_bytes(report))
+        self.pool.ledger.settle(StepReport(report.SerializeToString()))
         self.steps.reports.acknowledge(report.report_number)
 
     def close(self) -> None:

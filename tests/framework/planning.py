@@ -388,8 +388,8 @@ def report_of(
     sampled_ids: Sequence[int] = (),
     sampled_tokens: Sequence[int] = (),
     report_number: int = 0,
-) -> bytes:
-    """A serialised StepReport."""
+) -> _core.StepReport:
+    """A report of a step, as a worker would have sent it."""
     report = attach_pb2.StepReport(
         report_number=report_number,
         lease_id=lease_id,
@@ -400,4 +400,4 @@ def report_of(
         sampled_sequence_ids=sampled_ids,
         sampled_token_ids=sampled_tokens,
     )
-    return report.SerializeToString()
+    return _core.StepReport(report.SerializeToString())

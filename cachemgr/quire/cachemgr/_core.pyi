@@ -94,6 +94,23 @@ class PlanRequest:
         """True if it has admissions or restores."""
 
 @final
+class StepReport:
+    """A decoded report of a step. It is checked when it is settled."""
+
+    def __new__(cls, body: bytes) -> StepReport:
+        """Decodes a serialised StepReport. Raises ValueError for bytes that are no message."""
+
+    @staticmethod
+    def on_stream(body: bytes) -> StepReport | None:
+        """Decodes the report in a serialised AttachPoolRequest; None if that is something else.
+
+        Raises ValueError for bytes that are no message.
+        """
+
+    @property
+    def report_number(self) -> int: ...
+
+@final
 class GrantedStep:
     """The blocks that one step may access, and its computations."""
 
@@ -408,11 +425,11 @@ class Ledger:
         ValueError for a request that was planned before.
         """
 
-    def settle(self, body: bytes) -> None:
-        """Enters the worker's report of a step, a serialised StepReport.
+    def settle(self, report: StepReport) -> None:
+        """Enters the worker's report of a step.
 
         A step that is settled already, or of a lease that is removed, has no effect. Raises CallRefused
-        (INVALID_ARGUMENT) if the report does not fit the plan, ValueError for bytes that are no message.
+        (INVALID_ARGUMENT) if the report does not fit the plan.
         """
 
     # -- tenants, and what is kept ------------------------------------------------------------------------------------

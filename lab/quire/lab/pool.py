@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger, PlanRequest
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
@@ -235,7 +235,7 @@ class SimulatedPool:
             sampled_sequence_ids=sent.sampler_ids,
             sampled_token_ids=tokens,
         )
-        self._ledger.settle(report.SerializeToString())
+        self._ledger.settle(StepReport(report.SerializeToString()))
         if step.seq_ids:
             self.num_steps += 1
             self._fruitless_in_row = 0

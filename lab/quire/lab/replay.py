@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr._core import Ledger, PlanRequest
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
@@ -87,7 +87,7 @@ class Replay:
             sampled_sequence_ids=[1],
             sampled_token_ids=[0],
         )
-        self._ledger.settle(report.SerializeToString())
+        self._ledger.settle(StepReport(report.SerializeToString()))
         found = answer.admitted_cached_token_counts[0] // self._block_size
         return min(found, (prompt.num_tokens - 1) // self._block_size)
 

@@ -12,9 +12,9 @@ from random import Random
 import pytest
 from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
 
-from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.cachemgr._core import POLICIES, Ledger, PlanRequest, answer_on_stream, root_hash
+from quire.cachemgr._core import POLICIES, Ledger, PlanRequest, StepReport, answer_on_stream, root_hash
 from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason
 from quire.cachemgr.geometry import Geometry, LayerGroup
 
@@ -146,6 +146,23 @@ def test_a_request_is_planned_once() -> None:
         assert PlanRequest(body_of(items, "lease")).has_admissions == has_admissions
 
 
+def test_a_workers_message_is_a_report_or_something_else() -> None:
+    report = attach_pb2.StepReport(report_number=7, lease_id="lease", step_number=1)
+    for message, number in (
+        (attach_pb2.AttachPoolRequest(step_report=report), 7),
+        (attach_pb2.AttachPoolRequest(lease_opened={"lease_id": "lease"}), None),
+        (attach_pb2.AttachPoolRequest(), None),
+    ):
+        found = StepReport.on_stream(message.SerializeToString())
+        assert (None if found is None else found.report_number) == number
+    opened = attach_pb2.AttachPoolRequest(lease_opened={"lease_id": "lease"}).SerializeToString()
+    reported = attach_pb2.AttachPoolRequest(step_report=report).SerializeToString()
+    assert StepReport.on_stream(reported + opened) is None
+    assert StepReport.on_stream(opened + reported) is not None
+    with pytest.raises(ValueError, match="buffer underflow"):
+        StepReport.on_stream(b"\x12\x05abc")
+
+
 def test_the_root_of_a_chain_is_what_the_protocol_says() -> None:
     expected = sha256(b"quire prefix v1")
     for part in ("tenant é".encode(), b"salt", b"model"):
@@ -203,7 +220,7 @@ def test_bytes_that_are_no_list_and_no_message_are_told() -> None:
     with pytest.raises(ValueError, match="buffer underflow"):
         PlanRequest.on_stream(b"\x0a\x05\x0a\x05abc")
     with pytest.raises(ValueError, match="buffer underflow"):
-        ledger.settle(b"\x12\x05abc")
+        StepReport(b"\x12\x05abc")
 
 
 def test_those_who_wait_for_a_change_are_told_of_each() -> None:

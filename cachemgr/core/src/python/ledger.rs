@@ -19,14 +19,14 @@ use crate::cache::accounts::Share;
 use crate::cache::eviction::policies::{POLICIES, Policy};
 use crate::cache::prefix::BlockId;
 use crate::errors::{Failure, Result, broken};
-use crate::python::convert::{decoded, geometry_of, ids, lease_not_found, refusal_of, to_python};
-use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset};
+use crate::python::convert::{geometry_of, ids, lease_not_found, refusal_of, to_python};
+use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
-use crate::wire::{messages, requests};
+use crate::wire::requests;
 
 /// The books of one pool in one epoch, with the calls that change them.
 #[pyclass(name = "Ledger", module = "quire.cachemgr._core")]
@@ -278,13 +278,12 @@ impl PyLedger {
 
     // -- steps and content --------------------------------------------------------------------------------------------
 
-    /// Enters the worker's report of a step, a serialised StepReport.
-    fn settle(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
-        let mut report = decoded::<messages::StepReport>(body)?;
-        let lease_id = std::mem::take(&mut report.lease_id);
-        let report = requests::step_report(report, self.stored.books().geometry().max_sequences);
+    /// Enters the worker's report of a step.
+    fn settle(&mut self, py: Python<'_>, report: &PyStepReport) -> PyResult<()> {
+        let lease_id = &report.0.lease_id;
+        let report = requests::step_report(report.0.clone(), self.stored.books().geometry().max_sequences);
         let report = report.map_err(|refused| to_python(py, refused))?;
-        self.telling(py, |books| books.settle(&lease_id, &report))
+        self.telling(py, |books| books.settle(lease_id, &report))
     }
 
     /// Sets the tenants' shares: a default, and others by name.

@@ -76,6 +76,31 @@ impl PyPlanRequest {
     }
 }
 
+/// A decoded report of a step. It is checked when it is settled.
+#[pyclass(name = "StepReport", module = "quire.cachemgr._core", frozen)]
+pub struct PyStepReport(pub messages::StepReport);
+
+#[pymethods]
+impl PyStepReport {
+    /// Decodes a serialised StepReport.
+    #[new]
+    fn new(body: &[u8]) -> PyResult<PyStepReport> {
+        Ok(PyStepReport(decoded(body)?))
+    }
+
+    /// Decodes the report in a serialised AttachPoolRequest; None if that is something else.
+    #[staticmethod]
+    fn on_stream(body: &[u8]) -> PyResult<Option<PyStepReport>> {
+        let report = requests::report_on_stream(body).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(report.map(PyStepReport))
+    }
+
+    #[getter]
+    fn report_number(&self) -> i64 {
+        self.0.report_number
+    }
+}
+
 /// One granted step: the blocks that it may touch and the tokens that it computes.
 #[pyclass(name = "GrantedStep", module = "quire.cachemgr._core", frozen)]
 pub struct PyGrantedStep(pub Arc<GrantedStep>);

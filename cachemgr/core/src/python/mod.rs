@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use super::ledger::{PyInspector, PyLedger, PyProbe};
     #[pymodule_export]
-    use super::messages::{PyAdmission, PyGrantedStep, PyKnown, PyPlanRequest, PyReset};
+    use super::messages::{PyAdmission, PyGrantedStep, PyKnown, PyPlanRequest, PyReset, PyStepReport};
     #[pymodule_export]
     use super::views::{AdmissionCheckView, LeaseView, PinView, PyExplanation, SequenceView, StepView, TenantUse};
 

@@ -253,6 +253,14 @@ fn retained(range: &messages::Retention, field: &str, is_last: bool) -> Result<R
     Ok(Retention { num_tokens, level, ttl })
 }
 
+/// The report in a worker's message; None if that is something else.
+pub fn report_on_stream(body: &[u8]) -> std::result::Result<Option<messages::StepReport>, DecodeError> {
+    Ok(match messages::AttachPoolRequest::decode(body)?.message {
+        Some(messages::attach_pool_request::Message::StepReport(report)) => Some(report),
+        _ => None,
+    })
+}
+
 /// The report of a step of a pool with so many sequences. Refused (INVALID_ARGUMENT) for lists that do not fit together
 /// and values out of range.
 pub fn step_report(message: messages::StepReport, max_sequences: usize) -> Result<StepReport> {

@@ -1,6 +1,6 @@
 """Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning.
 
-The core decodes and checks plans and reports itself (core/src/wire).
+The core decodes and checks plans and reports itself, and encodes answers to plans (core/src/wire).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quire.cachemgr._core import (
     Ledger,
     PinView,
     SequenceView,
+    StepReport,
     TenantUse,
 )
 from quire.cachemgr.blocks import BlockState
@@ -120,6 +121,11 @@ def encode_refusal(refusal: Refusal) -> error_pb2.Error:
 
 
 # -- attachments --------------------------------------------------------------------------------------------------
+
+
+def decode_from_worker(body: bytes) -> attach_pb2.AttachPoolRequest | StepReport:
+    """A serialised AttachPoolRequest, or the report in it. Raises ValueError or DecodeError if it is no message."""
+    return StepReport.on_stream(body) or attach_pb2.AttachPoolRequest.FromString(body)
 
 
 def decode_registration(message: attach_pb2.RegisterPool) -> Registration:

@@ -73,7 +73,8 @@ class CacheServicer:
         """Add the service to a server."""
         methods = cast(cache_service_pb2_grpc.CacheServiceServicer, self)  # all of METHODS, set in __init__
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(methods, server)
-        server.add_registered_method_handlers(SERVICE, self._planning.handlers())  # in place of the generated ones
+        for part in (self._planning, self._attachments):
+            server.add_registered_method_handlers(SERVICE, part.handlers())  # in place of the generated ones
 
     def statistics(self) -> ServicerStatistics:
         return ServicerStatistics(
