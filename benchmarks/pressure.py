@@ -27,6 +27,7 @@ from report import Findings, benchmark, percent, plain, summary, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.service import messages
 from quire.client.engine.messages import decode_granted_step, encode_plan
 from quire.client.engine.sampling import SamplingParams
@@ -170,9 +171,9 @@ class Run:
         for admission in asked.admissions if self._reserves else ():
             request = self._requests[plan.sequences[admission.sequence_id].request_id]
             admission.reserved_token_count = request.num_tokens_to_run
-        planned = self._books.ledger.plan(asked.SerializeToString(), now=0.0)
-        answer = cache_service_pb2.PlanStepResponse()
-        messages.encode_plan(answer, planned)
+        planned = self._books.ledger.plan(PlanRequest(asked.SerializeToString()), now=0.0)
+        encoded = planned.encode_answer() + messages.encode_refusals(planned)
+        answer = cache_service_pb2.PlanStepResponse.FromString(encoded)
         step = self._scheduler.on_planned(plan, decode_granted_step(answer))
         if step.failed:
             raise RuntimeError(f"a request failed: {step.failed[0].error}")
@@ -184,7 +185,7 @@ class Run:
         """The oldest step has been computed: a token for each run that samples."""
         step, grant = self._flight.popleft()
         report = report_of(grant, token=SAMPLED_TOKEN)
-        self._books.ledger.settle(report.SerializeToString())
+        self._books.ledger.settle(StepReport(report.SerializeToString()))
         self._num_steps += bool(report.sequence_ids)
         sampled, tokens = list(report.sampled_sequence_ids), list(report.sampled_token_ids)
         accepted, _ = self._scheduler.on_step_done(step, sampled, tokens)

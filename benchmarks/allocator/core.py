@@ -13,7 +13,7 @@ from typing import Any
 from workload import BLOCK_SIZE, VOCAB, Prompts
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import GrantedStep, Ledger
+from quire.cachemgr._core import GrantedStep, Ledger, PlanRequest, StepReport
 from quire.cachemgr.geometry import Geometry
 from quire.cachemgr.service import messages
 
@@ -155,8 +155,9 @@ class Report:
     def settle(self, ledger: Ledger, lease_id: str, outcome: Outcome = attach_pb2.STEP_OUTCOME_COMPUTED) -> int:
         """Enters the report as the servicer does; returns nanoseconds."""
         self._message.lease_id, self._message.outcome = lease_id, outcome
+        body = self._message.SerializeToString()
         start = clock()
-        ledger.settle(messages.known_bytes(self._message))
+        ledger.settle(StepReport(body))
         return clock() - start
 
 
@@ -164,7 +165,7 @@ def plan(ledger: Ledger, lease_id: str, request: StepRequest, *, now: float = 1.
     """Plans a step; returns the plan and nanoseconds."""
     body = request.body(lease_id)
     start = clock()
-    planned = ledger.plan(body, now=now)
+    planned = ledger.plan(PlanRequest(body), now=now)
     return planned, clock() - start
 
 

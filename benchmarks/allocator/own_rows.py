@@ -16,9 +16,9 @@ from core import EPOCH, LEASE, Core, Report
 from workload import BATCH_STEPS, BLOCK_SIZE, PROMPT_TOKENS, Prompts, Rows, fill, settle_garbage
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr._core import PlanRequest
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.service import messages
-from quire.cachemgr.service.grants import sign_grant
 
 Samples = dict[str, list[float]]
 clock = time.perf_counter_ns
@@ -45,25 +45,20 @@ def release_in_flight(rows: Rows, core: Core) -> Samples:
 
 # -- the path of a message -------------------------------------------------------------------------------------------
 
-PARTS = ("parse", "plan", "grant", "answer")
+PARTS = ("parse", "plan", "answer")
 
 
 def plan_message(core: Core, pool: AttachedPool, body: bytes) -> tuple[Any, list[int]]:
     """A plan as the servicer answers it; returns the plan and nanoseconds of each of PARTS.
 
-    parse: bytes to a protobuf message, as gRPC gives it to the servicer. plan: the message's bytes for the core, and
-    `Ledger.plan`. grant: `grants.sign_grant`. answer: `messages.encode_plan`, and the answer's bytes.
+    parse: `PlanRequest`. plan: `Ledger.plan`. answer: `messages.encode_plan`, with the grant's signature.
     """
     times = [clock()]
-    request = cache_service_pb2.PlanStepRequest.FromString(body)
+    request = PlanRequest(body)
     times.append(clock())
-    plan = core.ledger.plan(messages.known_bytes(request), now=1.0)
+    plan = core.ledger.plan(request, now=1.0)
     times.append(clock())
-    answer = cache_service_pb2.PlanStepResponse()
-    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
-    times.append(clock())
-    messages.encode_plan(answer, plan)
-    answer.SerializeToString()
+    messages.encode_plan(plan, pool, lease_id=request.lease_id)
     times.append(clock())
     return plan, [after - before for before, after in itertools.pairwise(times)]
 

@@ -3,9 +3,9 @@
     quire bench control-plane [--restarts 5]
     quire bench control-plane --soak-s 600                  the worst single call under mixed load
 
-First the plans of plans.py. Each restart has new processes throughout; a row's figure is the median of the restarts'
-quantiles, since grpc.aio differs more between processes than within one. Then the engine over both real services, see
-engine_cost.py.
+First the processor time of a plan and of a report, see processor.py. Then the plans of plans.py: each restart has new
+processes throughout, and a row's figure is the median of the restarts' quantiles, since grpc.aio differs more between
+processes than within one. Last the engine over both real services, see engine_cost.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import numpy as np
+import processor
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from plans import QUANTILES, QUICK, Load, Quantiles, Row, Sample, Sizes, figure_of, median_us, rows, services
@@ -74,15 +75,17 @@ def measure(
     chosen = [soak_row(soak_s, sizes)] if soak_s else [row for row in rows(sizes) if pattern in row.name]
     if not chosen:
         raise click.BadParameter("no row has a name like that", param_hint="'--rows'")
+    used = processor.measure(processor.QUICK if quick else processor.Sizes())
     measured = measure_rows(chosen, 1 if quick or soak_s else restarts, progress, pinned=pin)
     tables, engine = measure_engine(progress, quick=quick) if with_engine and not soak_s else ([], {})
     figures = {
         "sizes": asdict(sizes),
         "quantiles_percent": QUANTILES,
+        "processor": [asdict(each) for each in used],
         "figures": [asdict(each) for each in measured],
         "engine": engine,
     }
-    return Findings([table_of(measured), *tables], figures, lambda: plot(measured))
+    return Findings([processor.table_of(used), table_of(measured), *tables], figures, lambda: plot(measured))
 
 
 def table_of(measured: Sequence[Quantiles]) -> Table:

@@ -317,6 +317,21 @@ def draw_tokens(generator: np.random.Generator, count: int) -> list[int]:
     return tokens
 
 
+def decode_admissions(generator: np.random.Generator) -> list[cache_service_pb2.Admission]:
+    """Prompts of staggered lengths, so that each step one sequence in 16 needs a block, as in service."""
+    return [
+        cache_service_pb2.Admission(
+            sequence_id=seq_id, token_ids=draw_tokens(generator, DECODE_PROMPT_TOKENS + seq_id % BLOCK_SIZE)
+        )
+        for seq_id in range(DECODE_SEQUENCES)
+    ]
+
+
+def decode_extends() -> cache_service_pb2.Extends:
+    """One token of each of these sequences."""
+    return cache_service_pb2.Extends(sequence_ids=range(DECODE_SEQUENCES), token_counts=[1] * DECODE_SEQUENCES)
+
+
 class Measurer:
     """The kinds of rows, each a loop of timed calls. Returns ns per call, in order."""
 
@@ -359,19 +374,10 @@ class Measurer:
         return taken[: self._num_calls]
 
     async def _admit_running(self) -> None:
-        """Prompts of staggered lengths, so that each step one sequence in 16 needs a block, as in service."""
-        admissions = [
-            cache_service_pb2.Admission(
-                sequence_id=seq_id,
-                token_ids=draw_tokens(self._generator, DECODE_PROMPT_TOKENS + seq_id % BLOCK_SIZE),
-            )
-            for seq_id in range(DECODE_SEQUENCES)
-        ]
-        await self._client.timed(self._client.message(admissions=admissions))
+        await self._client.timed(self._client.message(admissions=decode_admissions(self._generator)))
 
     def _step(self) -> cache_service_pb2.PlanStepsRequest:
-        extends = cache_service_pb2.Extends(sequence_ids=range(DECODE_SEQUENCES), token_counts=[1] * DECODE_SEQUENCES)
-        return self._client.message(extends=extends)
+        return self._client.message(extends=decode_extends())
 
     async def admit_fresh(self) -> list[int]:
         return await self._admit(lambda: draw_tokens(self._generator, PROMPT_TOKENS))
@@ -427,6 +433,38 @@ async def apply_load(load: Load, num_clients: int, stopped: asyncio.Event, where
 # -- the worker ---------------------------------------------------------------------------------------------------
 
 
+def registration() -> attach_pb2.RegisterPool:
+    """Of a pool's first epoch."""
+    geometry = attach_pb2.PoolGeometry(
+        block_size_tokens=BLOCK_SIZE,
+        block_count=NUM_BLOCKS,
+        block_bytes=65_536,
+        max_sequence_count=MAX_SEQUENCES,
+        max_sequence_tokens=MAX_SEQUENCE_TOKENS,
+        vocabulary_size=VOCAB_SIZE,
+        model="none",
+        model_fingerprint="none",
+    )
+    return attach_pb2.RegisterPool(pool=POOL, epoch=1, geometry=geometry, worker_address="unix:/nowhere")
+
+
+def report_of(grant: grant_pb2.StepGrant, report_number: int) -> attach_pb2.StepReport:
+    """Everything is computed, and a token is sampled for each run that samples."""
+    seq_ids = np.asarray(grant.run_sequence_ids, dtype=np.int32)
+    ends = np.asarray(grant.run_starts, dtype=np.int32) + np.asarray(grant.run_token_counts, dtype=np.int32)
+    samples = np.asarray(grant.run_samples, dtype=bool)
+    return attach_pb2.StepReport(
+        report_number=report_number,
+        lease_id=grant.lease_id,
+        step_number=grant.step_number,
+        outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+        sequence_ids=grant.run_sequence_ids,
+        computed_token_counts=ends.tolist(),
+        sampled_sequence_ids=seq_ids[samples].tolist(),
+        sampled_token_ids=((ends * 31 + seq_ids * 7_919) % VOCAB_SIZE)[samples].tolist(),
+    )
+
+
 class NullWorker:
     """Reports every step as computed. Checks nothing, computes nothing.
 
@@ -441,18 +479,7 @@ class NullWorker:
 
     async def attach(self, address: str) -> None:
         """Obeys one cachemgr until the stream ends."""
-        geometry = attach_pb2.PoolGeometry(
-            block_size_tokens=BLOCK_SIZE,
-            block_count=NUM_BLOCKS,
-            block_bytes=65_536,
-            max_sequence_count=MAX_SEQUENCES,
-            max_sequence_tokens=MAX_SEQUENCE_TOKENS,
-            vocabulary_size=VOCAB_SIZE,
-            model="none",
-            model_fingerprint="none",
-        )
-        registration = attach_pb2.RegisterPool(pool=POOL, epoch=1, geometry=geometry, worker_address="unix:/nowhere")
-        self._say(register_pool=registration)
+        self._say(register_pool=registration())
         async with open_channel(address) as channel:
             async for order in cache_service_pb2_grpc.CacheServiceStub(channel).AttachPool(self._said()):
                 self._obey(order)
@@ -490,21 +517,8 @@ class NullWorker:
             writer.close()
 
     def _report(self, grant: grant_pb2.StepGrant, then: Callable[[], None]) -> None:
-        seq_ids = np.asarray(grant.run_sequence_ids, dtype=np.int32)
-        ends = np.asarray(grant.run_starts, dtype=np.int32) + np.asarray(grant.run_token_counts, dtype=np.int32)
-        samples = np.asarray(grant.run_samples, dtype=bool)
         self._num_reports += 1
-        report = attach_pb2.StepReport(
-            report_number=self._num_reports,
-            lease_id=grant.lease_id,
-            step_number=grant.step_number,
-            outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
-            sequence_ids=grant.run_sequence_ids,
-            computed_token_counts=ends.tolist(),
-            sampled_sequence_ids=seq_ids[samples].tolist(),
-            sampled_token_ids=((ends * 31 + seq_ids * 7_919) % VOCAB_SIZE)[samples].tolist(),
-        )
-        self._say(step_report=report, then=then)
+        self._say(step_report=report_of(grant, self._num_reports), then=then)
 
 
 # -- processes ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
 
 from quire.cache.v1 import cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.geometry import Geometry
 
 BLOCK_SIZE, PROMPT_TOKENS, NUM_RUNNING = 16, 4096, 64
@@ -62,12 +62,12 @@ class Steps:
         request.lease_id, request.epoch, request.request_id = LEASE, EPOCH, str(self._num_plans)
         body = request.SerializeToString()
         start = time.perf_counter()
-        plan = self.ledger.plan(body, now=0.0)
+        plan = self.ledger.plan(PlanRequest(body), now=0.0)
         planned = time.perf_counter()
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant(POOL, EPOCH, 1, LEASE))
         report = report_of(grant, number=self._num_plans, token=1).SerializeToString()
         reported = time.perf_counter()
-        self.ledger.settle(report)
+        self.ledger.settle(StepReport(report))
         return (planned - start) * 1e6, (time.perf_counter() - reported) * 1e6
 
 

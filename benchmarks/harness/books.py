@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import GrantedStep, Ledger
+from quire.cachemgr._core import GrantedStep, Ledger, PlanRequest, StepReport
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
 
@@ -84,7 +84,7 @@ class Books:
         tokens[0] = VOCAB - 1 - self._num_admitted
         request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
         request.admissions.add(sequence_id=self._num_admitted, token_ids=tokens.tolist(), max_compute_token_count=most)
-        plan = self.ledger.plan(request.SerializeToString(), now=0.0)
+        plan = self.ledger.plan(PlanRequest(request.SerializeToString()), now=0.0)
         self._num_admitted += not plan.has_refusals
         return plan
 
@@ -93,12 +93,12 @@ class Books:
         request = cache_service_pb2.PlanStepRequest(lease_id=LEASE, epoch=EPOCH)
         request.extends.sequence_ids.append(self._num_admitted - 1)
         request.extends.token_counts.append(num_tokens)
-        return self.ledger.plan(request.SerializeToString(), now=0.0)
+        return self.ledger.plan(PlanRequest(request.SerializeToString()), now=0.0)
 
     def settle(self, plan: GrantedStep) -> None:
         """Enters the worker's report of a step: everything computed, and a token for every run that samples."""
         grant = grant_pb2.StepGrant.FromString(plan.encode_grant("benchmark", EPOCH, 1, LEASE))
-        self.ledger.settle(report_of(grant).SerializeToString())
+        self.ledger.settle(StepReport(report_of(grant).SerializeToString()))
 
     @property
     def num_computed_tokens(self) -> int:

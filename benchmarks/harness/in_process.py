@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.catalog import AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
@@ -89,7 +90,7 @@ class InProcessServices:
         return pool
 
     def _settle(self, report: attach_pb2.StepReport) -> None:
-        self.pool.ledger.settle(messages.known_bytes(report))
+        self.pool.ledger.settle(StepReport(report.SerializeToString()))
         self.steps.reports.acknowledge(report.report_number)
 
     def close(self) -> None:
@@ -127,9 +128,8 @@ class InProcessCache:
 
     async def plan(self, request: cache_service_pb2.PlanStepRequest) -> cache_service_pb2.PlanStepResponse:
         try:
-            answer = cache_service_pb2.PlanStepResponse()
-            self._services.servicer.plan_step(request, answer)
-            return answer
+            answer = self._services.servicer.plan_step(PlanRequest(request.SerializeToString()))
+            return cache_service_pb2.PlanStepResponse.FromString(answer)
         except CallRefused as refused:
             raise refused_error(refused) from None
 

@@ -175,7 +175,7 @@ class RefusedItem:
 def decode_plan(message: pb.PlanStepRequest, geometry: Geometry) -> None:
     """Checks the form of a plan, as books do that have no such lease. Raises CallRefused."""
     try:
-        Ledger("p", 1, geometry).plan(message.SerializeToString(), now=0.0)
+        Ledger("p", 1, geometry).plan(_core.PlanRequest(message.SerializeToString()), now=0.0)
     except CallRefused as refused:
         if refused.refusal.reason is not Reason.LEASE_NOT_FOUND:
             raise
@@ -375,7 +375,7 @@ def plan_step(
 ) -> Planned:
     """Plans a step of a lease, of the present epoch if no other is given. Raises CallRefused."""
     body = body_of(request, lease_id, ledger.epoch if epoch is None else epoch, request_id=request_id)
-    return Planned(ledger.plan(body, now=now, names_tenants=names_tenants))
+    return Planned(ledger.plan(_core.PlanRequest(body), now=now, names_tenants=names_tenants))
 
 
 def report_of(
@@ -388,8 +388,8 @@ def report_of(
     sampled_ids: Sequence[int] = (),
     sampled_tokens: Sequence[int] = (),
     report_number: int = 0,
-) -> bytes:
-    """A serialised StepReport."""
+) -> _core.StepReport:
+    """A report of a step, as a worker would have sent it."""
     report = attach_pb2.StepReport(
         report_number=report_number,
         lease_id=lease_id,
@@ -400,4 +400,4 @@ def report_of(
         sampled_sequence_ids=sampled_ids,
         sampled_token_ids=sampled_tokens,
     )
-    return report.SerializeToString()
+    return _core.StepReport(report.SerializeToString())

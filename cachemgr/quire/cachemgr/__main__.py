@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import quire.serving.polling  # noqa: F401 - before gRPC is imported
+
+# isort: split
 import asyncio
 import contextlib
 import logging

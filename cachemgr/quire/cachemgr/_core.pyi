@@ -60,6 +60,9 @@ NUM_CANDIDATES: int
 def longest_sequence(geometry: Geometry) -> int:
     """The longest sequence of a pool, in tokens."""
 
+def answer_on_stream(answer: bytes) -> bytes:
+    """A serialised PlanStepsResponse with a serialised PlanStepResponse."""
+
 def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
@@ -74,6 +77,40 @@ class Admission:
         """
 
 @final
+class PlanRequest:
+    """A decoded request for a step. Its items are checked when it is planned."""
+
+    def __new__(cls, body: bytes) -> PlanRequest:
+        """Decodes a serialised PlanStepRequest. Raises ValueError for bytes that are no message."""
+
+    @staticmethod
+    def on_stream(body: bytes) -> PlanRequest:
+        """Decodes a serialised PlanStepsRequest. Raises ValueError for bytes that are no message."""
+
+    @property
+    def lease_id(self) -> str: ...
+    @property
+    def has_admissions(self) -> bool:
+        """True if it has admissions or restores."""
+
+@final
+class StepReport:
+    """A decoded report of a step. It is checked when it is settled."""
+
+    def __new__(cls, body: bytes) -> StepReport:
+        """Decodes a serialised StepReport. Raises ValueError for bytes that are no message."""
+
+    @staticmethod
+    def on_stream(body: bytes) -> StepReport | None:
+        """Decodes the report in a serialised AttachPoolRequest; None if that is something else.
+
+        Raises ValueError for bytes that are no message.
+        """
+
+    @property
+    def report_number(self) -> int: ...
+
+@final
 class GrantedStep:
     """The blocks that one step may access, and its computations."""
 
@@ -82,6 +119,9 @@ class GrantedStep:
 
     def encode_answer(self) -> bytes:
         """A serialised PlanStepResponse, without its grant and its refusals."""
+
+    def encode_signed(self, pool: str, epoch: int, term: int, lease_id: str, signing_key: bytes) -> bytes:
+        """A serialised PlanStepResponse with its grant and the grant's HMAC-SHA256, without its refusals."""
 
     @property
     def has_refusals(self) -> bool: ...
@@ -376,20 +416,20 @@ class Ledger:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def plan(self, body: bytes, *, now: float, names_tenants: bool = False) -> GrantedStep:
-        """Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
+    def plan(self, request: PlanRequest, *, now: float, names_tenants: bool = False) -> GrantedStep:
+        """Plans the next step of a lease, and renews the lease. A request is planned once.
 
         `names_tenants`: the caller may name the tenant of an admission. With a request_id the answer is kept; the
         request_id of one of the last REMEMBERED_PLANS answers gets the same answer. Raises CallRefused
         (LEASE_NOT_FOUND, EPOCH_CHANGED, REQUEST_ID_REUSED, TOO_MANY_STEPS, INVALID_ARGUMENT) with nothing changed,
-        ValueError for bytes that are no message.
+        ValueError for a request that was planned before.
         """
 
-    def settle(self, body: bytes) -> None:
-        """Enters the worker's report of a step, a serialised StepReport.
+    def settle(self, report: StepReport) -> None:
+        """Enters the worker's report of a step.
 
         A step that is settled already, or of a lease that is removed, has no effect. Raises CallRefused
-        (INVALID_ARGUMENT) if the report does not fit the plan, ValueError for bytes that are no message.
+        (INVALID_ARGUMENT) if the report does not fit the plan.
         """
 
     # -- tenants, and what is kept ------------------------------------------------------------------------------------

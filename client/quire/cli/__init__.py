@@ -27,10 +27,11 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
-    from quire.cli.commands import quire
+    import quire.serving.polling  # noqa: F401 - before gRPC is imported, here and in processes that are started
+    from quire.cli.commands import quire as command
 
     try:
-        quire()
+        command()
     except SystemExit as leave:
         end_process(leave.code)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.service import messages
 from quire.client.channel import RetryPolicy
@@ -181,9 +181,10 @@ class SimulatedPool:
         if plan.is_empty:
             return False
         request = encode_plan(plan, lease_id=_LEASE, epoch=_EPOCH, request_id="")
-        planned = self._ledger.plan(request.SerializeToString(), now=now_s, names_tenants=self._fleet.separate_tenants)
-        answer = cache_service_pb2.PlanStepResponse()
-        messages.encode_plan(answer, planned)
+        body = PlanRequest(request.SerializeToString())
+        planned = self._ledger.plan(body, now=now_s, names_tenants=self._fleet.separate_tenants)
+        encoded = planned.encode_answer() + messages.encode_refusals(planned)
+        answer = cache_service_pb2.PlanStepResponse.FromString(encoded)
         step = self._scheduler.on_planned(plan, decode_granted_step(answer))
         for failed in step.failed:
             self._end(self._jobs.pop(failed.sequence.request_id), failed.sequence, now_s, on_end)
@@ -234,7 +235,7 @@ class SimulatedPool:
             sampled_sequence_ids=sent.sampler_ids,
             sampled_token_ids=tokens,
         )
-        self._ledger.settle(report.SerializeToString())
+        self._ledger.settle(StepReport(report.SerializeToString()))
         if step.seq_ids:
             self.num_steps += 1
             self._fruitless_in_row = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Ledger, PlanRequest, StepReport
 from quire.cachemgr.eviction_interface import EvictionPolicy
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import messages
@@ -74,7 +74,7 @@ class Replay:
         tokens = [*_tokens_of(prompt.block_ids[: self._capacity], self._block_size), _TAIL]
         step = cache_service_pb2.PlanStepRequest(lease_id="lease", epoch=_EPOCH, release_sequence_ids=[1])
         step.admissions.add(sequence_id=1, token_ids=tokens, salt=self._salt)
-        plan = self._ledger.plan(step.SerializeToString(), now=0.0)
+        plan = self._ledger.plan(PlanRequest(step.SerializeToString()), now=0.0)
         if plan.has_refusals:
             raise RuntimeError(f"a prompt was refused: {plan.refusals[0]}")
         answer = cache_service_pb2.PlanStepResponse.FromString(plan.encode_answer())
@@ -87,7 +87,7 @@ class Replay:
             sampled_sequence_ids=[1],
             sampled_token_ids=[0],
         )
-        self._ledger.settle(report.SerializeToString())
+        self._ledger.settle(StepReport(report.SerializeToString()))
         found = answer.admitted_cached_token_counts[0] // self._block_size
         return min(found, (prompt.num_tokens - 1) // self._block_size)
 

@@ -111,19 +111,23 @@ class Receiver:
     async def read_all(self, context: Context, method: str, decode: Decode | None) -> AsyncIterator[Any]:
         """The requests of a stream. Raises CallEnded, MalformedRequestError."""
         limit = self._limits.get(method, SMALL_MESSAGE_BYTES)
-        timeout_s = ARRIVAL_TIMEOUT_S if is_open(method) else None
+        is_timed = is_open(method)
         while True:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    data = await context.read()
-            except TimeoutError:
-                raise self._incomplete() from None
+            data = await (self._read_in_time(context) if is_timed else context.read())
             if data is grpc.aio.EOF:
                 return
             message = self._decoded(data, limit, decode)
             del data  # while the stream waits for the next one
             yield message
             del message
+
+    async def _read_in_time(self, context: Context) -> Any:
+        """The message's bytes, or grpc.aio.EOF. Raises CallEnded."""
+        try:
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
+                return await context.read()
+        except TimeoutError:
+            raise self._incomplete() from None
 
     def _arrivals_of(self, name: str, limit: int) -> Arrivals:
         found = self._arrivals.get((name, limit))

@@ -914,8 +914,8 @@ BUGS = [
         "a report is acknowledged before it is settled",
         (
             "_settle",
-            "pool.ledger.settle(messages.known_bytes(report))",
-            "asyncio.get_running_loop().call_later(0.03, pool.ledger.settle, messages.known_bytes(report))",
+            "pool.ledger.settle(report)",
+            "asyncio.get_running_loop().call_later(0.03, pool.ledger.settle, report)",
         ),
     ),
     manager(

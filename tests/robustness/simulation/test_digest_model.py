@@ -19,7 +19,7 @@ from robustness.simulation.digest_model import TWO_FULL_LAYERS, DigestFunction, 
 from robustness.simulation.worker import Rank, WorkerSettings, make_config, make_rank
 
 from quire.cache.v1 import grant_pb2
-from quire.cachemgr._core import Ledger, SequenceView
+from quire.cachemgr._core import Ledger, SequenceView, StepReport
 from quire.cachemgr.service.messages import decode_geometry
 from quire.serving.addresses import TcpAddress
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
@@ -76,7 +76,7 @@ class Desk:
             change(grant)
         result = self.rank.executor.execute(AcceptedStep(grant, given))
         assert result.outcome is Outcome.COMPUTED
-        self.ledger.settle(make_report(plan.grant, result).SerializeToString())
+        self.ledger.settle(StepReport(make_report(plan.grant, result).SerializeToString()))
         self._check(result)
         return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -11,10 +12,10 @@ from random import Random
 import pytest
 from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
 
-from quire.cache.v1 import cache_service_pb2, grant_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.cachemgr._core import POLICIES, Ledger, root_hash
-from quire.cachemgr.errors import BrokenInvariant, CallRefused
+from quire.cachemgr._core import POLICIES, Ledger, PlanRequest, StepReport, answer_on_stream, root_hash
+from quire.cachemgr.errors import BrokenInvariant, CallRefused, Reason
 from quire.cachemgr.geometry import Geometry, LayerGroup
 
 SIZES = {
@@ -103,6 +104,65 @@ def test_an_answers_bytes_are_those_of_the_message() -> None:
     assert seen == set(cache_service_pb2.PlanStepResponse.DESCRIPTOR.fields_by_name)
 
 
+def test_a_signed_answer_is_the_answer_with_its_grant_and_the_hmac_of_that() -> None:
+    for key in (b"", b"key", b"k" * 32, b"k" * 64, b"k" * 65):
+        for plan in plans():
+            signed = cache_service_pb2.PlanStepResponse.FromString(plan.core.encode_signed("pool", 7, 8, "lease", key))
+            assert signed.grant.grant == plan.core.encode_grant("pool", 7, 8, "lease")
+            assert signed.grant.signature == hmac.digest(key, signed.grant.grant, "sha256")
+            signed.ClearField("grant")
+            assert signed.SerializeToString(deterministic=True) == plan.core.encode_answer()
+
+
+def test_a_stream_has_the_same_plans_and_answers_in_a_message_of_its_own() -> None:
+    body = body_of(StepRequest(admissions=[Admission(1, bytes(4))]), "lease", request_id="r")
+    plan = cache_service_pb2.PlanStepRequest.FromString(body)
+    on_stream = cache_service_pb2.PlanStepsRequest(plan=plan).SerializeToString()
+    other = cache_service_pb2.PlanStepsRequest(plan={"request_id": "r"}).SerializeToString()
+    ledger = make_ledger()
+    first = Planned(ledger.plan(PlanRequest(body), now=0.0))
+    for repeated in (on_stream, on_stream + b"\xa0\x06\x01"):
+        assert PlanRequest.on_stream(repeated).lease_id == "lease"
+        assert Planned(ledger.plan(PlanRequest.on_stream(repeated), now=0.0)).answer == first.answer
+    with pytest.raises(CallRefused) as refused:
+        ledger.plan(PlanRequest.on_stream(on_stream + other), now=0.0)  # protobuf takes both parts for one message
+    assert refused.value.refusal.reason is Reason.REQUEST_ID_REUSED
+    assert (PlanRequest.on_stream(b"").lease_id, PlanRequest(b"").lease_id) == ("", "")
+    for answer in (b"", first.core.encode_answer(), first.core.encode_signed("pool", 1, 1, "lease", b"k")):
+        message = cache_service_pb2.PlanStepsResponse.FromString(answer_on_stream(answer))
+        assert message.WhichOneof("answer") == "plan"
+        assert message.plan == cache_service_pb2.PlanStepResponse.FromString(answer)
+
+
+def test_a_request_is_planned_once() -> None:
+    ledger, request = make_ledger(), PlanRequest(body_of(StepRequest(admissions=[Admission(1, bytes(4))]), "lease"))
+    assert request.has_admissions
+    assert Planned(ledger.plan(request, now=0.0)).admitted_ids == [1]
+    before = ledger.probe.state()
+    with pytest.raises(ValueError, match="planned already"):
+        ledger.plan(request, now=0.0)
+    assert ledger.probe.state() == before
+    for items, has_admissions in ((StepRequest(restores=[Restore(1)]), True), (StepRequest(releases=[1]), False)):
+        assert PlanRequest(body_of(items, "lease")).has_admissions == has_admissions
+
+
+def test_a_workers_message_is_a_report_or_something_else() -> None:
+    report = attach_pb2.StepReport(report_number=7, lease_id="lease", step_number=1)
+    for message, number in (
+        (attach_pb2.AttachPoolRequest(step_report=report), 7),
+        (attach_pb2.AttachPoolRequest(lease_opened={"lease_id": "lease"}), None),
+        (attach_pb2.AttachPoolRequest(), None),
+    ):
+        found = StepReport.on_stream(message.SerializeToString())
+        assert (None if found is None else found.report_number) == number
+    opened = attach_pb2.AttachPoolRequest(lease_opened={"lease_id": "lease"}).SerializeToString()
+    reported = attach_pb2.AttachPoolRequest(step_report=report).SerializeToString()
+    assert StepReport.on_stream(reported + opened) is None
+    assert StepReport.on_stream(opened + reported) is not None
+    with pytest.raises(ValueError, match="buffer underflow"):
+        StepReport.on_stream(b"\x12\x05abc")
+
+
 def test_the_root_of_a_chain_is_what_the_protocol_says() -> None:
     expected = sha256(b"quire prefix v1")
     for part in ("tenant é".encode(), b"salt", b"model"):
@@ -120,7 +180,7 @@ def test_what_is_not_there_is_told() -> None:
     with pytest.raises(KeyError):
         ledger.probe.steps_in_flight("other")
     for call in (
-        lambda: ledger.plan(body_of(StepRequest(), "other"), now=0.0),
+        lambda: ledger.plan(PlanRequest(body_of(StepRequest(), "other")), now=0.0),
         lambda: ledger.inspector.sequence("other", 1),
     ):
         with pytest.raises(CallRefused, match="no lease other…"):
@@ -154,10 +214,13 @@ def test_bytes_that_are_no_list_and_no_message_are_told() -> None:
     ledger = make_ledger()
     with pytest.raises(ValueError, match="5 bytes are no list of 4-byte numbers"):
         ledger.inspector.num_cached_tokens(b"12345", salt=b"", tenant="")
+    for decode in (PlanRequest, PlanRequest.on_stream):
+        with pytest.raises(ValueError, match="buffer underflow"):
+            decode(b"\x0a\x05abc")
     with pytest.raises(ValueError, match="buffer underflow"):
-        ledger.plan(b"\x0a\x05abc", now=0.0)
+        PlanRequest.on_stream(b"\x0a\x05\x0a\x05abc")
     with pytest.raises(ValueError, match="buffer underflow"):
-        ledger.settle(b"\x12\x05abc")
+        StepReport(b"\x12\x05abc")
 
 
 def test_those_who_wait_for_a_change_are_told_of_each() -> None:

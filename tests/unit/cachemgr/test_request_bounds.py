@@ -15,7 +15,7 @@ from planning import decode_plan
 
 from quire.cache.v1 import admission_bounds, attach_pb2, cache_service_pb2, grant_pb2
 from quire.cachemgr import _core
-from quire.cachemgr._core import Ledger
+from quire.cachemgr._core import Ledger, StepReport
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
 from quire.compute.v1 import worker_service_pb2
@@ -100,7 +100,7 @@ def registration(named: str, **fields: Any) -> Beyond:
 def report(named: str = "", **fields: Any) -> Beyond:
     request = attach_pb2.StepReport(outcome=attach_pb2.STEP_OUTCOME_COMPUTED, **fields)
     ledger, field = Ledger("p", 1, GEOMETRY), named or next(iter(fields))
-    return lambda: ledger.settle(request.SerializeToString()), f"step_report.{field}"
+    return lambda: ledger.settle(StepReport(request.SerializeToString())), f"step_report.{field}"
 
 
 # -- the worker ---------------------------------------------------------------------------------------------------

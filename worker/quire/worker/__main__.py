@@ -11,6 +11,9 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import quire.serving.polling  # noqa: F401 - before gRPC is imported
+
+# isort: split
 import click
 
 from quire.serving.addresses import Address

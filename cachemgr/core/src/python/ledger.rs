@@ -19,14 +19,14 @@ use crate::cache::accounts::Share;
 use crate::cache::eviction::policies::{POLICIES, Policy};
 use crate::cache::prefix::BlockId;
 use crate::errors::{Failure, Result, broken};
-use crate::python::convert::{decoded, geometry_of, ids, lease_not_found, refusal_of, to_python};
-use crate::python::messages::{PyAdmission, PyGrantedStep, PyReset};
+use crate::python::convert::{geometry_of, ids, lease_not_found, refusal_of, to_python};
+use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
-use crate::wire::{messages, requests};
+use crate::wire::requests;
 
 /// The books of one pool in one epoch, with the calls that change them.
 #[pyclass(name = "Ledger", module = "quire.cachemgr._core")]
@@ -253,17 +253,22 @@ impl PyLedger {
         Ok(())
     }
 
-    /// Plans the next step of a lease from a serialised PlanStepRequest, and renews the lease.
+    /// Plans the next step of a lease, and renews the lease. A request is planned once.
     ///
     /// `names_tenants`: the caller may name the tenant of an admission.
-    #[pyo3(signature = (body, *, now, names_tenants = false))]
-    fn plan(&mut self, py: Python<'_>, body: &[u8], now: f64, names_tenants: bool) -> PyResult<PyGrantedStep> {
-        let mut request = decoded::<messages::PlanStepRequest>(body)?;
+    #[pyo3(signature = (request, *, now, names_tenants = false))]
+    fn plan(
+        &mut self,
+        py: Python<'_>,
+        request: &mut PyPlanRequest,
+        now: f64,
+        names_tenants: bool,
+    ) -> PyResult<PyGrantedStep> {
+        let (request, digest) = request.take()?;
         let geometry = self.stored.books().geometry();
-        let items = requests::step_request(&mut request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
+        let items = requests::step_request(request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
         let items = items.map_err(|refused| to_python(py, refused))?;
-        let digest = requests::digest_of(&request, body);
-        let key = RequestKey { request_id: &request.request_id, digest: &digest };
+        let key = RequestKey { request_id: &request.request_id, digest };
         let lease_id = &request.lease_id;
         let plan = self.changing(py, |books| books.plan(lease_id, request.epoch, &items, now, &key))?;
         let plan = plan.ok_or_else(|| lease_not_found(py, lease_id))?;
@@ -273,13 +278,12 @@ impl PyLedger {
 
     // -- steps and content --------------------------------------------------------------------------------------------
 
-    /// Enters the worker's report of a step, a serialised StepReport.
-    fn settle(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
-        let mut report = decoded::<messages::StepReport>(body)?;
-        let lease_id = std::mem::take(&mut report.lease_id);
-        let report = requests::step_report(report, self.stored.books().geometry().max_sequences);
+    /// Enters the worker's report of a step.
+    fn settle(&mut self, py: Python<'_>, report: &PyStepReport) -> PyResult<()> {
+        let lease_id = &report.0.lease_id;
+        let report = requests::step_report(report.0.clone(), self.stored.books().geometry().max_sequences);
         let report = report.map_err(|refused| to_python(py, refused))?;
-        self.telling(py, |books| books.settle(&lease_id, &report))
+        self.telling(py, |books| books.settle(lease_id, &report))
     }
 
     /// Sets the tenants' shares: a default, and others by name.

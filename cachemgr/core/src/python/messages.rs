@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -9,7 +10,7 @@ use crate::books::plans::{Admission, GrantedStep, RefusedItem};
 use crate::books::resetting::Reset;
 use crate::cache::journal::Known;
 use crate::python::convert::{decoded, refusal_of, to_python};
-use crate::wire::answers::{Grantor, encode_answer, encode_grant, item_number};
+use crate::wire::answers::{self, Grantor, item_number};
 use crate::wire::{messages, requests};
 
 /// A decoded and checked admission of a request.
@@ -28,6 +29,78 @@ impl PyAdmission {
     }
 }
 
+/// A decoded request for a step. Its items are checked when it is planned.
+#[pyclass(name = "PlanRequest", module = "quire.cachemgr._core")]
+pub struct PyPlanRequest {
+    message: messages::PlanStepRequest,
+    digest: Vec<u8>,
+    is_taken: bool,
+}
+
+impl PyPlanRequest {
+    /// The message, once, with the fingerprint of its bytes. Planning takes its lists.
+    pub fn take(&mut self) -> PyResult<(&mut messages::PlanStepRequest, &[u8])> {
+        if std::mem::replace(&mut self.is_taken, true) {
+            return Err(PyValueError::new_err("the request was planned already"));
+        }
+        Ok((&mut self.message, &self.digest))
+    }
+}
+
+#[pymethods]
+impl PyPlanRequest {
+    /// Decodes a serialised PlanStepRequest.
+    #[new]
+    fn new(body: &[u8]) -> PyResult<PyPlanRequest> {
+        let message = decoded::<messages::PlanStepRequest>(body)?;
+        let digest = requests::digest_of(&message, body);
+        Ok(PyPlanRequest { message, digest, is_taken: false })
+    }
+
+    /// Decodes a serialised PlanStepsRequest.
+    #[staticmethod]
+    fn on_stream(body: &[u8]) -> PyResult<PyPlanRequest> {
+        let plan = requests::plan_on_stream(body).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        PyPlanRequest::new(&plan)
+    }
+
+    #[getter]
+    fn lease_id(&self) -> &str {
+        &self.message.lease_id
+    }
+
+    /// True if it has admissions or restores.
+    #[getter]
+    fn has_admissions(&self) -> bool {
+        !self.message.admissions.is_empty() || !self.message.restores.is_empty()
+    }
+}
+
+/// A decoded report of a step. It is checked when it is settled.
+#[pyclass(name = "StepReport", module = "quire.cachemgr._core", frozen)]
+pub struct PyStepReport(pub messages::StepReport);
+
+#[pymethods]
+impl PyStepReport {
+    /// Decodes a serialised StepReport.
+    #[new]
+    fn new(body: &[u8]) -> PyResult<PyStepReport> {
+        Ok(PyStepReport(decoded(body)?))
+    }
+
+    /// Decodes the report in a serialised AttachPoolRequest; None if that is something else.
+    #[staticmethod]
+    fn on_stream(body: &[u8]) -> PyResult<Option<PyStepReport>> {
+        let report = requests::report_on_stream(body).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(report.map(PyStepReport))
+    }
+
+    #[getter]
+    fn report_number(&self) -> i64 {
+        self.0.report_number
+    }
+}
+
 /// One granted step: the blocks that it may touch and the tokens that it computes.
 #[pyclass(name = "GrantedStep", module = "quire.cachemgr._core", frozen)]
 pub struct PyGrantedStep(pub Arc<GrantedStep>);
@@ -43,12 +116,26 @@ impl PyGrantedStep {
         term: i64,
         lease_id: &str,
     ) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &encode_grant(&self.0, &Grantor { pool, epoch, term, lease_id }))
+        PyBytes::new(py, &answers::encode_grant(&self.0, &Grantor { pool, epoch, term, lease_id }))
     }
 
     /// A serialised PlanStepResponse, without its grant and its refusals.
     fn encode_answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &encode_answer(&self.0))
+        PyBytes::new(py, &answers::encode_answer(&self.0, None))
+    }
+
+    /// A serialised PlanStepResponse with its grant, signed under a key, and without its refusals.
+    fn encode_signed<'py>(
+        &self,
+        py: Python<'py>,
+        pool: &str,
+        epoch: i64,
+        term: i64,
+        lease_id: &str,
+        signing_key: &[u8],
+    ) -> Bound<'py, PyBytes> {
+        let grantor = Grantor { pool, epoch, term, lease_id };
+        PyBytes::new(py, &answers::encode_answer(&self.0, Some((&grantor, signing_key))))
     }
 
     #[getter]

@@ -11,6 +11,7 @@ mod probe;
 mod views;
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::books::geometry::MAX_LAYER_GROUPS;
 use crate::books::lease::MAX_STEPS_IN_FLIGHT;
@@ -27,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use super::ledger::{PyInspector, PyLedger, PyProbe};
     #[pymodule_export]
-    use super::messages::{PyAdmission, PyGrantedStep, PyKnown, PyReset};
+    use super::messages::{PyAdmission, PyGrantedStep, PyKnown, PyPlanRequest, PyReset, PyStepReport};
     #[pymodule_export]
     use super::views::{AdmissionCheckView, LeaseView, PinView, PyExplanation, SequenceView, StepView, TenantUse};
 
@@ -36,6 +37,12 @@ mod _core {
     #[pyfunction]
     fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str) -> Hash {
         crate::cache::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
+    }
+
+    /// A serialised PlanStepsResponse with a serialised PlanStepResponse.
+    #[pyfunction]
+    fn answer_on_stream<'py>(py: Python<'py>, answer: Vec<u8>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &crate::wire::answers::answer_on_stream(answer))
     }
 
     /// The longest sequence of a pool.

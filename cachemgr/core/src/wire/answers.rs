@@ -1,6 +1,8 @@
 //! Answers as bytes: plans with their grants, and blocks by the thousand.
 
+use hmac::{Hmac, KeyInit, Mac};
 use prost::Message;
+use sha2::Sha256;
 
 use crate::books::plans::{CacheUse, GrantedStep, PlanItem};
 use crate::cache::groups::GroupCounters;
@@ -10,7 +12,7 @@ use crate::cache::prefix::BlockId;
 use crate::store::stored_books::StoredBooks;
 use crate::wire::messages::{
     self, Block, BlockCounts, BlockEvent, HostBlockCounts, LayerGroupStatistics, ListBlocksResponse, PlanStepResponse,
-    PoolStatistics, StepGrant, WatchBlocksResponse,
+    PoolStatistics, SignedGrant, StepGrant, WatchBlocksResponse,
 };
 
 /// The blocks of a ListBlocksResponse.
@@ -68,9 +70,10 @@ pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
     grant.encode_to_vec()
 }
 
-/// A PlanStepResponse without its grant, which is signed elsewhere, and without its refusals.
-pub fn encode_answer(plan: &GrantedStep) -> Vec<u8> {
+/// A PlanStepResponse without its refusals; with the grant, signed under a key, if there is a grantor.
+pub fn encode_answer(plan: &GrantedStep, signed_by: Option<(&Grantor, &[u8])>) -> Vec<u8> {
     let answer = PlanStepResponse {
+        grant: signed_by.map(|(grantor, key)| sign(encode_grant(plan, grantor), key)),
         step_number: plan.step_number as i64,
         run_sequence_ids: plan.run_seq_ids.clone(),
         run_starts: signed(&plan.run_starts),
@@ -85,6 +88,25 @@ pub fn encode_answer(plan: &GrantedStep) -> Vec<u8> {
         ..PlanStepResponse::default()
     };
     answer.encode_to_vec()
+}
+
+/// A grant with its HMAC-SHA256.
+fn sign(grant: Vec<u8>, key: &[u8]) -> SignedGrant {
+    let mut signing = Hmac::<Sha256>::new_from_slice(key).expect("a key may have any length");
+    signing.update(&grant);
+    SignedGrant { grant, signature: signing.finalize().into_bytes().to_vec() }
+}
+
+/// A PlanStepsResponse with the plan as bytes: on the wire, a message within a message looks like bytes.
+#[derive(Clone, PartialEq, Message)]
+struct AnswerOnStream {
+    #[prost(bytes = "vec", optional, tag = "1")]
+    plan: Option<Vec<u8>>,
+}
+
+/// A PlanStepsResponse around the bytes of a PlanStepResponse.
+pub fn answer_on_stream(answer: Vec<u8>) -> Vec<u8> {
+    AnswerOnStream { plan: Some(answer) }.encode_to_vec()
 }
 
 fn block_counts(counts: Counts) -> BlockCounts {

@@ -1,5 +1,6 @@
 //! Requests and reports as the books take them. Decoding checks form (lengths, ranges); the books check meaning.
 
+use prost::{DecodeError, Message};
 use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
@@ -14,6 +15,18 @@ use crate::wire::bounds::{
     not_negative, refused, shown_seconds,
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
+
+/// A PlanStepsRequest with its plan as bytes: on the wire, a message within a message looks like bytes.
+#[derive(Clone, PartialEq, Message)]
+struct PlanOnStream {
+    #[prost(bytes = "vec", repeated, tag = "1")]
+    parts: Vec<Vec<u8>>,
+}
+
+/// The bytes of the PlanStepRequest in a PlanStepsRequest. A message that was sent in parts is their concatenation.
+pub fn plan_on_stream(body: &[u8]) -> std::result::Result<Vec<u8>, DecodeError> {
+    Ok(PlanOnStream::decode(body)?.parts.concat())
+}
 
 /// The fingerprint of a request with a request id; empty if it has no id. `body` is the message's bytes.
 pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
@@ -238,6 +251,14 @@ fn retained(range: &messages::Retention, field: &str, is_last: bool) -> Result<R
         return refused(&format!("{field}.ttl"), shown_seconds(seconds), limit);
     }
     Ok(Retention { num_tokens, level, ttl })
+}
+
+/// The report in a worker's message; None if that is something else.
+pub fn report_on_stream(body: &[u8]) -> std::result::Result<Option<messages::StepReport>, DecodeError> {
+    Ok(match messages::AttachPoolRequest::decode(body)?.message {
+        Some(messages::attach_pool_request::Message::StepReport(report)) => Some(report),
+        _ => None,
+    })
 }
 
 /// The report of a step of a pool with so many sequences. Refused (INVALID_ARGUMENT) for lists that do not fit together

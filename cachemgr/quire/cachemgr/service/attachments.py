@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from quire.cache.v1 import attach_pb2
+from quire.cachemgr._core import StepReport
 from quire.cachemgr.bounds import MAX_ATTACHMENTS, Places
 from quire.cachemgr.catalog import MAX_TERM_STEP, SIGNING_KEY_BYTES, AttachedPool, Catalog
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
@@ -27,7 +28,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 ACKNOWLEDGE_AFTER_S = 0.02
 """Reports that arrive within this time are acknowledged together."""
 
-Requests = AsyncIterator[attach_pb2.AttachPoolRequest]
+Request = attach_pb2.AttachPoolRequest | StepReport
+Requests = AsyncIterator[Request]
 Write = Callable[[attach_pb2.AttachPoolResponse], Awaitable[None]]
 Orders = asyncio.Queue[attach_pb2.AttachPoolResponse | None]
 """Messages to write to a stream; None ends it."""
@@ -58,9 +60,17 @@ class Attachments:
         self._opening: dict[str, asyncio.Future[None]] = {}
         self._places = Places(MAX_ATTACHMENTS, "attachments")
 
-    async def AttachPool(  # noqa: N802
-        self, request_iterator: AsyncIterator[attach_pb2.AttachPoolRequest], context: Context
-    ) -> None:
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Request, attach_pb2.AttachPoolResponse]]:
+        """The handler of the method. The core decodes reports."""
+        return {
+            "AttachPool": grpc.stream_stream_rpc_method_handler(
+                self.AttachPool,
+                request_deserializer=messages.decode_from_worker,
+                response_serializer=attach_pb2.AttachPoolResponse.SerializeToString,
+            )
+        }
+
+    async def AttachPool(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
         try:
             with self._places.taken():
                 await self.converse(request_iterator, context.write)
@@ -126,9 +136,8 @@ class Attachments:
     async def _register(self, requests: Requests, orders: Orders) -> AttachedPool | None:
         """The pool, once it is acceptable; None if the stream ends before."""
         async for request in requests:
-            if request.WhichOneof("message") != "register_pool":
-                kind = request.WhichOneof("message") or "empty"
-                raise CallRefused(invalid("message", kind, "register_pool, the first on a stream"))
+            if isinstance(request, StepReport) or request.WhichOneof("message") != "register_pool":
+                raise CallRefused(invalid("message", kind_of(request), "register_pool, the first on a stream"))
             registration = messages.decode_registration(request.register_pool)
             known = self._catalog.find(registration.pool, registration.epoch)
             if known is not None:
@@ -165,26 +174,27 @@ class Attachments:
                 orders.put_nowait(attach_pb2.AttachPoolResponse(open_lease=order))
         log.info("worker attached pool=%s epoch=%d blocks=%d", ledger.pool, ledger.epoch, ledger.geometry.num_blocks)
 
-    def _hear(self, pool: AttachedPool, request: attach_pb2.AttachPoolRequest) -> None:
+    def _hear(self, pool: AttachedPool, request: Request) -> None:
+        if isinstance(request, StepReport):
+            self._settle(pool, request)
+            return
         kind = request.WhichOneof("message")
-        if kind == "step_report":
-            self._settle(pool, request.step_report)
-        elif kind == "lease_opened":
+        if kind == "lease_opened":
             opening = self._opening.get(request.lease_opened.lease_id)
             if opening is not None and not opening.done():
                 opening.set_result(None)
         elif kind == "lease_fenced":
             self._catalog.lease_fenced(pool, request.lease_fenced.lease_id)
         else:
-            raise CallRefused(invalid("message", kind or "empty", "step_report, lease_opened or lease_fenced"))
+            raise CallRefused(invalid("message", kind_of(request), "step_report, lease_opened or lease_fenced"))
 
-    def _settle(self, pool: AttachedPool, report: attach_pb2.StepReport) -> None:
+    def _settle(self, pool: AttachedPool, report: StepReport) -> None:
         if report.report_number <= pool.acknowledged_report:
             return
         pool.num_refused_reports += 1
         if report.report_number != pool.acknowledged_report + 1:
             raise CallRefused(invalid("step_report.report_number", report.report_number, "the next one"))
-        pool.ledger.settle(messages.known_bytes(report))
+        pool.ledger.settle(report)
         pool.num_refused_reports = 0
         pool.acknowledged_report = report.report_number
         if not pool.is_acknowledging:
@@ -203,6 +213,11 @@ class Attachments:
         stream = self._streams.get(pool.ledger.pool)
         if stream is not None:
             stream.orders.put_nowait(order)
+
+
+def kind_of(request: Request) -> str:
+    """The name of the field that a worker's message has."""
+    return "step_report" if isinstance(request, StepReport) else request.WhichOneof("message") or "empty"
 
 
 def pool_already_attached(pool: AttachedPool) -> CallRefused:

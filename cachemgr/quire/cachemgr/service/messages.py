@@ -1,6 +1,6 @@
 """Between messages and the core's values: decoding checks form (lengths, ranges), the core checks meaning.
 
-The core decodes and checks plans and reports itself (core/src/wire).
+The core decodes and checks plans and reports itself, and encodes answers to plans (core/src/wire).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quire.cachemgr._core import (
     Ledger,
     PinView,
     SequenceView,
+    StepReport,
     TenantUse,
 )
 from quire.cachemgr.blocks import BlockState
@@ -89,11 +90,19 @@ def known_bytes(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def encode_plan(answer: cache_service_pb2.PlanStepResponse, plan: GrantedStep) -> None:
-    """Adds all of a plan but its grant to an answer."""
-    answer.MergeFromString(plan.encode_answer())
-    if plan.has_refusals:
-        answer.refusals.extend(starmap(encode_refused, plan.refusals))
+def encode_plan(plan: GrantedStep, pool: AttachedPool, *, lease_id: str) -> bytes:
+    """A serialised PlanStepResponse. Only this pool's cachemgr can have made its grant."""
+    ledger = pool.ledger
+    answer = plan.encode_signed(ledger.pool, ledger.epoch, pool.term, lease_id, pool.signing_key)
+    return answer + encode_refusals(plan)
+
+
+def encode_refusals(plan: GrantedStep) -> bytes:
+    """The refusals of a plan, to append to its serialised PlanStepResponse."""
+    if not plan.has_refusals:
+        return b""
+    refusals = starmap(encode_refused, plan.refusals)
+    return cache_service_pb2.PlanStepResponse(refusals=refusals).SerializeToString()
 
 
 def encode_refused(
@@ -102,8 +111,9 @@ def encode_refused(
     return cache_service_pb2.Refusal(item=item, sequence_id=seq_id, error=encode_refusal(refusal))
 
 
-def encode_plan_error(refusal: Refusal) -> cache_service_pb2.PlanStepsResponse:
-    return cache_service_pb2.PlanStepsResponse(error=encode_refusal(refusal))
+def encode_plan_error(refusal: Refusal) -> bytes:
+    """A serialised PlanStepsResponse."""
+    return cache_service_pb2.PlanStepsResponse(error=encode_refusal(refusal)).SerializeToString()
 
 
 def encode_refusal(refusal: Refusal) -> error_pb2.Error:
@@ -111,6 +121,11 @@ def encode_refusal(refusal: Refusal) -> error_pb2.Error:
 
 
 # -- attachments --------------------------------------------------------------------------------------------------
+
+
+def decode_from_worker(body: bytes) -> attach_pb2.AttachPoolRequest | StepReport:
+    """A serialised AttachPoolRequest, or the report in it. Raises ValueError or DecodeError if it is no message."""
+    return StepReport.on_stream(body) or attach_pb2.AttachPoolRequest.FromString(body)
 
 
 def decode_registration(message: attach_pb2.RegisterPool) -> Registration:

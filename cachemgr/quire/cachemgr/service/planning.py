@@ -10,13 +10,11 @@ from typing import Any
 
 import grpc
 
-from quire.cache.v1 import cache_service_pb2
-from quire.cachemgr._core import GrantedStep
+from quire.cachemgr._core import GrantedStep, PlanRequest, answer_on_stream
 from quire.cachemgr.bounds import Drain
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.service import messages
-from quire.cachemgr.service.grants import sign_grant
 from quire.cachemgr.service.pools import VisiblePools
 from quire.cachemgr.service.statuses import refusing
 from quire.cachemgr.service.turns import Turns
@@ -46,21 +44,25 @@ class Planning:
         """On streams, as a whole, since the start."""
         return dict(self._refused_plans)
 
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[PlanRequest, bytes]]:
+        """The handlers of both methods. The core decodes their requests and encodes their answers."""
+        return {
+            "PlanStep": grpc.unary_unary_rpc_method_handler(self.PlanStep, request_deserializer=PlanRequest),
+            "PlanSteps": grpc.stream_stream_rpc_method_handler(
+                self.PlanSteps, request_deserializer=PlanRequest.on_stream
+            ),
+        }
+
     @refusing
-    async def PlanStep(  # noqa: N802
-        self, request: cache_service_pb2.PlanStepRequest, context: Context
-    ) -> cache_service_pb2.PlanStepResponse:
-        answer = cache_service_pb2.PlanStepResponse()
-        await self._plan_in_parts(request, answer)
-        return answer
+    async def PlanStep(self, request: PlanRequest, context: Context) -> bytes:  # noqa: N802
+        return await self._plan_in_parts(request)
 
     async def PlanSteps(  # noqa: N802
-        self, request_iterator: AsyncIterator[cache_service_pb2.PlanStepsRequest], context: Context
-    ) -> AsyncIterator[cache_service_pb2.PlanStepsResponse]:
+        self, request_iterator: AsyncIterator[PlanRequest], context: Context
+    ) -> AsyncIterator[bytes]:
         async for request in request_iterator:
             try:
-                answer = cache_service_pb2.PlanStepsResponse()
-                await self._plan_in_parts(request.plan, answer.plan)
+                answer = answer_on_stream(await self._plan_in_parts(request))
             except CallRefused as refused:
                 self._refused_plans[refused.refusal.reason] += 1
                 log.debug("plan refused reason=%s caller=%s", refused.refusal.reason.value, caller().name)
@@ -68,34 +70,22 @@ class Planning:
             del request  # while the stream waits for the next one
             yield answer
 
-    def plan_step(self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse) -> None:
-        """Plans one step and fills an empty answer with it and its signed grant. Raises CallRefused."""
+    def plan_step(self, request: PlanRequest) -> bytes:
+        """Plans one step; returns a serialised PlanStepResponse. Raises CallRefused."""
         pool, plan = self._plan(request)
-        self._answer(request, pool, plan, answer)
+        return messages.encode_plan(plan, pool, lease_id=request.lease_id)
 
-    async def _plan_in_parts(
-        self, request: cache_service_pb2.PlanStepRequest, answer: cache_service_pb2.PlanStepResponse
-    ) -> None:
+    async def _plan_in_parts(self, request: PlanRequest) -> bytes:
         """Plans in parts; other calls run between the parts that can be long."""
-        if request.admissions or request.restores:
+        if request.has_admissions:
             await self._turns.turn()
         pool, plan = self._plan(request)
         if plan.has_refusals:
             await asyncio.sleep(0)
-        self._answer(request, pool, plan, answer)
+        return messages.encode_plan(plan, pool, lease_id=request.lease_id)
 
-    def _plan(self, request: cache_service_pb2.PlanStepRequest) -> tuple[AttachedPool, GrantedStep]:
+    def _plan(self, request: PlanRequest) -> tuple[AttachedPool, GrantedStep]:
         self._drain.refuse_new()
         pool = self._pools.own_pool(request.lease_id)
         names_tenants = Role.GATEWAY in caller().roles
-        return pool, pool.ledger.plan(messages.known_bytes(request), now=self._clock(), names_tenants=names_tenants)
-
-    def _answer(
-        self,
-        request: cache_service_pb2.PlanStepRequest,
-        pool: AttachedPool,
-        plan: GrantedStep,
-        answer: cache_service_pb2.PlanStepResponse,
-    ) -> None:
-        messages.encode_plan(answer, plan)
-        sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
+        return pool, pool.ledger.plan(request, now=self._clock(), names_tenants=names_tenants)

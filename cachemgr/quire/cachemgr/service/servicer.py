@@ -21,7 +21,9 @@ from quire.cachemgr.service.planning import Planning
 from quire.cachemgr.service.pools import VisiblePools
 from quire.cachemgr.service.retention import Keeping
 
-METHODS = [method.name for method in cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].methods]
+_DESCRIPTOR = cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"]
+SERVICE = _DESCRIPTOR.full_name
+METHODS = [method.name for method in _DESCRIPTOR.methods]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class CacheServicer:
         """Add the service to a server."""
         methods = cast(cache_service_pb2_grpc.CacheServiceServicer, self)  # all of METHODS, set in __init__
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(methods, server)
+        for part in (self._planning, self._attachments):
+            server.add_registered_method_handlers(SERVICE, part.handlers())  # in place of the generated ones
 
     def statistics(self) -> ServicerStatistics:
         return ServicerStatistics(
