@@ -105,13 +105,13 @@ def decode_step(
     """
     if request.skip:
         return AcceptedStep(grant, skip=True)
-    num_tokens = sum(grant.run_token_counts)
+    num_tokens = int(np.array(grant.run_token_counts).sum())
     if num_tokens > max_step_tokens:
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
     tokens: dict[int, Sequence[int]] = {}
     sampling: dict[int, RowSampling] = {}
     scored: dict[int, ScoredTokens] = {}
-    runs = {seq_id: index for index, seq_id in enumerate(grant.run_sequence_ids)}
+    runs = {seq_id: index for index, seq_id in enumerate(grant.run_sequence_ids)} if request.inputs else {}
     for entry in request.inputs:
         seq_id = entry.sequence_id
         if seq_id not in runs:

@@ -30,6 +30,9 @@ from quire.worker.memory.kv_pool import NULL_BLOCK
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
+_NO_TOKEN = -1
+"""The position of a last token where there is none."""
+
 
 class SequenceTableFull(RuntimeError):
     """Every row is taken."""
@@ -45,6 +48,18 @@ class SequenceTableStatistics:
     num_blocks: int
     num_staged: int
     num_flushes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """What n rows hold: blocks in the entries begins .. ends - 1 of each group, [G, n] each, and a last token.
+
+    last_token_positions    [n]     the positions that their last sampled tokens take; -1 where none was sampled
+    """
+
+    begins: Int64s
+    ends: Int64s
+    last_token_positions: Int64s
 
 
 class SequenceTable:
@@ -78,8 +93,8 @@ class SequenceTable:
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
         self._begins = np.zeros(shape[:2], dtype=np.int64)
         self._ends = np.zeros(shape[:2], dtype=np.int64)
-        self._rows: set[int] = set()
-        self._last_token_position: dict[int, int] = {}
+        self._in_use = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._last_token_position = np.full(max_num_seqs, _NO_TOKEN, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs))
         self._staged: set[int] = set()
         self._num_flushes = 0
@@ -89,7 +104,7 @@ class SequenceTable:
         if not self._free_rows:
             raise SequenceTableFull(f"all {self.max_num_seqs} rows are in use")
         row = heapq.heappop(self._free_rows)
-        self._rows.add(row)
+        self._in_use[row] = True
         return row
 
     def remove(self, row: int) -> None:
@@ -98,8 +113,8 @@ class SequenceTable:
         for group in range(self.num_groups):
             self._clear(row, group, int(self._ends[group, row]))
         self._begins[:, row] = self._ends[:, row] = 0
-        self._rows.remove(row)
-        self._last_token_position.pop(row, None)
+        self._in_use[row] = False
+        self._last_token_position[row] = _NO_TOKEN
         heapq.heappush(self._free_rows, row)
 
     def fork(self, row: int) -> int:
@@ -162,8 +177,13 @@ class SequenceTable:
         self._staged.update(range(offset + begin, offset + end))
 
     def _check_row(self, row: int) -> None:
-        if row not in self._rows:
+        if not 0 <= row < self.max_num_seqs or not self._in_use[row]:
             raise KeyError(row)
+
+    def _check_rows(self, rows: Int64s) -> None:
+        if not rows.size or (rows.min() >= 0 and rows.max() < self.max_num_seqs and self._in_use[rows].all()):
+            return
+        raise KeyError(min(set(rows.tolist()).difference(np.flatnonzero(self._in_use).tolist())))
 
     def _check_group(self, group: int) -> None:
         if not 0 <= group < self.num_groups:
@@ -183,20 +203,19 @@ class SequenceTable:
         self._staged.clear()
         self._num_flushes += 1
 
-    def store_sampled(self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int]) -> None:
+    def store_sampled(self, rows: Sequence[int] | Int64s, tokens: Tensor, positions: Sequence[int] | Int64s) -> None:
         """Remember each row's newest token, which will take `positions[i]` in its sequence.
 
         tokens  [len(rows)]     int64, on the table's device; not read by the host
         """
         self.note_sampled(rows, positions)
-        index = indices(list(rows), self.device)
-        self.last_token.index_copy_(0, index, tokens)
+        self.last_token.index_copy_(0, indices(rows, self.device), tokens)
 
-    def note_sampled(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def note_sampled(self, rows: Sequence[int] | Int64s, positions: Sequence[int] | Int64s) -> None:
         """Note what position each row's newest token takes, if the caller writes the token to last_token."""
-        for row, position in zip(rows, positions, strict=True):
-            self._check_row(row)
-            self._last_token_position[row] = position
+        index = np.asarray(rows, dtype=np.int64)
+        self._check_rows(index)
+        self._last_token_position[index] = positions
 
     def slots(self, rows: Sequence[int] | Int64s, positions: Int64s, *, block_size: int) -> Int64s:
         """The slot of each position in its row, [G, len(rows)], as the host has it. The rows must hold its block."""
@@ -222,20 +241,20 @@ class SequenceTable:
         self._check_row(row)
         return int(self._begins[group, row])
 
-    def held(self, rows: Sequence[int]) -> tuple[Int64s, Int64s]:
-        """The entries that rows hold blocks in: begins and ends, [G, len(rows)] each."""
-        if not self._rows.issuperset(rows):
-            raise KeyError(min(set(rows) - self._rows))
-        return self._begins[:, rows], self._ends[:, rows]
+    def held(self, rows: Int64s) -> HeldRows:
+        """What rows hold, as the host has it."""
+        self._check_rows(rows)
+        return HeldRows(self._begins[:, rows], self._ends[:, rows], self._last_token_position[rows])
 
     def last_token_position(self, row: int) -> int | None:
         """The position the row's last sampled token takes, or None if no token was sampled for it."""
         self._check_row(row)
-        return self._last_token_position.get(row)
+        position = int(self._last_token_position[row])
+        return None if position == _NO_TOKEN else position
 
     def digest(self) -> int:
         """Return a number, 0 .. 2**63 - 1, that tables with equal rows and blocks share. Cost: reads all entries."""
-        numbers = (np.asarray(sorted(self._rows), dtype=np.int64), self._begins, self._ends, self._host_tables)
+        numbers = (np.flatnonzero(self._in_use), self._begins, self._ends, self._host_tables)
         content = b"".join(each.tobytes() for each in numbers)
         return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
@@ -243,7 +262,7 @@ class SequenceTable:
         return SequenceTableStatistics(
             max_num_seqs=self.max_num_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
-            num_seqs=len(self._rows),
+            num_seqs=int(self._in_use.sum()),
             num_blocks=int((self._ends - self._begins).sum()),
             num_staged=len(self._staged),
             num_flushes=self._num_flushes,
@@ -251,7 +270,7 @@ class SequenceTable:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a row is lost, holds a hole, or differs on the device. Waits for the device."""
-        rows = sorted([*self._free_rows, *self._rows])
+        rows = sorted([*self._free_rows, *np.flatnonzero(self._in_use).tolist()])
         assert rows == list(range(self.max_num_seqs)), "a row is lost, or both free and in use"
         index = np.arange(self.max_blocks_per_seq)
         held = (index >= self._begins[..., None]) & (index < self._ends[..., None])
@@ -261,7 +280,7 @@ class SequenceTable:
         assert not self._begins[:, free].any(), "a free row has passed blocks"
         full = [not windowed for windowed in self._windowed]
         assert not self._begins[full].any(), "blocks were passed in a group without a window"
-        assert self._last_token_position.keys() <= self._rows, "a free row has a last token"
+        assert (self._last_token_position[~self._in_use] == _NO_TOKEN).all(), "a free row has a last token"
         device_tables = self.block_tables.cpu().numpy().reshape(-1)
         stale = set(np.flatnonzero(device_tables != self._host_tables.reshape(-1)).tolist())
         assert stale <= self._staged, "the device differs where nothing is staged"

@@ -19,9 +19,8 @@ Each part begins at a multiple of 16 bytes, for which kernels are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,12 @@ import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import to_device
-from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.sequence_table import HeldRows, Int64s, SequenceTable
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
-_ON_DEVICE: _Ints = np.zeros(1, dtype=np.int64)
+TokenIdsOfRuns = Sequence[Sequence[int] | _Ints | None]
+"""Token ids of each run; None for the token sampled last."""
+_ZERO: Int64s = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,28 @@ class StepBatch:
         return len(self.counts_host)
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one step in columns, [B] int64: run i is of the tokens before ends[i] from starts[i] on.
+
+    given has the token ids of some runs by index; the others run their rows' last sampled tokens.
+    """
+
+    rows: Int64s
+    starts: Int64s
+    counts: Int64s
+    ends: Int64s
+    given: Mapping[int, Sequence[int] | _Ints]
+
+
 def build_step_batch(
     table: SequenceTable,
     *,
     block_size: int,
     rows: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    token_ids: Sequence[Sequence[int] | _Ints | None],
+    starts: Sequence[int] | Int64s,
+    counts: Sequence[int] | Int64s,
+    token_ids: TokenIdsOfRuns,
 ) -> StepBatch:
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
 
@@ -89,31 +104,38 @@ def build_step_batch(
     some group, or None is given for a row with its last sampled token at another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
-    check_runs(table, block_size, rows, starts, counts, token_ids)
+    runs = check_runs(table, block_size, rows, starts, counts, token_ids)
     table.flush()
-    seq_lens = tuple(start + count for start, count in zip(starts, counts, strict=True))
-    cu_seqlens = [0, *accumulate(counts)]
-    sampled = [i for i, ids in enumerate(token_ids) if ids is None]
-    positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, seq_lens, strict=True)])
-    slots = table.slots(np.repeat(rows, counts), positions, block_size=block_size)
+    cu_seqlens = np.concatenate((_ZERO, runs.counts.cumsum()))
+    firsts = cu_seqlens[:-1]
+    positions = np.arange(cu_seqlens[-1]) + (runs.starts - firsts).repeat(runs.counts)
+    slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
+    tokens = np.zeros(len(positions), dtype=np.int64)  # 0 where the token is on the device
+    is_sampled = np.ones(len(runs.rows), dtype=np.bool_)
+    is_sampled[list(runs.given)] = False
+    for run, ids in runs.given.items():
+        tokens[firsts[run] : cu_seqlens[run + 1]] = ids
+    sampled_at = firsts[is_sampled]
     parts = _to_device(
         [
-            np.concatenate([_ON_DEVICE if ids is None else ids for ids in token_ids]),
+            tokens,
             positions,
             slots.reshape(-1),
-            rows,
-            [end - 1 for end in cu_seqlens[1:]],
-            [cu_seqlens[i] for i in sampled],
-            [rows[i] for i in sampled],
-            _int32s(seq_lens),
+            runs.rows,
+            cu_seqlens[1:] - 1,
+            sampled_at,
+            runs.rows[is_sampled],
+            _int32s(runs.ends),
             _int32s(cu_seqlens),
         ],
         table.device,
     )
-    input_ids, device_positions, device_slots, device_rows, last_indices, sampled_at, sampled_rows, *lengths = parts
-    if sampled:
-        input_ids.index_copy_(0, sampled_at, table.last_token.index_select(0, sampled_rows))
-    max_blocks = max(-(-seq_len // block_size) for seq_len in seq_lens)
+    input_ids, device_positions, device_slots, device_rows, last_indices, device_sampled_at, sampled_rows, *lengths = (
+        parts
+    )
+    if sampled_at.size:
+        input_ids.index_copy_(0, device_sampled_at, table.last_token.index_select(0, sampled_rows))
+    max_blocks = -(-int(runs.ends.max()) // block_size)
     return StepBatch(
         input_ids=input_ids,
         positions=device_positions,
@@ -122,8 +144,8 @@ def build_step_batch(
         seq_lens=lengths[0].view(torch.int32)[: len(rows)],
         cu_seqlens_q=lengths[1].view(torch.int32)[: len(cu_seqlens)],
         last_indices=last_indices,
-        seq_lens_host=seq_lens,
-        counts_host=tuple(counts),
+        seq_lens_host=tuple(runs.ends.tolist()),
+        counts_host=tuple(runs.counts.tolist()),
         rows_host=tuple(rows),
     )
 
@@ -132,44 +154,52 @@ def check_runs(
     table: SequenceTable,
     block_size: int,
     rows: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    token_ids: Sequence[Sequence[int] | _Ints | None],
-) -> None:
-    """Raise ValueError if build_step_batch would refuse these arguments."""
-    if not rows or not len(rows) == len(starts) == len(counts) == len(token_ids):
+    starts: Sequence[int] | Int64s,
+    counts: Sequence[int] | Int64s,
+    token_ids: TokenIdsOfRuns,
+) -> Runs:
+    """Return the runs in columns. Raise what build_step_batch raises of these arguments."""
+    if not len(rows) or not len(rows) == len(starts) == len(counts) == len(token_ids):
         lengths = [len(rows), len(starts), len(counts), len(token_ids)]
         raise ValueError(f"rows, starts, counts and token_ids have {lengths} items; equal and at least 1 are needed")
-    if len(set(rows)) != len(rows):
+    row_column, first, count = (np.asarray(values, dtype=np.int64) for values in (rows, starts, counts))
+    given = {run: ids for run, ids in enumerate(token_ids) if ids is not None}
+    runs = Runs(row_column, first, count, first + count, given)
+    held = table.held(row_column)
+    if np.bincount(row_column).max() > 1:
         raise ValueError("a row occurs twice in one step")
-    for row, start, count, ids in zip(rows, starts, counts, token_ids, strict=True):
-        num_ids = 1 if ids is None else len(ids)
-        if start < 0 or count < 1 or count != num_ids:
-            raise ValueError(f"row {row}: start={start}, count={count} with {num_ids} tokens")
-        if ids is None and table.last_token_position(row) != start:
-            expected = table.last_token_position(row)
-            raise ValueError(f"row {row}: start={start}, but its last sampled token takes position {expected}")
-    _check_blocks(table, block_size, rows, starts, counts)
+    _check_tokens(runs, held.last_token_positions)
+    _check_blocks(runs, held, block_size)
+    return runs
 
 
-def _check_blocks(
-    table: SequenceTable, block_size: int, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-) -> None:
+def _check_tokens(runs: Runs, last_positions: Int64s) -> None:
+    """Raise ValueError if a run does not have the tokens of its positions."""
+    given, num_ids = list(runs.given), np.ones(len(runs.rows), dtype=np.int64)
+    num_ids[given] = [len(ids) for ids in runs.given.values()]
+    is_wrong = (runs.starts < 0) | (runs.counts < 1) | (runs.counts != num_ids)
+    for run in np.flatnonzero(is_wrong):
+        where = f"row {runs.rows[run]}: start={runs.starts[run]}, count={runs.counts[run]}"
+        raise ValueError(f"{where} with {num_ids[run]} tokens")
+    is_elsewhere = last_positions != runs.starts
+    is_elsewhere[given] = False
+    for run in np.flatnonzero(is_elsewhere):
+        expected = None if last_positions[run] < 0 else last_positions[run]
+        where = f"row {runs.rows[run]}: start={runs.starts[run]}"
+        raise ValueError(f"{where}, but its last sampled token takes position {expected}")
+
+
+def _check_blocks(runs: Runs, held: HeldRows, block_size: int) -> None:
     """Raise ValueError if a token's slot would be in a block that its row does not hold."""
-    first = np.asarray(starts)
-    end = first + np.asarray(counts)
-    begins, ends = table.held(rows)
-    is_outside = (ends * block_size < end) | (begins * block_size > first)
-    if not is_outside.any():
-        return
-    for group, i in np.argwhere(is_outside):
-        where = f"row {rows[i]}: its blocks of layer group {group}"
-        held = f"positions {begins[group, i] * block_size} .. {ends[group, i] * block_size - 1}"
-        raise ValueError(f"{where} hold {held}, and the tokens take {first[i]} .. {end[i] - 1}")
+    firsts, ends = held.begins * block_size, held.ends * block_size
+    for group, i in np.argwhere((ends < runs.ends) | (firsts > runs.starts)):
+        where = f"row {runs.rows[i]}: its blocks of layer group {group}"
+        positions = f"positions {firsts[group, i]} .. {ends[group, i] - 1}"
+        raise ValueError(f"{where} hold {positions}, and the tokens take {runs.starts[i]} .. {runs.ends[i] - 1}")
 
 
-def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Send integer lists as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
+def _to_device(parts: Sequence[_Ints], device: torch.device) -> tuple[Tensor, ...]:
+    """Send columns of integers as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
     sizes = [size for part in parts for size in (len(part), len(part) % 2)]
     packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
     for part in parts:
@@ -178,6 +208,8 @@ def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> 
     return torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)[::2]
 
 
-def _int32s(values: Sequence[int]) -> _Ints:
+def _int32s(values: Int64s) -> _Ints:
     """The values as int32, two of them in an int64."""
-    return np.array([*values, *[0] * (len(values) % 2)], dtype=np.int32).view(np.int64)
+    packed = np.zeros(len(values) + len(values) % 2, dtype=np.int32)
+    packed[: len(values)] = values
+    return packed.view(np.int64)

@@ -8,7 +8,7 @@ ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,13 +25,13 @@ from quire.worker.device.transfer import Moment, Readback, indices
 from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
-from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams, TokenArray
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
@@ -399,9 +399,10 @@ class Executor:
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
         grant, device = step.grant, self._model.device
-        rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
+        rows = list(map(lease.rows.__getitem__, grant.run_sequence_ids))
+        chosen = np.flatnonzero(grant.run_samples)
         with phase("prepare batch"):
-            batch, draws = self._build_batch(step, rows)
+            batch, draws = self._build_batch(step, rows, samples_all=len(chosen) == len(rows))
         prepared = Moment(device)
         making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
         try:
@@ -410,32 +411,41 @@ class Executor:
         finally:
             masks = NO_MASKS if making is None else self._grammars.finish(making)
         forwarded = Moment(device)
-        chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         with phase("sample"):
             sampled = (
                 self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
             )
-        params = [self._sampler.params(rows[index]) for index in chosen]
+        seq_ids = np.array(grant.run_sequence_ids)
         return Sampling(
-            seq_ids=[grant.run_sequence_ids[index] for index in chosen],
-            num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
+            seq_ids=seq_ids[chosen].tolist(),
+            num_asked=self._num_asked(sampled, batch, chosen),
             sampled=sampled,
             moments=(started, prepared, forwarded, Moment(device)),
             scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[
-                GrammarFailure(seq_id, masks.failures[row])
-                for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True)
-                if row in masks.failures
+                GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in _those_of(masks.failures, seq_ids, rows)
             ],
-            late_ids=[seq_id for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True) if row in masks.late],
+            late_ids=[seq_id for seq_id, _ in _those_of(masks.late, seq_ids, rows)],
         )
 
-    def _build_batch(self, step: AcceptedStep, rows: list[int]) -> tuple[StepBatch, Draws | None]:
-        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
+    def _num_asked(self, sampled: Sampled, batch: StepBatch, chosen: Int64s) -> list[int | None]:
+        """The number of log-probabilities that each chosen row wants, None for none; empty if no row wants any."""
+        if sampled.chosen_logprobs is None:
+            return []
+        params = [self._sampler.params(batch.rows_host[index]) for index in chosen]
+        return [None if row_params is None else row_params.num_logprobs for row_params in params]
+
+    def _build_batch(self, step: AcceptedStep, rows: list[int], *, samples_all: bool) -> tuple[StepBatch, Draws | None]:
+        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can.
+
+        samples_all says that each run samples.
+        """
         grant = step.grant
-        starts, counts = list(grant.run_starts), list(grant.run_token_counts)
-        token_ids = [step.given_tokens.get(index) for index in range(len(rows))]
+        starts, counts = np.array(grant.run_starts), np.array(grant.run_token_counts)
+        token_ids: list[TokenArray | None] = [None] * len(rows)
+        for run, given in step.given_tokens.items():
+            token_ids[run] = given
         if step.scored or self._decode is None or not self._decode.takes_counts(counts):
             batch = build_step_batch(
                 self._table,
@@ -446,7 +456,7 @@ class Executor:
                 token_ids=token_ids,
             )
             return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
-        is_replayed = self._decode.samples and all(grant.run_samples) and not self._grammars.follows(rows)
+        is_replayed = self._decode.samples and samples_all and not self._grammars.follows(rows)
         draws = self._sampler.draws(rows) if is_replayed else None
         return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
 
@@ -484,15 +494,16 @@ class Executor:
         assert self._decode is not None
         return Sampled(self._decode.sample(batch, draws.way))
 
-    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int], masks: Masks) -> Sampled:
+    def _sample(self, batch: StepBatch, logits: Tensor, chosen: Int64s, masks: Masks) -> Sampled:
         """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
-        if not chosen:
+        if not len(chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
+        rows, positions = np.array(batch.rows_host), np.array(batch.seq_lens_host)
         if len(chosen) < batch.num_seqs:
             logits = logits.index_select(0, indices(chosen, logits.device))
-        rows = [batch.rows_host[index] for index in chosen]
-        positions = [batch.seq_lens_host[index] for index in chosen]
-        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
+            rows, positions = rows[chosen], positions[chosen]
+        row_list = rows.tolist()
+        sampled = self._ranks.sample(len(row_list), lambda: self._sampler.sample(logits, row_list, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions)
         return sampled
 
@@ -511,6 +522,13 @@ def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
         MaskedRun(row, start, count, step.given_tokens.get(index), samples)
         for index, (row, start, count, samples) in enumerate(runs)
     ]
+
+
+def _those_of(rows_meant: Collection[int], seq_ids: Int64s, rows: list[int]) -> list[tuple[int, int]]:
+    """The sequences, with their rows, of a step that have one of the rows that are meant."""
+    if not rows_meant:
+        return []
+    return [(seq_id, row) for seq_id, row in zip(seq_ids.tolist(), rows, strict=True) if row in rows_meant]
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import send, to_device
-from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable
+from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 
@@ -265,7 +265,7 @@ class Sampler:
         return self._planned_draws[1]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Masks = NO_MASKS) -> Sampled:
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Positions, masks: Masks = NO_MASKS) -> Sampled:
         """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
 
             logits      [B, vocab_size]     float32, on the sampler's device; changed only in rows with a mask
@@ -353,7 +353,7 @@ class Sampler:
         assert all(0 <= row < self.max_num_seqs for row in self._params)
 
 
-def uniform(seeds: _Uint64s, positions: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def uniform(seeds: _Uint64s, positions: Positions) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """One number in 0 <= u < 1 per (seed, position): output `position` of the splitmix64 stream that `seed` selects.
 
     A promise to users of seeds: the same in every release, on every machine.
@@ -453,9 +453,9 @@ def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
     return to_device(torch.tensor(values, dtype=dtype)[:, None], device)
 
 
-def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
+def _draw(draw: _Draw, logits: Tensor, positions: Positions) -> Tensor:
     """Sample the rows of `draw` from logits [B, V]: [n] int64."""
-    uniforms = uniform(draw.seeds, [positions[i] for i in draw.subset.places])
+    uniforms = uniform(draw.seeds, np.asarray(positions)[list(draw.subset.places)])
     logits = draw.subset.take(logits)
     greatest, likeliest = logits.max(-1, keepdim=True)
     scores = (logits - greatest).div_(draw.temperature)

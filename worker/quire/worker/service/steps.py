@@ -13,6 +13,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
+
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.grant.decoding import (
@@ -339,7 +341,7 @@ class Steps:
         counters.sampled_tokens += len(result.sampled_ids)
         if result.outcome is Outcome.COMPUTED:
             counters.computed += 1
-            counters.computed_tokens += sum(grant.run_token_counts)
+            counters.computed_tokens += int(np.array(grant.run_token_counts).sum())
         elif result.outcome is Outcome.SKIPPED:
             counters.skipped += 1
         else:
@@ -363,9 +365,9 @@ def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.St
         lease_id=grant.lease_id, step_number=grant.step_number, outcome=REPORTED_OUTCOMES[result.outcome]
     )
     if result.outcome is Outcome.COMPUTED:
-        runs = zip(grant.run_starts, grant.run_token_counts, strict=True)
-        report.sequence_ids.extend(grant.run_sequence_ids)
-        report.computed_token_counts.extend(start + count for start, count in runs)
+        ends = np.array(grant.run_starts) + np.array(grant.run_token_counts)
+        report.sequence_ids.MergeFrom(grant.run_sequence_ids)
+        report.computed_token_counts.extend(ends.tolist())
         report.sampled_sequence_ids.extend(result.sampled_ids)
         report.sampled_token_ids.extend(result.sampled_tokens)
     return report
