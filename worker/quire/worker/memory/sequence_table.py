@@ -89,7 +89,7 @@ class SequenceTable:
         shape = (self.num_groups, max_num_seqs + 1, max_blocks_per_seq)
         self.block_tables = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self._windowed = tuple(windowed)
+        self._windowed = np.array(windowed, dtype=np.bool_)
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
         self._begins = np.zeros(shape[:2], dtype=np.int64)
         self._ends = np.zeros(shape[:2], dtype=np.int64)
@@ -133,22 +133,51 @@ class SequenceTable:
         anywhere. Raises ValueError for a hole, an entry that was passed, a table longer than max_blocks_per_seq, or
         the null block.
         """
-        self._check_row(row)
-        self._check_group(group)
-        begin, held_end = int(self._begins[group, row]), int(self._ends[group, row])
-        end = first_index + len(block_ids)
-        if self._windowed[group] and not held_end:
-            begin = held_end = first_index
-        if not 0 <= begin <= first_index <= held_end:
-            held = f"entries {begin} .. {held_end - 1}" if begin else f"the {held_end} blocks"
-            raise ValueError(f"first_index={first_index} leaves a hole after {held} of row {row}")
-        if end > self.max_blocks_per_seq:
-            raise ValueError(f"row {row} would hold {end} blocks; max_blocks_per_seq is {self.max_blocks_per_seq}")
-        if any(block_id <= NULL_BLOCK for block_id in block_ids):
+        write = (np.array([number]) for number in (row, group, first_index, len(block_ids)))
+        self.stage_writes(*write, block_ids=np.asarray(block_ids, dtype=np.int64))
+
+    def stage_writes(
+        self, rows: Int64s, groups: Int64s, first_indexes: Int64s, counts: Int64s, *, block_ids: Int64s
+    ) -> None:
+        """Do as stage_blocks, write after write: each sets counts[i] entries, to the next ones of block_ids.
+
+        Raises what stage_blocks raises, and ValueError for columns that differ in length, or for another number of
+        blocks than the counts say. Writes before the wrong one are staged then, or are not.
+        """
+        ends = counts.cumsum()
+        if not len(rows) == len(groups) == len(first_indexes) == len(counts) or sum(ends[-1:]) != len(block_ids):
+            lengths = [len(rows), len(groups), len(first_indexes), len(counts)]
+            raise ValueError(f"writes of {lengths} rows, groups, indexes and counts bring {len(block_ids)} blocks")
+        self._check_rows(rows)
+        self._check_groups(groups)
+        tables = groups * (self.max_num_seqs + 1) + rows
+        is_apart = len(set(tables.tolist())) == len(tables)
+        for part in [slice(None)] if is_apart else [slice(i, i + 1) for i in range(len(tables))]:
+            ids = block_ids[ends[part][0] - counts[part][0] : ends[part][-1]]
+            self._stage_apart(rows[part], groups[part], first_indexes[part], counts[part], ids)
+
+    def _stage_apart(
+        self, rows: Int64s, groups: Int64s, first_indexes: Int64s, counts: Int64s, block_ids: Int64s
+    ) -> None:
+        """Stage writes of tables that are each written once."""
+        begins, held_ends = self._begins[groups, rows], self._ends[groups, rows]
+        is_fresh = self._windowed[groups] & (held_ends == 0)
+        begins, held_ends = np.where(is_fresh, first_indexes, begins), np.where(is_fresh, first_indexes, held_ends)
+        ends = first_indexes + counts
+        for i in np.flatnonzero((begins < 0) | (first_indexes < begins) | (first_indexes > held_ends)):
+            held = f"entries {begins[i]} .. {held_ends[i] - 1}" if begins[i] else f"the {held_ends[i]} blocks"
+            raise ValueError(f"first_index={first_indexes[i]} leaves a hole after {held} of row {rows[i]}")
+        for i in np.flatnonzero(ends > self.max_blocks_per_seq):
+            most = self.max_blocks_per_seq
+            raise ValueError(f"row {rows[i]} would hold {ends[i]} blocks; max_blocks_per_seq is {most}")
+        for place in np.flatnonzero(block_ids <= NULL_BLOCK):
+            row = rows.repeat(counts)[place]
             raise ValueError(f"row {row}: block ids must be above the null block {NULL_BLOCK}")
-        self._host_tables[group, row, first_index:end] = block_ids
-        self._begins[group, row], self._ends[group, row] = begin, max(held_end, end)
-        self._stage(row, group, first_index, end)
+        firsts = (groups * (self.max_num_seqs + 1) + rows) * self.max_blocks_per_seq + first_indexes
+        entries = np.arange(len(block_ids)) + (firsts - counts.cumsum() + counts).repeat(counts)
+        self._host_tables.reshape(-1)[entries] = block_ids
+        self._begins[groups, rows], self._ends[groups, rows] = begins, np.maximum(held_ends, ends)
+        self._staged.update(entries.tolist())
 
     def pass_blocks(self, row: int, num_blocks: int, *, group: int) -> None:
         """Make the first num_blocks entries of a row the null block: no later token sees these positions.
@@ -188,6 +217,11 @@ class SequenceTable:
     def _check_group(self, group: int) -> None:
         if not 0 <= group < self.num_groups:
             raise ValueError(f"layer group {group} is not in 0 .. {self.num_groups - 1}")
+
+    def _check_groups(self, groups: Int64s) -> None:
+        if groups.size and not 0 <= groups.min() <= groups.max() < self.num_groups:
+            for group in groups:
+                self._check_group(group)
 
     def flush(self) -> None:
         """Send staged entries to the device, all at once. Cost: one transfer of 12 bytes per entry, no sync."""
@@ -278,8 +312,7 @@ class SequenceTable:
         free = [self.padding_row, *self._free_rows]
         assert not self._ends[:, free].any(), "a free row holds blocks"
         assert not self._begins[:, free].any(), "a free row has passed blocks"
-        full = [not windowed for windowed in self._windowed]
-        assert not self._begins[full].any(), "blocks were passed in a group without a window"
+        assert not self._begins[~self._windowed].any(), "blocks were passed in a group without a window"
         assert (self._last_token_position[~self._in_use] == _NO_TOKEN).all(), "a free row has a last token"
         device_tables = self.block_tables.cpu().numpy().reshape(-1)
         stale = set(np.flatnonzero(device_tables != self._host_tables.reshape(-1)).tolist())

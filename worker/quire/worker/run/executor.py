@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -346,19 +346,31 @@ class Executor:
             grant.passed_sequence_ids, grant.passed_layer_groups, grant.passed_block_counts, strict=True
         ):
             self._table.pass_blocks(lease.rows[seq_id], num_blocks, group=group)
-        block_ids = list(grant.write_block_ids)
-        groups = grant.write_layer_groups or [0] * len(grant.write_sequence_ids)
-        spans = pairwise(accumulate(grant.write_block_counts, initial=0))
-        for seq_id, group, first_index, (start, end) in zip(
-            grant.write_sequence_ids, groups, grant.write_first_indexes, spans, strict=True
-        ):
-            row = lease.rows.get(seq_id)
-            if row is None:
-                row = lease.rows[seq_id] = self._table.add()
-                lease.offloaded.discard(seq_id)
-                self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
-            self._table.stage_blocks(row, first_index, block_ids[start:end], group=group)
+        self._write_tables(lease, grant)
         self._copy_blocks(lease, grant)
+
+    def _write_tables(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        """Write blocks into the block tables; a sequence without a row gets one."""
+        if not grant.write_sequence_ids:
+            return
+        rows = np.array([self._row_to_write(lease, seq_id) for seq_id in grant.write_sequence_ids])
+        groups = np.array(grant.write_layer_groups) if grant.write_layer_groups else np.zeros_like(rows)
+        self._table.stage_writes(
+            rows,
+            groups,
+            np.array(grant.write_first_indexes),
+            np.array(grant.write_block_counts),
+            block_ids=np.array(grant.write_block_ids),
+        )
+
+    def _row_to_write(self, lease: LeaseRows, seq_id: int) -> int:
+        """The row of a sequence. A sequence without one begins, or returns from the host tier."""
+        row = lease.rows.get(seq_id)
+        if row is None:
+            row = lease.rows[seq_id] = self._table.add()
+            lease.offloaded.discard(seq_id)
+            self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
+        return row
 
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
