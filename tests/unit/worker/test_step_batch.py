@@ -109,45 +109,6 @@ class TestSequenceTable:
         assert table.block_ids(0) == [3, 4]
         table.check_invariants()
 
-    @pytest.mark.parametrize("rows", [[0, 2, 1, 4], [0, 1, 0, 0, 4, 1]], ids=["of other tables", "of one table"])
-    def test_writes_at_once_are_those_one_after_the_other(self, rows: list[int]) -> None:
-        generator = np.random.default_rng(0)
-        for _ in range(20):
-            at_once, one_by_one = (make_table([3, 4], [9], [], [], [8, 7, 6]) for _ in range(2))
-            firsts, counts, block_ids = [], [], []
-            for row in rows:
-                firsts.append(int(generator.integers(0, one_by_one.num_blocks(row) + 1)))
-                counts.append(int(generator.integers(1, 7 - firsts[-1])) if firsts[-1] < 6 else 0)
-                blocks = generator.integers(1, 50, counts[-1]).tolist()
-                one_by_one.stage_blocks(row, firsts[-1], blocks)
-                block_ids += blocks
-            groups = np.zeros(len(rows), dtype=np.int32)
-            columns = (np.array(rows), groups, np.array(firsts), np.array(counts))
-            at_once.stage_writes(*columns, block_ids=np.array(block_ids, dtype=np.int32))
-            assert [at_once.block_ids(row) for row in range(5)] == [one_by_one.block_ids(row) for row in range(5)]
-            assert at_once.statistics() == one_by_one.statistics()
-            at_once.flush()
-            at_once.check_invariants()
-
-    @pytest.mark.parametrize(
-        ("firsts", "block_ids", "message"),
-        [
-            ([2, 3], [5, 6], "first_index=3 leaves a hole after the 1 blocks of row 1"),
-            ([2, 1], [5, 0], "row 1: block ids must be above the null block 0"),
-            ([2, 1], [5], r"writes of \[2, 2, 2, 2\] rows, groups, indexes and counts bring 1 blocks"),
-            ([2], [5, 6], r"writes of \[2, 2, 1, 2\] rows"),
-        ],
-    )
-    def test_writes_of_which_one_cannot_be_staged_are_refused(
-        self, firsts: list[int], block_ids: list[int], message: str
-    ) -> None:
-        table = make_table([3, 4], [9])
-        columns = (np.array([0, 1]), np.zeros(2, dtype=np.int64), np.array(firsts), np.ones(2, dtype=np.int64))
-        with pytest.raises(ValueError, match=message):
-            table.stage_writes(*columns, block_ids=np.array(block_ids))
-        assert (table.block_ids(0), table.block_ids(1)) == ([3, 4], [9])
-        table.check_invariants()
-
     def test_a_free_row_is_no_row(self) -> None:
         table = make_table([3])
         actions: list[Any] = [

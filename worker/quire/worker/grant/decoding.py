@@ -105,7 +105,7 @@ def decode_step(
     """
     if request.skip:
         return AcceptedStep(grant, skip=True)
-    num_tokens = int(np.array(grant.run_token_counts).sum())
+    num_tokens = sum(grant.run_token_counts)
     if num_tokens > max_step_tokens:
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
     tokens: dict[int, Sequence[int]] = {}

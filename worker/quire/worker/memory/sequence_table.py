@@ -17,7 +17,7 @@ the position each one will take.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -30,8 +30,8 @@ from quire.worker.memory.kv_pool import NULL_BLOCK
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-_NO_TOKEN = -1
-"""The position of a last token where there is none."""
+NO_TOKEN = -(2**63)
+"""The position of a last token where there is none: no run starts there."""
 
 
 class SequenceTableFull(RuntimeError):
@@ -54,7 +54,7 @@ class SequenceTableStatistics:
 class HeldRows:
     """What n rows hold: blocks in the entries begins .. ends - 1 of each group, [G, n] each, and a last token.
 
-    last_token_positions    [n]     the positions that their last sampled tokens take; -1 where none was sampled
+    last_token_positions    [n]     the positions that their last sampled tokens take; NO_TOKEN where none was sampled
     """
 
     begins: Int64s
@@ -89,12 +89,14 @@ class SequenceTable:
         shape = (self.num_groups, max_num_seqs + 1, max_blocks_per_seq)
         self.block_tables = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=self.device)
         self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self._windowed = np.array(windowed, dtype=np.bool_)
+        self._windowed = tuple(windowed)
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
         self._begins = np.zeros(shape[:2], dtype=np.int64)
         self._ends = np.zeros(shape[:2], dtype=np.int64)
-        self._in_use = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._last_token_position = np.full(max_num_seqs, _NO_TOKEN, dtype=np.int64)
+        # The same numbers: one of them is read in a third of the time.
+        self._begin_of, self._end_of = self._begins.data, self._ends.data
+        self._rows: set[int] = set()
+        self._last_token_position = np.full(max_num_seqs, NO_TOKEN, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs))
         self._staged: set[int] = set()
         self._num_flushes = 0
@@ -104,7 +106,7 @@ class SequenceTable:
         if not self._free_rows:
             raise SequenceTableFull(f"all {self.max_num_seqs} rows are in use")
         row = heapq.heappop(self._free_rows)
-        self._in_use[row] = True
+        self._rows.add(row)
         return row
 
     def remove(self, row: int) -> None:
@@ -113,8 +115,8 @@ class SequenceTable:
         for group in range(self.num_groups):
             self._clear(row, group, int(self._ends[group, row]))
         self._begins[:, row] = self._ends[:, row] = 0
-        self._in_use[row] = False
-        self._last_token_position[row] = _NO_TOKEN
+        self._rows.remove(row)
+        self._last_token_position[row] = NO_TOKEN
         heapq.heappush(self._free_rows, row)
 
     def fork(self, row: int) -> int:
@@ -133,51 +135,22 @@ class SequenceTable:
         anywhere. Raises ValueError for a hole, an entry that was passed, a table longer than max_blocks_per_seq, or
         the null block.
         """
-        write = (np.array([number]) for number in (row, group, first_index, len(block_ids)))
-        self.stage_writes(*write, block_ids=np.asarray(block_ids, dtype=np.int64))
-
-    def stage_writes(
-        self, rows: Int64s, groups: Int64s, first_indexes: Int64s, counts: Int64s, *, block_ids: Int64s
-    ) -> None:
-        """Do as stage_blocks, write after write: each sets counts[i] entries, to the next ones of block_ids.
-
-        Raises what stage_blocks raises, and ValueError for columns that differ in length, or for another number of
-        blocks than the counts say. Writes before the wrong one are staged then, or are not.
-        """
-        ends = counts.cumsum()
-        if not len(rows) == len(groups) == len(first_indexes) == len(counts) or sum(ends[-1:]) != len(block_ids):
-            lengths = [len(rows), len(groups), len(first_indexes), len(counts)]
-            raise ValueError(f"writes of {lengths} rows, groups, indexes and counts bring {len(block_ids)} blocks")
-        self._check_rows(rows)
-        self._check_groups(groups)
-        tables = groups * (self.max_num_seqs + 1) + rows
-        is_apart = len(set(tables.tolist())) == len(tables)
-        for part in [slice(None)] if is_apart else [slice(i, i + 1) for i in range(len(tables))]:
-            ids = block_ids[ends[part][0] - counts[part][0] : ends[part][-1]]
-            self._stage_apart(rows[part], groups[part], first_indexes[part], counts[part], ids)
-
-    def _stage_apart(
-        self, rows: Int64s, groups: Int64s, first_indexes: Int64s, counts: Int64s, block_ids: Int64s
-    ) -> None:
-        """Stage writes of tables that are each written once."""
-        begins, held_ends = self._begins[groups, rows], self._ends[groups, rows]
-        is_fresh = self._windowed[groups] & (held_ends == 0)
-        begins, held_ends = np.where(is_fresh, first_indexes, begins), np.where(is_fresh, first_indexes, held_ends)
-        ends = first_indexes + counts
-        for i in np.flatnonzero((begins < 0) | (first_indexes < begins) | (first_indexes > held_ends)):
-            held = f"entries {begins[i]} .. {held_ends[i] - 1}" if begins[i] else f"the {held_ends[i]} blocks"
-            raise ValueError(f"first_index={first_indexes[i]} leaves a hole after {held} of row {rows[i]}")
-        for i in np.flatnonzero(ends > self.max_blocks_per_seq):
-            most = self.max_blocks_per_seq
-            raise ValueError(f"row {rows[i]} would hold {ends[i]} blocks; max_blocks_per_seq is {most}")
-        for place in np.flatnonzero(block_ids <= NULL_BLOCK):
-            row = rows.repeat(counts)[place]
+        self._check_row(row)
+        self._check_group(group)
+        begin, held_end = self._begin_of[group, row], self._end_of[group, row]
+        end = first_index + len(block_ids)
+        if self._windowed[group] and not held_end:
+            begin = held_end = first_index
+        if not 0 <= begin <= first_index <= held_end:
+            held = f"entries {begin} .. {held_end - 1}" if begin else f"the {held_end} blocks"
+            raise ValueError(f"first_index={first_index} leaves a hole after {held} of row {row}")
+        if end > self.max_blocks_per_seq:
+            raise ValueError(f"row {row} would hold {end} blocks; max_blocks_per_seq is {self.max_blocks_per_seq}")
+        if min(block_ids, default=NULL_BLOCK + 1) <= NULL_BLOCK:
             raise ValueError(f"row {row}: block ids must be above the null block {NULL_BLOCK}")
-        firsts = (groups * (self.max_num_seqs + 1) + rows) * self.max_blocks_per_seq + first_indexes
-        entries = np.arange(len(block_ids)) + (firsts - counts.cumsum() + counts).repeat(counts)
-        self._host_tables.reshape(-1)[entries] = block_ids
-        self._begins[groups, rows], self._ends[groups, rows] = begins, np.maximum(held_ends, ends)
-        self._staged.update(entries.tolist())
+        self._host_tables[group, row, first_index:end] = block_ids
+        self._begin_of[group, row], self._end_of[group, row] = begin, max(held_end, end)
+        self._stage(row, group, first_index, end)
 
     def pass_blocks(self, row: int, num_blocks: int, *, group: int) -> None:
         """Make the first num_blocks entries of a row the null block: no later token sees these positions.
@@ -206,22 +179,17 @@ class SequenceTable:
         self._staged.update(range(offset + begin, offset + end))
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.max_num_seqs or not self._in_use[row]:
+        if row not in self._rows:
             raise KeyError(row)
 
-    def _check_rows(self, rows: Int64s) -> None:
-        if not rows.size or (rows.min() >= 0 and rows.max() < self.max_num_seqs and self._in_use[rows].all()):
-            return
-        raise KeyError(min(set(rows.tolist()).difference(np.flatnonzero(self._in_use).tolist())))
+    def check_rows(self, rows: Iterable[int]) -> None:
+        """Raise KeyError for a row that is not in use."""
+        if not self._rows.issuperset(rows):
+            raise KeyError(min(set(rows) - self._rows))
 
     def _check_group(self, group: int) -> None:
         if not 0 <= group < self.num_groups:
             raise ValueError(f"layer group {group} is not in 0 .. {self.num_groups - 1}")
-
-    def _check_groups(self, groups: Int64s) -> None:
-        if groups.size and not 0 <= groups.min() <= groups.max() < self.num_groups:
-            for group in groups:
-                self._check_group(group)
 
     def flush(self) -> None:
         """Send staged entries to the device, all at once. Cost: one transfer of 12 bytes per entry, no sync."""
@@ -237,7 +205,7 @@ class SequenceTable:
         self._staged.clear()
         self._num_flushes += 1
 
-    def store_sampled(self, rows: Sequence[int] | Int64s, tokens: Tensor, positions: Sequence[int] | Int64s) -> None:
+    def store_sampled(self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int] | Int64s) -> None:
         """Remember each row's newest token, which will take `positions[i]` in its sequence.
 
         tokens  [len(rows)]     int64, on the table's device; not read by the host
@@ -245,11 +213,10 @@ class SequenceTable:
         self.note_sampled(rows, positions)
         self.last_token.index_copy_(0, indices(rows, self.device), tokens)
 
-    def note_sampled(self, rows: Sequence[int] | Int64s, positions: Sequence[int] | Int64s) -> None:
+    def note_sampled(self, rows: Sequence[int], positions: Sequence[int] | Int64s) -> None:
         """Note what position each row's newest token takes, if the caller writes the token to last_token."""
-        index = np.asarray(rows, dtype=np.int64)
-        self._check_rows(index)
-        self._last_token_position[index] = positions
+        self.check_rows(rows)
+        self._last_token_position[np.asarray(rows, dtype=np.int64)] = positions
 
     def slots(self, rows: Sequence[int] | Int64s, positions: Int64s, *, block_size: int) -> Int64s:
         """The slot of each position in its row, [G, len(rows)], as the host has it. The rows must hold its block."""
@@ -276,19 +243,18 @@ class SequenceTable:
         return int(self._begins[group, row])
 
     def held(self, rows: Int64s) -> HeldRows:
-        """What rows hold, as the host has it."""
-        self._check_rows(rows)
+        """What rows in use hold, as the host has it."""
         return HeldRows(self._begins[:, rows], self._ends[:, rows], self._last_token_position[rows])
 
     def last_token_position(self, row: int) -> int | None:
         """The position the row's last sampled token takes, or None if no token was sampled for it."""
         self._check_row(row)
         position = int(self._last_token_position[row])
-        return None if position == _NO_TOKEN else position
+        return None if position == NO_TOKEN else position
 
     def digest(self) -> int:
         """Return a number, 0 .. 2**63 - 1, that tables with equal rows and blocks share. Cost: reads all entries."""
-        numbers = (np.flatnonzero(self._in_use), self._begins, self._ends, self._host_tables)
+        numbers = (np.asarray(sorted(self._rows), dtype=np.int64), self._begins, self._ends, self._host_tables)
         content = b"".join(each.tobytes() for each in numbers)
         return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
@@ -296,7 +262,7 @@ class SequenceTable:
         return SequenceTableStatistics(
             max_num_seqs=self.max_num_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
-            num_seqs=int(self._in_use.sum()),
+            num_seqs=len(self._rows),
             num_blocks=int((self._ends - self._begins).sum()),
             num_staged=len(self._staged),
             num_flushes=self._num_flushes,
@@ -304,7 +270,7 @@ class SequenceTable:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a row is lost, holds a hole, or differs on the device. Waits for the device."""
-        rows = sorted([*self._free_rows, *np.flatnonzero(self._in_use).tolist()])
+        rows = sorted([*self._free_rows, *self._rows])
         assert rows == list(range(self.max_num_seqs)), "a row is lost, or both free and in use"
         index = np.arange(self.max_blocks_per_seq)
         held = (index >= self._begins[..., None]) & (index < self._ends[..., None])
@@ -312,8 +278,9 @@ class SequenceTable:
         free = [self.padding_row, *self._free_rows]
         assert not self._ends[:, free].any(), "a free row holds blocks"
         assert not self._begins[:, free].any(), "a free row has passed blocks"
-        assert not self._begins[~self._windowed].any(), "blocks were passed in a group without a window"
-        assert (self._last_token_position[~self._in_use] == _NO_TOKEN).all(), "a free row has a last token"
+        full = [not windowed for windowed in self._windowed]
+        assert not self._begins[full].any(), "blocks were passed in a group without a window"
+        assert (self._last_token_position[self._free_rows] == NO_TOKEN).all(), "a free row has a last token"
         device_tables = self.block_tables.cpu().numpy().reshape(-1)
         stale = set(np.flatnonzero(device_tables != self._host_tables.reshape(-1)).tolist())
         assert stale <= self._staged, "the device differs where nothing is staged"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import to_device
-from quire.worker.memory.sequence_table import HeldRows, Int64s, SequenceTable
+from quire.worker.memory.sequence_table import NO_TOKEN, HeldRows, Int64s, SequenceTable
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 TokenIdsOfRuns = Sequence[Sequence[int] | _Ints | None]
@@ -140,9 +140,9 @@ def build_step_batch(
         input_ids=input_ids,
         positions=device_positions,
         slot_mapping=device_slots.view(slots.shape),
-        block_tables=table.block_tables[:, :, :max_blocks].index_select(1, device_rows),
-        seq_lens=lengths[0].view(torch.int32)[: len(rows)],
-        cu_seqlens_q=lengths[1].view(torch.int32)[: len(cu_seqlens)],
+        block_tables=table.block_tables.narrow(2, 0, max_blocks).index_select(1, device_rows),
+        seq_lens=lengths[0].view(torch.int32).narrow(0, 0, len(rows)),
+        cu_seqlens_q=lengths[1].view(torch.int32).narrow(0, 0, len(cu_seqlens)),
         last_indices=last_indices,
         seq_lens_host=tuple(runs.ends.tolist()),
         counts_host=tuple(runs.counts.tolist()),
@@ -162,12 +162,14 @@ def check_runs(
     if not len(rows) or not len(rows) == len(starts) == len(counts) == len(token_ids):
         lengths = [len(rows), len(starts), len(counts), len(token_ids)]
         raise ValueError(f"rows, starts, counts and token_ids have {lengths} items; equal and at least 1 are needed")
+    distinct = set(rows)
+    table.check_rows(distinct)
+    if len(distinct) != len(rows):
+        raise ValueError("a row occurs twice in one step")
     row_column, first, count = (np.asarray(values, dtype=np.int64) for values in (rows, starts, counts))
     given = {run: ids for run, ids in enumerate(token_ids) if ids is not None}
     runs = Runs(row_column, first, count, first + count, given)
     held = table.held(row_column)
-    if np.bincount(row_column).max() > 1:
-        raise ValueError("a row occurs twice in one step")
     _check_tokens(runs, held.last_token_positions)
     _check_blocks(runs, held, block_size)
     return runs
@@ -175,24 +177,30 @@ def check_runs(
 
 def _check_tokens(runs: Runs, last_positions: Int64s) -> None:
     """Raise ValueError if a run does not have the tokens of its positions."""
-    given, num_ids = list(runs.given), np.ones(len(runs.rows), dtype=np.int64)
-    num_ids[given] = [len(ids) for ids in runs.given.values()]
-    is_wrong = (runs.starts < 0) | (runs.counts < 1) | (runs.counts != num_ids)
-    for run in np.flatnonzero(is_wrong):
-        where = f"row {runs.rows[run]}: start={runs.starts[run]}, count={runs.counts[run]}"
-        raise ValueError(f"{where} with {num_ids[run]} tokens")
-    is_elsewhere = last_positions != runs.starts
-    is_elsewhere[given] = False
-    for run in np.flatnonzero(is_elsewhere):
-        expected = None if last_positions[run] < 0 else last_positions[run]
-        where = f"row {runs.rows[run]}: start={runs.starts[run]}"
-        raise ValueError(f"{where}, but its last sampled token takes position {expected}")
+    num_ids, positions = np.ones(len(runs.rows), dtype=np.int64), last_positions
+    if runs.given:
+        given, positions = list(runs.given), last_positions.copy()
+        num_ids[given] = [max(1, len(ids)) for ids in runs.given.values()]
+        positions[given] = runs.starts[given].clip(min=0)
+    is_right = (runs.counts == num_ids) & (runs.starts == positions)
+    if is_right.all():
+        return
+    run = int(is_right.argmin())
+    where = f"row {runs.rows[run]}: start={runs.starts[run]}"
+    num_given = len(runs.given.get(run, _ZERO))
+    if run in runs.given or runs.starts[run] < 0 or runs.counts[run] != 1:
+        raise ValueError(f"{where}, count={runs.counts[run]} with {num_given} tokens")
+    expected = None if positions[run] == NO_TOKEN else positions[run]
+    raise ValueError(f"{where}, but its last sampled token takes position {expected}")
 
 
 def _check_blocks(runs: Runs, held: HeldRows, block_size: int) -> None:
     """Raise ValueError if a token's slot would be in a block that its row does not hold."""
     firsts, ends = held.begins * block_size, held.ends * block_size
-    for group, i in np.argwhere((ends < runs.ends) | (firsts > runs.starts)):
+    is_outside = (ends < runs.ends) | (firsts > runs.starts)
+    if not is_outside.any():
+        return
+    for group, i in np.argwhere(is_outside):
         where = f"row {runs.rows[i]}: its blocks of layer group {group}"
         positions = f"positions {firsts[group, i]} .. {ends[group, i] - 1}"
         raise ValueError(f"{where} hold {positions}, and the tokens take {runs.starts[i]} .. {runs.ends[i] - 1}")
@@ -200,12 +208,16 @@ def _check_blocks(runs: Runs, held: HeldRows, block_size: int) -> None:
 
 def _to_device(parts: Sequence[_Ints], device: torch.device) -> tuple[Tensor, ...]:
     """Send columns of integers as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
-    sizes = [size for part in parts for size in (len(part), len(part) % 2)]
+    sizes = [len(part) + len(part) % 2 for part in parts]
     packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
-    for part in parts:
+    for part, size in zip(parts, sizes, strict=True):
         packed[start : start + len(part)] = part
-        start += len(part) + len(part) % 2
-    return torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)[::2]
+        start += size
+    sent = torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)
+    return tuple(
+        tensor if size == len(part) else tensor.narrow(0, 0, len(part))
+        for tensor, part, size in zip(sent, parts, sizes, strict=True)
+    )
 
 
 def _int32s(values: Int64s) -> _Ints:

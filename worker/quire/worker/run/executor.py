@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -346,31 +346,19 @@ class Executor:
             grant.passed_sequence_ids, grant.passed_layer_groups, grant.passed_block_counts, strict=True
         ):
             self._table.pass_blocks(lease.rows[seq_id], num_blocks, group=group)
-        self._write_tables(lease, grant)
+        block_ids = list(grant.write_block_ids)
+        groups = grant.write_layer_groups or [0] * len(grant.write_sequence_ids)
+        spans = pairwise(accumulate(grant.write_block_counts, initial=0))
+        for seq_id, group, first_index, (start, end) in zip(
+            grant.write_sequence_ids, groups, grant.write_first_indexes, spans, strict=True
+        ):
+            row = lease.rows.get(seq_id)
+            if row is None:
+                row = lease.rows[seq_id] = self._table.add()
+                lease.offloaded.discard(seq_id)
+                self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
+            self._table.stage_blocks(row, first_index, block_ids[start:end], group=group)
         self._copy_blocks(lease, grant)
-
-    def _write_tables(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
-        """Write blocks into the block tables; a sequence without a row gets one."""
-        if not grant.write_sequence_ids:
-            return
-        rows = np.array([self._row_to_write(lease, seq_id) for seq_id in grant.write_sequence_ids])
-        groups = np.array(grant.write_layer_groups) if grant.write_layer_groups else np.zeros_like(rows)
-        self._table.stage_writes(
-            rows,
-            groups,
-            np.array(grant.write_first_indexes),
-            np.array(grant.write_block_counts),
-            block_ids=np.array(grant.write_block_ids),
-        )
-
-    def _row_to_write(self, lease: LeaseRows, seq_id: int) -> int:
-        """The row of a sequence. A sequence without one begins, or returns from the host tier."""
-        row = lease.rows.get(seq_id)
-        if row is None:
-            row = lease.rows[seq_id] = self._table.add()
-            lease.offloaded.discard(seq_id)
-            self._sampler.set_params(row, SamplingParams())  # greedy, until the client says otherwise
-        return row
 
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
@@ -411,8 +399,9 @@ class Executor:
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
         grant, device = step.grant, self._model.device
-        rows = list(map(lease.rows.__getitem__, grant.run_sequence_ids))
-        chosen = np.flatnonzero(grant.run_samples)
+        seq_ids: list[int] = np.array(grant.run_sequence_ids).tolist()
+        rows = [lease.rows[seq_id] for seq_id in seq_ids]
+        chosen = np.array(grant.run_samples).nonzero()[0]
         with phase("prepare batch"):
             batch, draws = self._build_batch(step, rows, samples_all=len(chosen) == len(rows))
         prepared = Moment(device)
@@ -427,13 +416,12 @@ class Executor:
             sampled = (
                 self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
             )
-        seq_ids = np.array(grant.run_sequence_ids)
         return Sampling(
-            seq_ids=seq_ids[chosen].tolist(),
+            seq_ids=seq_ids if len(chosen) == len(rows) else [seq_ids[index] for index in chosen],
             num_asked=self._num_asked(sampled, batch, chosen),
             sampled=sampled,
             moments=(started, prepared, forwarded, Moment(device)),
-            scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
+            scored=[(seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[
                 GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in _those_of(masks.failures, seq_ids, rows)
@@ -510,12 +498,11 @@ class Executor:
         """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
         if not len(chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
-        rows, positions = np.array(batch.rows_host), np.array(batch.seq_lens_host)
+        rows, positions = list(batch.rows_host), np.array(batch.seq_lens_host)
         if len(chosen) < batch.num_seqs:
             logits = logits.index_select(0, indices(chosen, logits.device))
-            rows, positions = rows[chosen], positions[chosen]
-        row_list = rows.tolist()
-        sampled = self._ranks.sample(len(row_list), lambda: self._sampler.sample(logits, row_list, positions, masks))
+            rows, positions = [rows[index] for index in chosen], positions[chosen]
+        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions)
         return sampled
 
@@ -536,11 +523,11 @@ def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
     ]
 
 
-def _those_of(rows_meant: Collection[int], seq_ids: Int64s, rows: list[int]) -> list[tuple[int, int]]:
+def _those_of(rows_meant: Collection[int], seq_ids: list[int], rows: list[int]) -> list[tuple[int, int]]:
     """The sequences, with their rows, of a step that have one of the rows that are meant."""
     if not rows_meant:
         return []
-    return [(seq_id, row) for seq_id, row in zip(seq_ids.tolist(), rows, strict=True) if row in rows_meant]
+    return [(seq_id, row) for seq_id, row in zip(seq_ids, rows, strict=True) if row in rows_meant]
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

@@ -197,6 +197,8 @@ class Steps:
     async def follow_grammars(self, request: worker_service_pb2.RunStepRequest) -> dict[int, Following | Refused]:
         """Return the grammars that a step brings, by sequence, compiled and moved to the tokens generated so far."""
         entries = [entry for entry in request.inputs if entry.sampling.HasField("grammar")]
+        if not entries:
+            return {}
         followed = await asyncio.gather(*map(self._follow, entries))
         return {entry.sequence_id: each for entry, each in zip(entries, followed, strict=True)}
 
@@ -341,7 +343,7 @@ class Steps:
         counters.sampled_tokens += len(result.sampled_ids)
         if result.outcome is Outcome.COMPUTED:
             counters.computed += 1
-            counters.computed_tokens += int(np.array(grant.run_token_counts).sum())
+            counters.computed_tokens += sum(grant.run_token_counts)
         elif result.outcome is Outcome.SKIPPED:
             counters.skipped += 1
         else:
