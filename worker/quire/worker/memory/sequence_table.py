@@ -205,13 +205,16 @@ class SequenceTable:
         self._staged.clear()
         self._num_flushes += 1
 
-    def store_sampled(self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int] | Int64s) -> None:
+    def store_sampled(
+        self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int] | Int64s, *, index: Tensor | None = None
+    ) -> None:
         """Remember each row's newest token, which will take `positions[i]` in its sequence.
 
         tokens  [len(rows)]     int64, on the table's device; not read by the host
+        index   [len(rows)]     int64, the rows there; None: they are sent
         """
         self.note_sampled(rows, positions)
-        self.last_token.index_copy_(0, indices(rows, self.device), tokens)
+        self.last_token.index_copy_(0, indices(rows, self.device) if index is None else index, tokens)
 
     def note_sampled(self, rows: Sequence[int], positions: Sequence[int] | Int64s) -> None:
         """Note what position each row's newest token takes, if the caller writes the token to last_token."""

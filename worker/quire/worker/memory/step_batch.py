@@ -4,15 +4,18 @@ The host knows every length; token ids that were sampled on the device never lea
 one transfer:
 
     part        length      content
-    token_ids   T           0 where the token is on the device
     positions   T
     slots       G * T       in each layer group
     rows        B           the table row of each sequence
     last        B           the last token of each sequence in the packed batch
-    sampled_at  S           which tokens are the last sampled ones of their rows
-    sampled_row S
     seq_lens    B           int32, tokens in the pool after this step
     cu_seqlens  B + 1       int32, first token of each sequence in the packed batch, then T
+
+and these of a step with tokens from the host:
+
+    token_ids   T           0 where the token is on the device
+    sampled_at  S           which tokens are the last sampled ones of their rows
+    sampled_row S
 
 Each part begins at a multiple of 16 bytes, for which kernels are compiled.
 """
@@ -47,9 +50,10 @@ class StepBatch:
         seq_lens        [B]     int32, tokens in the pool after this step
         cu_seqlens_q    [B+1]   int32
         last_indices    [B]     int64, index of each sequence's last token in this batch
+        rows            [B]     int64, the sequences' rows of the table
 
     seq_lens_host and counts_host (B each; counts are tokens run in this step) are the same numbers without a sync;
-    rows_host are the sequences' rows of the table.
+    rows_host are the rows.
     """
 
     input_ids: Tensor
@@ -59,6 +63,7 @@ class StepBatch:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     last_indices: Tensor
+    rows: Tensor
     seq_lens_host: tuple[int, ...]
     counts_host: tuple[int, ...]
     rows_host: tuple[int, ...]
@@ -110,44 +115,49 @@ def build_step_batch(
     firsts = cu_seqlens[:-1]
     positions = np.arange(cu_seqlens[-1]) + (runs.starts - firsts).repeat(runs.counts)
     slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
-    tokens = np.zeros(len(positions), dtype=np.int64)  # 0 where the token is on the device
-    is_sampled = np.ones(len(runs.rows), dtype=np.bool_)
-    is_sampled[list(runs.given)] = False
-    for run, ids in runs.given.items():
-        tokens[firsts[run] : cu_seqlens[run + 1]] = ids
-    sampled_at = firsts[is_sampled]
-    parts = _to_device(
+    from_host = _tokens_from_host(runs, cu_seqlens) if runs.given else ()
+    device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *given = _to_device(
         [
-            tokens,
             positions,
             slots.reshape(-1),
             runs.rows,
             cu_seqlens[1:] - 1,
-            sampled_at,
-            runs.rows[is_sampled],
             _int32s(runs.ends),
             _int32s(cu_seqlens),
+            *from_host,
         ],
         table.device,
     )
-    input_ids, device_positions, device_slots, device_rows, last_indices, device_sampled_at, sampled_rows, *lengths = (
-        parts
-    )
-    if sampled_at.size:
-        input_ids.index_copy_(0, device_sampled_at, table.last_token.index_select(0, sampled_rows))
+    input_ids = _merge(*given, last_token=table.last_token) if given else table.last_token.index_select(0, device_rows)
     max_blocks = -(-int(runs.ends.max()) // block_size)
     return StepBatch(
         input_ids=input_ids,
         positions=device_positions,
         slot_mapping=device_slots.view(slots.shape),
         block_tables=table.block_tables.narrow(2, 0, max_blocks).index_select(1, device_rows),
-        seq_lens=lengths[0].view(torch.int32).narrow(0, 0, len(rows)),
-        cu_seqlens_q=lengths[1].view(torch.int32).narrow(0, 0, len(cu_seqlens)),
+        seq_lens=seq_lens.view(torch.int32).narrow(0, 0, len(rows)),
+        cu_seqlens_q=device_cu_seqlens.view(torch.int32).narrow(0, 0, len(cu_seqlens)),
         last_indices=last_indices,
+        rows=device_rows,
         seq_lens_host=tuple(runs.ends.tolist()),
         counts_host=tuple(runs.counts.tolist()),
         rows_host=tuple(rows),
     )
+
+
+def _tokens_from_host(runs: Runs, cu_seqlens: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The token ids of a step that the host has, the places of the others, and their rows."""
+    tokens = np.zeros(cu_seqlens[-1], dtype=np.int64)
+    for run, ids in runs.given.items():
+        tokens[cu_seqlens[run] : cu_seqlens[run + 1]] = ids
+    is_sampled = np.ones(len(runs.rows), dtype=np.bool_)
+    is_sampled[list(runs.given)] = False
+    return tokens, cu_seqlens[:-1][is_sampled], runs.rows[is_sampled]
+
+
+def _merge(tokens: Tensor, sampled_at: Tensor, sampled_rows: Tensor, *, last_token: Tensor) -> Tensor:
+    """Write the rows' last sampled tokens into their places among the tokens."""
+    return tokens.index_copy_(0, sampled_at, last_token.index_select(0, sampled_rows)) if len(sampled_at) else tokens
 
 
 def check_runs(

@@ -8,7 +8,7 @@ ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -122,6 +122,8 @@ class LaunchedStep:
     def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
         """Make it when the device has all work of the step."""
         self.result = result
+        self.copies = HostCopies(), 0
+        """Those of the host tier, and the number of blocks copied within the pool."""
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
         self._sampling = sampling
@@ -139,8 +141,9 @@ class LaunchedStep:
             raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
         with phase("await ranks"):
             self.await_ranks()
+        host, num_copied = self.copies
         if self._sampling is None:
-            return self.result
+            return replace(self.result, host=host, num_copied=num_copied)
         tokens, chosen, top_ids, top, *scores = arrived
         assert tokens is not None
         sampled = Sampled(tokens, chosen, top_ids, top)
@@ -156,6 +159,8 @@ class LaunchedStep:
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
+            host=host,
+            num_copied=num_copied,
         )
 
     def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
@@ -172,6 +177,32 @@ class LeaseRows:
     offloaded: set[int] = field(default_factory=set)
     """Sequences in the host tier: they have no row."""
     last_failed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedRuns:
+    """The runs of a grant in columns: B sequences, with their rows of the table.
+
+    starts, counts  [B]     the first position and the number of tokens
+    chosen          [n]     indexes of the runs that sample
+    """
+
+    seq_ids: list[int]
+    rows: list[int]
+    starts: Int64s
+    counts: Int64s
+    chosen: Int64s
+
+    @property
+    def all_sample(self) -> bool:
+        """True if each run samples."""
+        return len(self.chosen) == len(self.rows)
+
+    def those_of(self, rows: Collection[int]) -> list[tuple[int, int]]:
+        """The sequences that have one of these rows, and the row."""
+        if not rows:
+            return []
+        return [(seq_id, row) for seq_id, row in zip(self.seq_ids, self.rows, strict=True) if row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +300,7 @@ class Executor:
             lease.last_failed_step = grant.step_number
         # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
         num_copied = len(grant.copy_source_block_ids)
-        launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
+        launched.copies = (self._host_pool.finish(), num_copied)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
         return launched
 
@@ -398,14 +429,11 @@ class Executor:
             )
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
-        grant, device = step.grant, self._model.device
-        seq_ids: list[int] = np.array(grant.run_sequence_ids).tolist()
-        rows = [lease.rows[seq_id] for seq_id in seq_ids]
-        chosen = np.array(grant.run_samples).nonzero()[0]
+        device, runs = self._model.device, _granted_runs(step.grant, lease.rows)
         with phase("prepare batch"):
-            batch, draws = self._build_batch(step, rows, samples_all=len(chosen) == len(rows))
+            batch, draws = self._build_batch(step, runs)
         prepared = Moment(device)
-        making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
+        making = self._grammars.begin(_masked_runs(step, runs.rows)) if self._grammars.follows(runs.rows) else None
         try:
             with phase("forward"), self._ranks.computing(step):
                 logits, scores = self._forward_and_score(step, batch)
@@ -413,52 +441,45 @@ class Executor:
             masks = NO_MASKS if making is None else self._grammars.finish(making)
         forwarded = Moment(device)
         with phase("sample"):
-            sampled = (
-                self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
-            )
+            sampled = self._sample(batch, logits, runs, masks) if draws is None else self._replay_sampler(batch, draws)
         return Sampling(
-            seq_ids=seq_ids if len(chosen) == len(rows) else [seq_ids[index] for index in chosen],
-            num_asked=self._num_asked(sampled, batch, chosen),
+            seq_ids=runs.seq_ids if runs.all_sample else [runs.seq_ids[run] for run in runs.chosen],
+            num_asked=self._num_asked(sampled, runs),
             sampled=sampled,
             moments=(started, prepared, forwarded, Moment(device)),
-            scored=[(seq_ids[run], tokens) for run, tokens in step.scored.items()],
+            scored=[(runs.seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[
-                GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in _those_of(masks.failures, seq_ids, rows)
+                GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in runs.those_of(masks.failures)
             ],
-            late_ids=[seq_id for seq_id, _ in _those_of(masks.late, seq_ids, rows)],
+            late_ids=[seq_id for seq_id, _ in runs.those_of(masks.late)],
         )
 
-    def _num_asked(self, sampled: Sampled, batch: StepBatch, chosen: Int64s) -> list[int | None]:
+    def _num_asked(self, sampled: Sampled, runs: GrantedRuns) -> list[int | None]:
         """The number of log-probabilities that each chosen row wants, None for none; empty if no row wants any."""
         if sampled.chosen_logprobs is None:
             return []
-        params = [self._sampler.params(batch.rows_host[index]) for index in chosen]
+        params = [self._sampler.params(runs.rows[run]) for run in runs.chosen]
         return [None if row_params is None else row_params.num_logprobs for row_params in params]
 
-    def _build_batch(self, step: AcceptedStep, rows: list[int], *, samples_all: bool) -> tuple[StepBatch, Draws | None]:
-        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can.
-
-        samples_all says that each run samples.
-        """
-        grant = step.grant
-        starts, counts = np.array(grant.run_starts), np.array(grant.run_token_counts)
-        token_ids: list[TokenArray | None] = [None] * len(rows)
+    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns) -> tuple[StepBatch, Draws | None]:
+        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
+        token_ids: list[TokenArray | None] = [None] * len(runs.rows)
         for run, given in step.given_tokens.items():
             token_ids[run] = given
-        if step.scored or self._decode is None or not self._decode.takes_counts(counts):
+        if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
             batch = build_step_batch(
                 self._table,
                 block_size=self._pool.block_size,
-                rows=rows,
-                starts=starts,
-                counts=counts,
+                rows=runs.rows,
+                starts=runs.starts,
+                counts=runs.counts,
                 token_ids=token_ids,
             )
             return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
-        is_replayed = self._decode.samples and samples_all and not self._grammars.follows(rows)
-        draws = self._sampler.draws(rows) if is_replayed else None
-        return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
+        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
+        draws = self._sampler.draws(runs.rows) if is_replayed else None
+        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws), draws
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
@@ -494,16 +515,17 @@ class Executor:
         assert self._decode is not None
         return Sampled(self._decode.sample(batch, draws.way))
 
-    def _sample(self, batch: StepBatch, logits: Tensor, chosen: Int64s, masks: Masks) -> Sampled:
-        """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
-        if not len(chosen):
+    def _sample(self, batch: StepBatch, logits: Tensor, runs: GrantedRuns, masks: Masks) -> Sampled:
+        """Chooses a token for the chosen runs, of logits [B, V], and keeps it on the device for the next step."""
+        rows, positions, index = runs.rows, runs.starts + runs.counts, batch.rows
+        if not len(runs.chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
-        rows, positions = list(batch.rows_host), np.array(batch.seq_lens_host)
-        if len(chosen) < batch.num_seqs:
-            logits = logits.index_select(0, indices(chosen, logits.device))
-            rows, positions = [rows[index] for index in chosen], positions[chosen]
+        if not runs.all_sample:
+            chosen = indices(runs.chosen, logits.device)
+            logits, index = logits.index_select(0, chosen), index.index_select(0, chosen)
+            rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
         sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
-        self._table.store_sampled(rows, sampled.tokens, positions)
+        self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 
     def _remove(self, row: int) -> None:
@@ -513,7 +535,19 @@ class Executor:
         self._model.states.clear(row)
 
 
-def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
+def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> GrantedRuns:
+    """The runs of a grant. Raises KeyError for a sequence without a row."""
+    seq_ids: list[int] = np.array(grant.run_sequence_ids).tolist()
+    return GrantedRuns(
+        seq_ids=seq_ids,
+        rows=[rows[seq_id] for seq_id in seq_ids],
+        starts=np.array(grant.run_starts),
+        counts=np.array(grant.run_token_counts),
+        chosen=np.array(grant.run_samples).nonzero()[0],
+    )
+
+
+def _masked_runs(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
     """The step's runs as grammars see them."""
     grant = step.grant
     runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)
@@ -521,13 +555,6 @@ def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
         MaskedRun(row, start, count, step.given_tokens.get(index), samples)
         for index, (row, start, count, samples) in enumerate(runs)
     ]
-
-
-def _those_of(rows_meant: Collection[int], seq_ids: list[int], rows: list[int]) -> list[tuple[int, int]]:
-    """The sequences, with their rows, of a step that have one of the rows that are meant."""
-    if not rows_meant:
-        return []
-    return [(seq_id, row) for seq_id, row in zip(seq_ids, rows, strict=True) if row in rows_meant]
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

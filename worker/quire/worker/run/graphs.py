@@ -282,6 +282,7 @@ class StaticDecode:
             seq_lens=self._seq_lens[:num_seqs],
             cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
             last_indices=self._indices[:num_seqs],
+            rows=self._inputs[_ROW, :num_seqs],
             seq_lens_host=lengths,
             counts_host=(1,) * num_seqs,
             rows_host=rows,
