@@ -58,7 +58,14 @@ class InProcessServices:
     """A catalog with one attached pool, and the steps of its worker. Make it on the event loop."""
 
     def __init__(
-        self, model: PagedModel, *, num_blocks: int, block_size: int, max_num_seqs: int, max_step_tokens: int
+        self,
+        model: PagedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        make_executor: Callable[..., Executor] = make_executor,
     ) -> None:
         pool = KVPool(model.specs, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
         self._thread = ModelThread(asyncio.get_running_loop())
@@ -86,10 +93,11 @@ class InProcessServices:
         if not isinstance(pool, AttachedPool):
             raise RuntimeError("a new epoch was not accepted")
         gate.attach(pool.term, pool.signing_key, [])
-        self.steps.reports.send = self._settle
+        self.steps.reports.send = self.settle
         return pool
 
-    def _settle(self, report: attach_pb2.StepReport) -> None:
+    def settle(self, report: attach_pb2.StepReport) -> None:
+        """Have cachemgr enter a report of the worker."""
         self.pool.ledger.settle(StepReport(report.SerializeToString()))
         self.steps.reports.acknowledge(report.report_number)
 

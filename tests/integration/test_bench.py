@@ -21,7 +21,10 @@ FILES = {
     "step": ("step_cpu", "step_cpu"),
 }
 """JSON and plot where they are not called as the benchmark or its part."""
-WITHOUT_PLOT = {"step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"}
+WITHOUT_PLOT = {
+    *("step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
+    "control-plane worker",
+}
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
     "kernels gpu": "tests/kernels/test_benchmark.py",
@@ -272,6 +275,14 @@ def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None
     assert engine["two_processes_over_one"]["ratio"] > 0
     assert [(work["num_running"], work["num_waiting"]) for work in engine["work_per_step"]] == [(8, 0), (8, 32)]
     assert all(min(work["engine_ms"]) > 0 for work in engine["work_per_step"])
+
+
+def test_the_workers_own_work_is_measured_by_sequences_and_windows(tmp_path: Path) -> None:
+    written, _ = run_quick("control-plane worker", tmp_path)
+    assert [work["num_running"] for work in written["work_per_step"]] == [8, 16]
+    for work in written["work_per_step"]:
+        assert len(work["launched_ms"]) == len(work["answered_ms"]) == 2
+        assert min(work["launched_ms"] + work["answered_ms"]) > 0
 
 
 def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:

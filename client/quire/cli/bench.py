@@ -19,7 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "step": ("grammars", "slow-grammar"),
     "lab": (),
     "allocator": ("schedulers",),
-    "control-plane": ("restart", "kv-events"),
+    "control-plane": ("restart", "kv-events", "worker"),
     "scale": (),
     "pressure": (),
     "tensor-parallel": (),

@@ -115,6 +115,8 @@ class TestSequenceTable:
             lambda: table.remove(2),
             lambda: table.fork(2),
             lambda: table.stage_blocks(2, 0, [1]),
+            lambda: table.stage_blocks(-1, 0, [1]),
+            lambda: table.stage_blocks(5, 0, [1]),  # the padding row
             lambda: table.store_sampled([2], torch.tensor([1]), [0]),
             lambda: table.last_token_position(2),
             lambda: table.block_ids(2),

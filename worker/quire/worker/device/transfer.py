@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +27,9 @@ def send(values: Tensor, target: Tensor) -> None:
     target.copy_(values if target.device.type != "cuda" else values.pin_memory(), non_blocking=True)
 
 
-def indices(values: Sequence[Any], device: torch.device) -> Tensor:
+def indices(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """Return integers of the host, nested or not, as an int64 tensor on the device. No sync."""
-    return to_device(torch.tensor(values, dtype=torch.int64), device)
+    return to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
 class Readback:

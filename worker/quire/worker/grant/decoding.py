@@ -111,7 +111,7 @@ def decode_step(
     tokens: dict[int, Sequence[int]] = {}
     sampling: dict[int, RowSampling] = {}
     scored: dict[int, ScoredTokens] = {}
-    runs = {seq_id: index for index, seq_id in enumerate(grant.run_sequence_ids)}
+    runs = {seq_id: index for index, seq_id in enumerate(grant.run_sequence_ids)} if request.inputs else {}
     for entry in request.inputs:
         seq_id = entry.sequence_id
         if seq_id not in runs:

@@ -17,7 +17,7 @@ the position each one will take.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -29,6 +29,9 @@ from quire.worker.device.transfer import indices, to_device
 from quire.worker.memory.kv_pool import NULL_BLOCK
 
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+NO_TOKEN = -(2**63)
+"""The position of a last token where there is none: no run starts there."""
 
 
 class SequenceTableFull(RuntimeError):
@@ -45,6 +48,18 @@ class SequenceTableStatistics:
     num_blocks: int
     num_staged: int
     num_flushes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """What n rows hold: blocks in the entries begins .. ends - 1 of each group, [G, n] each, and a last token.
+
+    last_token_positions    [n]     the positions that their last sampled tokens take; NO_TOKEN where none was sampled
+    """
+
+    begins: Int64s
+    ends: Int64s
+    last_token_positions: Int64s
 
 
 class SequenceTable:
@@ -78,8 +93,10 @@ class SequenceTable:
         self._host_tables = np.full(shape, NULL_BLOCK, dtype=np.int32)
         self._begins = np.zeros(shape[:2], dtype=np.int64)
         self._ends = np.zeros(shape[:2], dtype=np.int64)
+        # The same numbers: one of them is read in a third of the time.
+        self._begin_of, self._end_of = self._begins.data, self._ends.data
         self._rows: set[int] = set()
-        self._last_token_position: dict[int, int] = {}
+        self._last_token_position = np.full(max_num_seqs, NO_TOKEN, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs))
         self._staged: set[int] = set()
         self._num_flushes = 0
@@ -99,7 +116,7 @@ class SequenceTable:
             self._clear(row, group, int(self._ends[group, row]))
         self._begins[:, row] = self._ends[:, row] = 0
         self._rows.remove(row)
-        self._last_token_position.pop(row, None)
+        self._last_token_position[row] = NO_TOKEN
         heapq.heappush(self._free_rows, row)
 
     def fork(self, row: int) -> int:
@@ -120,7 +137,7 @@ class SequenceTable:
         """
         self._check_row(row)
         self._check_group(group)
-        begin, held_end = int(self._begins[group, row]), int(self._ends[group, row])
+        begin, held_end = self._begin_of[group, row], self._end_of[group, row]
         end = first_index + len(block_ids)
         if self._windowed[group] and not held_end:
             begin = held_end = first_index
@@ -129,10 +146,10 @@ class SequenceTable:
             raise ValueError(f"first_index={first_index} leaves a hole after {held} of row {row}")
         if end > self.max_blocks_per_seq:
             raise ValueError(f"row {row} would hold {end} blocks; max_blocks_per_seq is {self.max_blocks_per_seq}")
-        if any(block_id <= NULL_BLOCK for block_id in block_ids):
+        if min(block_ids, default=NULL_BLOCK + 1) <= NULL_BLOCK:
             raise ValueError(f"row {row}: block ids must be above the null block {NULL_BLOCK}")
         self._host_tables[group, row, first_index:end] = block_ids
-        self._begins[group, row], self._ends[group, row] = begin, max(held_end, end)
+        self._begin_of[group, row], self._end_of[group, row] = begin, max(held_end, end)
         self._stage(row, group, first_index, end)
 
     def pass_blocks(self, row: int, num_blocks: int, *, group: int) -> None:
@@ -165,6 +182,11 @@ class SequenceTable:
         if row not in self._rows:
             raise KeyError(row)
 
+    def check_rows(self, rows: Iterable[int]) -> None:
+        """Raise KeyError for a row that is not in use."""
+        if not self._rows.issuperset(rows):
+            raise KeyError(min(set(rows) - self._rows))
+
     def _check_group(self, group: int) -> None:
         if not 0 <= group < self.num_groups:
             raise ValueError(f"layer group {group} is not in 0 .. {self.num_groups - 1}")
@@ -183,20 +205,21 @@ class SequenceTable:
         self._staged.clear()
         self._num_flushes += 1
 
-    def store_sampled(self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int]) -> None:
+    def store_sampled(
+        self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int] | Int64s, *, index: Tensor | None = None
+    ) -> None:
         """Remember each row's newest token, which will take `positions[i]` in its sequence.
 
         tokens  [len(rows)]     int64, on the table's device; not read by the host
+        index   [len(rows)]     int64, the rows there; None: they are sent
         """
         self.note_sampled(rows, positions)
-        index = indices(list(rows), self.device)
-        self.last_token.index_copy_(0, index, tokens)
+        self.last_token.index_copy_(0, indices(rows, self.device) if index is None else index, tokens)
 
-    def note_sampled(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def note_sampled(self, rows: Sequence[int], positions: Sequence[int] | Int64s) -> None:
         """Note what position each row's newest token takes, if the caller writes the token to last_token."""
-        for row, position in zip(rows, positions, strict=True):
-            self._check_row(row)
-            self._last_token_position[row] = position
+        self.check_rows(rows)
+        self._last_token_position[np.asarray(rows, dtype=np.int64)] = positions
 
     def slots(self, rows: Sequence[int] | Int64s, positions: Int64s, *, block_size: int) -> Int64s:
         """The slot of each position in its row, [G, len(rows)], as the host has it. The rows must hold its block."""
@@ -222,16 +245,15 @@ class SequenceTable:
         self._check_row(row)
         return int(self._begins[group, row])
 
-    def held(self, rows: Sequence[int]) -> tuple[Int64s, Int64s]:
-        """The entries that rows hold blocks in: begins and ends, [G, len(rows)] each."""
-        if not self._rows.issuperset(rows):
-            raise KeyError(min(set(rows) - self._rows))
-        return self._begins[:, rows], self._ends[:, rows]
+    def held(self, rows: Int64s) -> HeldRows:
+        """What rows in use hold, as the host has it."""
+        return HeldRows(self._begins[:, rows], self._ends[:, rows], self._last_token_position[rows])
 
     def last_token_position(self, row: int) -> int | None:
         """The position the row's last sampled token takes, or None if no token was sampled for it."""
         self._check_row(row)
-        return self._last_token_position.get(row)
+        position = int(self._last_token_position[row])
+        return None if position == NO_TOKEN else position
 
     def digest(self) -> int:
         """Return a number, 0 .. 2**63 - 1, that tables with equal rows and blocks share. Cost: reads all entries."""
@@ -261,7 +283,7 @@ class SequenceTable:
         assert not self._begins[:, free].any(), "a free row has passed blocks"
         full = [not windowed for windowed in self._windowed]
         assert not self._begins[full].any(), "blocks were passed in a group without a window"
-        assert self._last_token_position.keys() <= self._rows, "a free row has a last token"
+        assert (self._last_token_position[self._free_rows] == NO_TOKEN).all(), "a free row has a last token"
         device_tables = self.block_tables.cpu().numpy().reshape(-1)
         stale = set(np.flatnonzero(device_tables != self._host_tables.reshape(-1)).tolist())
         assert stale <= self._staged, "the device differs where nothing is staged"

@@ -4,24 +4,26 @@ The host knows every length; token ids that were sampled on the device never lea
 one transfer:
 
     part        length      content
-    token_ids   T           0 where the token is on the device
     positions   T
     slots       G * T       in each layer group
     rows        B           the table row of each sequence
     last        B           the last token of each sequence in the packed batch
-    sampled_at  S           which tokens are the last sampled ones of their rows
-    sampled_row S
     seq_lens    B           int32, tokens in the pool after this step
     cu_seqlens  B + 1       int32, first token of each sequence in the packed batch, then T
+
+and these of a step with tokens from the host:
+
+    token_ids   T           0 where the token is on the device
+    sampled_at  S           which tokens are the last sampled ones of their rows
+    sampled_row S
 
 Each part begins at a multiple of 16 bytes, for which kernels are compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,10 +31,12 @@ import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import to_device
-from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.sequence_table import NO_TOKEN, HeldRows, Int64s, SequenceTable
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
-_ON_DEVICE: _Ints = np.zeros(1, dtype=np.int64)
+TokenIdsOfRuns = Sequence[Sequence[int] | _Ints | None]
+"""Token ids of each run; None for the token sampled last."""
+_ZERO: Int64s = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,10 @@ class StepBatch:
         seq_lens        [B]     int32, tokens in the pool after this step
         cu_seqlens_q    [B+1]   int32
         last_indices    [B]     int64, index of each sequence's last token in this batch
+        rows            [B]     int64, the sequences' rows of the table
 
     seq_lens_host and counts_host (B each; counts are tokens run in this step) are the same numbers without a sync;
-    rows_host are the sequences' rows of the table.
+    rows_host are the rows.
     """
 
     input_ids: Tensor
@@ -58,6 +63,7 @@ class StepBatch:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     last_indices: Tensor
+    rows: Tensor
     seq_lens_host: tuple[int, ...]
     counts_host: tuple[int, ...]
     rows_host: tuple[int, ...]
@@ -73,14 +79,28 @@ class StepBatch:
         return len(self.counts_host)
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one step in columns, [B] int64: run i is of the tokens before ends[i] from starts[i] on.
+
+    given has the token ids of some runs by index; the others run their rows' last sampled tokens.
+    """
+
+    rows: Int64s
+    starts: Int64s
+    counts: Int64s
+    ends: Int64s
+    given: Mapping[int, Sequence[int] | _Ints]
+
+
 def build_step_batch(
     table: SequenceTable,
     *,
     block_size: int,
     rows: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    token_ids: Sequence[Sequence[int] | _Ints | None],
+    starts: Sequence[int] | Int64s,
+    counts: Sequence[int] | Int64s,
+    token_ids: TokenIdsOfRuns,
 ) -> StepBatch:
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
 
@@ -89,95 +109,129 @@ def build_step_batch(
     some group, or None is given for a row with its last sampled token at another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
-    check_runs(table, block_size, rows, starts, counts, token_ids)
+    runs = check_runs(table, block_size, rows, starts, counts, token_ids)
     table.flush()
-    seq_lens = tuple(start + count for start, count in zip(starts, counts, strict=True))
-    cu_seqlens = [0, *accumulate(counts)]
-    sampled = [i for i, ids in enumerate(token_ids) if ids is None]
-    positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, seq_lens, strict=True)])
-    slots = table.slots(np.repeat(rows, counts), positions, block_size=block_size)
-    parts = _to_device(
+    cu_seqlens = np.concatenate((_ZERO, runs.counts.cumsum()))
+    firsts = cu_seqlens[:-1]
+    positions = np.arange(cu_seqlens[-1]) + (runs.starts - firsts).repeat(runs.counts)
+    slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
+    from_host = _tokens_from_host(runs, cu_seqlens) if runs.given else ()
+    device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *given = _to_device(
         [
-            np.concatenate([_ON_DEVICE if ids is None else ids for ids in token_ids]),
             positions,
             slots.reshape(-1),
-            rows,
-            [end - 1 for end in cu_seqlens[1:]],
-            [cu_seqlens[i] for i in sampled],
-            [rows[i] for i in sampled],
-            _int32s(seq_lens),
+            runs.rows,
+            cu_seqlens[1:] - 1,
+            _int32s(runs.ends),
             _int32s(cu_seqlens),
+            *from_host,
         ],
         table.device,
     )
-    input_ids, device_positions, device_slots, device_rows, last_indices, sampled_at, sampled_rows, *lengths = parts
-    if sampled:
-        input_ids.index_copy_(0, sampled_at, table.last_token.index_select(0, sampled_rows))
-    max_blocks = max(-(-seq_len // block_size) for seq_len in seq_lens)
+    input_ids = _merge(*given, last_token=table.last_token) if given else table.last_token.index_select(0, device_rows)
+    max_blocks = -(-int(runs.ends.max()) // block_size)
     return StepBatch(
         input_ids=input_ids,
         positions=device_positions,
         slot_mapping=device_slots.view(slots.shape),
-        block_tables=table.block_tables[:, :, :max_blocks].index_select(1, device_rows),
-        seq_lens=lengths[0].view(torch.int32)[: len(rows)],
-        cu_seqlens_q=lengths[1].view(torch.int32)[: len(cu_seqlens)],
+        block_tables=table.block_tables.narrow(2, 0, max_blocks).index_select(1, device_rows),
+        seq_lens=seq_lens.view(torch.int32).narrow(0, 0, len(rows)),
+        cu_seqlens_q=device_cu_seqlens.view(torch.int32).narrow(0, 0, len(cu_seqlens)),
         last_indices=last_indices,
-        seq_lens_host=seq_lens,
-        counts_host=tuple(counts),
+        rows=device_rows,
+        seq_lens_host=tuple(runs.ends.tolist()),
+        counts_host=tuple(runs.counts.tolist()),
         rows_host=tuple(rows),
     )
+
+
+def _tokens_from_host(runs: Runs, cu_seqlens: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The token ids of a step that the host has, the places of the others, and their rows."""
+    tokens = np.zeros(cu_seqlens[-1], dtype=np.int64)
+    for run, ids in runs.given.items():
+        tokens[cu_seqlens[run] : cu_seqlens[run + 1]] = ids
+    is_sampled = np.ones(len(runs.rows), dtype=np.bool_)
+    is_sampled[list(runs.given)] = False
+    return tokens, cu_seqlens[:-1][is_sampled], runs.rows[is_sampled]
+
+
+def _merge(tokens: Tensor, sampled_at: Tensor, sampled_rows: Tensor, *, last_token: Tensor) -> Tensor:
+    """Write the rows' last sampled tokens into their places among the tokens."""
+    return tokens.index_copy_(0, sampled_at, last_token.index_select(0, sampled_rows)) if len(sampled_at) else tokens
 
 
 def check_runs(
     table: SequenceTable,
     block_size: int,
     rows: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    token_ids: Sequence[Sequence[int] | _Ints | None],
-) -> None:
-    """Raise ValueError if build_step_batch would refuse these arguments."""
-    if not rows or not len(rows) == len(starts) == len(counts) == len(token_ids):
+    starts: Sequence[int] | Int64s,
+    counts: Sequence[int] | Int64s,
+    token_ids: TokenIdsOfRuns,
+) -> Runs:
+    """Return the runs in columns. Raise what build_step_batch raises of these arguments."""
+    if not len(rows) or not len(rows) == len(starts) == len(counts) == len(token_ids):
         lengths = [len(rows), len(starts), len(counts), len(token_ids)]
         raise ValueError(f"rows, starts, counts and token_ids have {lengths} items; equal and at least 1 are needed")
-    if len(set(rows)) != len(rows):
+    distinct = set(rows)
+    table.check_rows(distinct)
+    if len(distinct) != len(rows):
         raise ValueError("a row occurs twice in one step")
-    for row, start, count, ids in zip(rows, starts, counts, token_ids, strict=True):
-        num_ids = 1 if ids is None else len(ids)
-        if start < 0 or count < 1 or count != num_ids:
-            raise ValueError(f"row {row}: start={start}, count={count} with {num_ids} tokens")
-        if ids is None and table.last_token_position(row) != start:
-            expected = table.last_token_position(row)
-            raise ValueError(f"row {row}: start={start}, but its last sampled token takes position {expected}")
-    _check_blocks(table, block_size, rows, starts, counts)
+    row_column, first, count = (np.asarray(values, dtype=np.int64) for values in (rows, starts, counts))
+    given = {run: ids for run, ids in enumerate(token_ids) if ids is not None}
+    runs = Runs(row_column, first, count, first + count, given)
+    held = table.held(row_column)
+    _check_tokens(runs, held.last_token_positions)
+    _check_blocks(runs, held, block_size)
+    return runs
 
 
-def _check_blocks(
-    table: SequenceTable, block_size: int, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-) -> None:
+def _check_tokens(runs: Runs, last_positions: Int64s) -> None:
+    """Raise ValueError if a run does not have the tokens of its positions."""
+    num_ids, positions = np.ones(len(runs.rows), dtype=np.int64), last_positions
+    if runs.given:
+        given, positions = list(runs.given), last_positions.copy()
+        num_ids[given] = [max(1, len(ids)) for ids in runs.given.values()]
+        positions[given] = runs.starts[given].clip(min=0)
+    is_right = (runs.counts == num_ids) & (runs.starts == positions)
+    if is_right.all():
+        return
+    run = int(is_right.argmin())
+    where = f"row {runs.rows[run]}: start={runs.starts[run]}"
+    num_given = len(runs.given.get(run, _ZERO))
+    if run in runs.given or runs.starts[run] < 0 or runs.counts[run] != 1:
+        raise ValueError(f"{where}, count={runs.counts[run]} with {num_given} tokens")
+    expected = None if positions[run] == NO_TOKEN else positions[run]
+    raise ValueError(f"{where}, but its last sampled token takes position {expected}")
+
+
+def _check_blocks(runs: Runs, held: HeldRows, block_size: int) -> None:
     """Raise ValueError if a token's slot would be in a block that its row does not hold."""
-    first = np.asarray(starts)
-    end = first + np.asarray(counts)
-    begins, ends = table.held(rows)
-    is_outside = (ends * block_size < end) | (begins * block_size > first)
+    firsts, ends = held.begins * block_size, held.ends * block_size
+    is_outside = (ends < runs.ends) | (firsts > runs.starts)
     if not is_outside.any():
         return
     for group, i in np.argwhere(is_outside):
-        where = f"row {rows[i]}: its blocks of layer group {group}"
-        held = f"positions {begins[group, i] * block_size} .. {ends[group, i] * block_size - 1}"
-        raise ValueError(f"{where} hold {held}, and the tokens take {first[i]} .. {end[i] - 1}")
+        where = f"row {runs.rows[i]}: its blocks of layer group {group}"
+        positions = f"positions {firsts[group, i]} .. {ends[group, i] - 1}"
+        raise ValueError(f"{where} hold {positions}, and the tokens take {runs.starts[i]} .. {runs.ends[i] - 1}")
 
 
-def _to_device(parts: Sequence[Sequence[int] | _Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Send integer lists as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
-    sizes = [size for part in parts for size in (len(part), len(part) % 2)]
+def _to_device(parts: Sequence[_Ints], device: torch.device) -> tuple[Tensor, ...]:
+    """Send columns of integers as one int64 buffer; return a view of each on the device, at a multiple of 16 bytes."""
+    sizes = [len(part) + len(part) % 2 for part in parts]
     packed, start = np.zeros(sum(sizes), dtype=np.int64), 0
-    for part in parts:
+    for part, size in zip(parts, sizes, strict=True):
         packed[start : start + len(part)] = part
-        start += len(part) + len(part) % 2
-    return torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)[::2]
+        start += size
+    sent = torch.split_with_sizes(to_device(torch.from_numpy(packed), device), sizes)
+    return tuple(
+        tensor if size == len(part) else tensor.narrow(0, 0, len(part))
+        for tensor, part, size in zip(sent, parts, sizes, strict=True)
+    )
 
 
-def _int32s(values: Sequence[int]) -> _Ints:
+def _int32s(values: Int64s) -> _Ints:
     """The values as int32, two of them in an int64."""
-    return np.array([*values, *[0] * (len(values) % 2)], dtype=np.int32).view(np.int64)
+    packed = np.zeros(len(values) + len(values) % 2, dtype=np.int32)
+    packed[: len(values)] = values
+    return packed.view(np.int64)

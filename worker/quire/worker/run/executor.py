@@ -8,7 +8,7 @@ ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,13 +25,13 @@ from quire.worker.device.transfer import Moment, Readback, indices
 from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
-from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.parameters import SamplingParams, TokenArray
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
@@ -122,6 +122,8 @@ class LaunchedStep:
     def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
         """Make it when the device has all work of the step."""
         self.result = result
+        self.copies = HostCopies(), 0
+        """Those of the host tier, and the number of blocks copied within the pool."""
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
         self._sampling = sampling
@@ -139,8 +141,9 @@ class LaunchedStep:
             raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
         with phase("await ranks"):
             self.await_ranks()
+        host, num_copied = self.copies
         if self._sampling is None:
-            return self.result
+            return replace(self.result, host=host, num_copied=num_copied)
         tokens, chosen, top_ids, top, *scores = arrived
         assert tokens is not None
         sampled = Sampled(tokens, chosen, top_ids, top)
@@ -156,6 +159,8 @@ class LaunchedStep:
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
+            host=host,
+            num_copied=num_copied,
         )
 
     def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
@@ -172,6 +177,32 @@ class LeaseRows:
     offloaded: set[int] = field(default_factory=set)
     """Sequences in the host tier: they have no row."""
     last_failed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedRuns:
+    """The runs of a grant in columns: B sequences, with their rows of the table.
+
+    starts, counts  [B]     the first position and the number of tokens
+    chosen          [n]     indexes of the runs that sample
+    """
+
+    seq_ids: list[int]
+    rows: list[int]
+    starts: Int64s
+    counts: Int64s
+    chosen: Int64s
+
+    @property
+    def all_sample(self) -> bool:
+        """True if each run samples."""
+        return len(self.chosen) == len(self.rows)
+
+    def those_of(self, rows: Collection[int]) -> list[tuple[int, int]]:
+        """The sequences that have one of these rows, and the row."""
+        if not rows:
+            return []
+        return [(seq_id, row) for seq_id, row in zip(self.seq_ids, self.rows, strict=True) if row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +300,7 @@ class Executor:
             lease.last_failed_step = grant.step_number
         # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
         num_copied = len(grant.copy_source_block_ids)
-        launched.result = replace(launched.result, host=self._host_pool.finish(), num_copied=num_copied)
+        launched.copies = (self._host_pool.finish(), num_copied)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
         return launched
 
@@ -398,57 +429,57 @@ class Executor:
             )
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
-        grant, device = step.grant, self._model.device
-        rows = [lease.rows[seq_id] for seq_id in grant.run_sequence_ids]
+        device, runs = self._model.device, _granted_runs(step.grant, lease.rows)
         with phase("prepare batch"):
-            batch, draws = self._build_batch(step, rows)
+            batch, draws = self._build_batch(step, runs)
         prepared = Moment(device)
-        making = self._grammars.begin(_runs_of(step, rows)) if self._grammars.follows(rows) else None
+        making = self._grammars.begin(_masked_runs(step, runs.rows)) if self._grammars.follows(runs.rows) else None
         try:
             with phase("forward"), self._ranks.computing(step):
                 logits, scores = self._forward_and_score(step, batch)
         finally:
             masks = NO_MASKS if making is None else self._grammars.finish(making)
         forwarded = Moment(device)
-        chosen = [index for index, samples in enumerate(grant.run_samples) if samples]
         with phase("sample"):
-            sampled = (
-                self._sample(batch, logits, chosen, masks) if draws is None else self._replay_sampler(batch, draws)
-            )
-        params = [self._sampler.params(rows[index]) for index in chosen]
+            sampled = self._sample(batch, logits, runs, masks) if draws is None else self._replay_sampler(batch, draws)
         return Sampling(
-            seq_ids=[grant.run_sequence_ids[index] for index in chosen],
-            num_asked=[None if row_params is None else row_params.num_logprobs for row_params in params],
+            seq_ids=runs.seq_ids if runs.all_sample else [runs.seq_ids[run] for run in runs.chosen],
+            num_asked=self._num_asked(sampled, runs),
             sampled=sampled,
             moments=(started, prepared, forwarded, Moment(device)),
-            scored=[(grant.run_sequence_ids[run], tokens) for run, tokens in step.scored.items()],
+            scored=[(runs.seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[
-                GrammarFailure(seq_id, masks.failures[row])
-                for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True)
-                if row in masks.failures
+                GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in runs.those_of(masks.failures)
             ],
-            late_ids=[seq_id for seq_id, row in zip(grant.run_sequence_ids, rows, strict=True) if row in masks.late],
+            late_ids=[seq_id for seq_id, _ in runs.those_of(masks.late)],
         )
 
-    def _build_batch(self, step: AcceptedStep, rows: list[int]) -> tuple[StepBatch, Draws | None]:
+    def _num_asked(self, sampled: Sampled, runs: GrantedRuns) -> list[int | None]:
+        """The number of log-probabilities that each chosen row wants, None for none; empty if no row wants any."""
+        if sampled.chosen_logprobs is None:
+            return []
+        params = [self._sampler.params(runs.rows[run]) for run in runs.chosen]
+        return [None if row_params is None else row_params.num_logprobs for row_params in params]
+
+    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns) -> tuple[StepBatch, Draws | None]:
         """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
-        grant = step.grant
-        starts, counts = list(grant.run_starts), list(grant.run_token_counts)
-        token_ids = [step.given_tokens.get(index) for index in range(len(rows))]
-        if step.scored or self._decode is None or not self._decode.takes_counts(counts):
+        token_ids: list[TokenArray | None] = [None] * len(runs.rows)
+        for run, given in step.given_tokens.items():
+            token_ids[run] = given
+        if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
             batch = build_step_batch(
                 self._table,
                 block_size=self._pool.block_size,
-                rows=rows,
-                starts=starts,
-                counts=counts,
+                rows=runs.rows,
+                starts=runs.starts,
+                counts=runs.counts,
                 token_ids=token_ids,
             )
             return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
-        is_replayed = self._decode.samples and all(grant.run_samples) and not self._grammars.follows(rows)
-        draws = self._sampler.draws(rows) if is_replayed else None
-        return self._decode.prepare(rows, starts, token_ids, draws=draws), draws
+        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
+        draws = self._sampler.draws(runs.rows) if is_replayed else None
+        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws), draws
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
@@ -484,16 +515,17 @@ class Executor:
         assert self._decode is not None
         return Sampled(self._decode.sample(batch, draws.way))
 
-    def _sample(self, batch: StepBatch, logits: Tensor, chosen: list[int], masks: Masks) -> Sampled:
-        """Chooses a token for the chosen rows of logits [B, V], and keeps it on the device for the next step."""
-        if not chosen:
+    def _sample(self, batch: StepBatch, logits: Tensor, runs: GrantedRuns, masks: Masks) -> Sampled:
+        """Chooses a token for the chosen runs, of logits [B, V], and keeps it on the device for the next step."""
+        rows, positions, index = runs.rows, runs.starts + runs.counts, batch.rows
+        if not len(runs.chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
-        if len(chosen) < batch.num_seqs:
-            logits = logits.index_select(0, indices(chosen, logits.device))
-        rows = [batch.rows_host[index] for index in chosen]
-        positions = [batch.seq_lens_host[index] for index in chosen]
+        if not runs.all_sample:
+            chosen = indices(runs.chosen, logits.device)
+            logits, index = logits.index_select(0, chosen), index.index_select(0, chosen)
+            rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
         sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
-        self._table.store_sampled(rows, sampled.tokens, positions)
+        self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 
     def _remove(self, row: int) -> None:
@@ -503,7 +535,19 @@ class Executor:
         self._model.states.clear(row)
 
 
-def _runs_of(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
+def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> GrantedRuns:
+    """The runs of a grant. Raises KeyError for a sequence without a row."""
+    seq_ids: list[int] = np.array(grant.run_sequence_ids).tolist()
+    return GrantedRuns(
+        seq_ids=seq_ids,
+        rows=[rows[seq_id] for seq_id in seq_ids],
+        starts=np.array(grant.run_starts),
+        counts=np.array(grant.run_token_counts),
+        chosen=np.array(grant.run_samples).nonzero()[0],
+    )
+
+
+def _masked_runs(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
     """The step's runs as grammars see them."""
     grant = step.grant
     runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)

@@ -29,7 +29,7 @@ from quire.worker.device.capture import (
 )
 from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, check_runs
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
@@ -137,14 +137,19 @@ class StaticDecode:
 
     def takes(self, batch: StepBatch) -> bool:
         """True if every sequence runs one token, and there are no more of them than the largest bucket."""
-        return self.takes_counts(batch.counts_host)
+        return batch.num_tokens == batch.num_seqs <= self.buckets[-1]
 
-    def takes_counts(self, counts: Sequence[int]) -> bool:
+    def takes_counts(self, counts: Int64s) -> bool:
         """Answer takes() before the batch is made; counts are the tokens that each sequence runs."""
-        return len(counts) <= self.buckets[-1] and all(count == 1 for count in counts)
+        return len(counts) <= self.buckets[-1] and bool((counts == 1).all())
 
     def prepare(
-        self, rows: Sequence[int], starts: Sequence[int], token_ids: Sequence[TokenIds | None], *, draws: Draws | None
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int] | Int64s,
+        token_ids: Sequence[TokenIds | None],
+        *,
+        draws: Draws | None,
     ) -> StepBatch:
         """Make a batch as build_step_batch does, of one token for each row of `table`. With draws it can be sampled.
 
@@ -152,23 +157,22 @@ class StaticDecode:
         Cost: one transfer and one launch, whatever the number of sequences; two more if block tables have changed.
         """
         block_size = self._pool.block_size
-        check_runs(self.table, block_size, rows, starts, [1] * len(rows), token_ids)
+        runs = check_runs(self.table, block_size, rows, starts, [1] * len(rows), token_ids)
         self.table.flush()
         num_seqs, bucket = len(rows), self._bucket(len(rows))
-        positions = np.asarray(starts, dtype=np.int64)
         inputs = self._padding.copy()
-        inputs[_ROW, :num_seqs] = rows
-        inputs[_TOKEN, :num_seqs] = [_LAST_SAMPLED if ids is None else ids[0] for ids in token_ids]
-        inputs[_POSITION, :num_seqs] = positions
-        inputs[_SLOTS, :num_seqs] = self.table.slots(rows, positions, block_size=block_size)
-        inputs[_LENGTH, :num_seqs] = positions + 1
+        inputs[_ROW, :num_seqs] = runs.rows
+        inputs[_TOKEN, :num_seqs] = _LAST_SAMPLED
+        inputs[_TOKEN, list(runs.given)] = [ids[0] for ids in runs.given.values()]
+        inputs[_POSITION, :num_seqs] = runs.starts
+        inputs[_SLOTS, :num_seqs] = self.table.slots(runs.rows, runs.starts, block_size=block_size)
+        inputs[_LENGTH, :num_seqs] = runs.ends
         if draws is not None:
             inputs[_DRAWS, :num_seqs] = draws.columns
         send(torch.from_numpy(inputs), self._inputs)
         self._replay(Stage.PREPARE, bucket)
-        lengths = tuple(start + 1 for start in starts)
-        width = -(-max(lengths) // block_size)
-        self._prepared = self._batch(num_seqs, width=width, lengths=lengths, rows=tuple(rows))
+        width = -(-int(runs.ends.max()) // block_size)
+        self._prepared = self._batch(num_seqs, width=width, lengths=tuple(runs.ends.tolist()), rows=tuple(rows))
         return self._prepared
 
     def forward(self, batch: StepBatch) -> Tensor:
@@ -278,6 +282,7 @@ class StaticDecode:
             seq_lens=self._seq_lens[:num_seqs],
             cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
             last_indices=self._indices[:num_seqs],
+            rows=self._inputs[_ROW, :num_seqs],
             seq_lens_host=lengths,
             counts_host=(1,) * num_seqs,
             rows_host=rows,

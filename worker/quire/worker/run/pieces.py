@@ -275,6 +275,7 @@ class StaticPieces:
             seq_lens=self._unread[:bucket],
             cu_seqlens_q=self._unread[:bucket],
             last_indices=self._unread[:bucket],
+            rows=self._unread[:bucket],
             seq_lens_host=(),
             counts_host=(1,) * bucket,
             rows_host=(),

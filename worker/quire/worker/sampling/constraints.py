@@ -31,6 +31,8 @@ _ANY_TOKEN, _NO_TOKEN = -1, -2
 _NONE: np.ndarray[tuple[int, ...], np.dtype[np.int64]] = np.zeros(0, dtype=np.int64)
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Positions = Sequence[int] | _Ints
+"""Positions in sequences, one for each row of a batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,7 +242,7 @@ class ConstraintTable:
     def _send(self, values: Any) -> Tensor:
         return to_device(torch.from_numpy(np.asarray(values)), self.device)
 
-    def apply(self, plan: ConstraintPlan, logits: Tensor, positions: Sequence[int]) -> Tensor:
+    def apply(self, plan: ConstraintPlan, logits: Tensor, positions: Positions) -> Tensor:
         """Return logits [B, vocab_size] with the constraints applied; the given ones are not changed. No sync."""
         scores = logits.clone()
         flat = scores.view(-1)
@@ -257,7 +259,7 @@ class ConstraintTable:
             flat.index_add_(0, plan.biases.flat, plan.biases.values)
         return scores
 
-    def _forbidden_ends(self, plan: ConstraintPlan, delayed: _Delayed, positions: Sequence[int]) -> Tensor | None:
+    def _forbidden_ends(self, plan: ConstraintPlan, delayed: _Delayed, positions: Positions) -> Tensor | None:
         """Flat indexes of end tokens that a row is too short for; sent again only when other rows are."""
         too_short = np.asarray(positions, dtype=np.int64)[delayed.places] < delayed.min_seq_tokens
         if not too_short.any():

@@ -71,11 +71,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
-    def is_drawn_by_kernels(self) -> bool:
-        """True if the kernels can choose the row's tokens: nothing is to be known but its logits, a draw is all."""
-        return self.constraints is None and self.num_logprobs is None and not self.has_penalties
-
 
 _LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
     **{name: (allowed.allows, f"in {allowed.text}") for name, allowed in RANGES.items()},

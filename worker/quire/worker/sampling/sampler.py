@@ -14,18 +14,28 @@ same seed can give another token (docs/architecture.md, Seeds).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.worker.device.transfer import send, to_device
-from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable
+from quire.worker.device.transfer import indices, send, to_device
+from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
+from quire.worker.sampling.row_parameters import (
+    NO_LOGPROBS,
+    Columns,
+    IsRow,
+    RowParameters,
+    has_penalties,
+    is_drawn_by_kernels,
+    is_greedy,
+)
 
 # On a CPU a sort costs far more than a selection: top-p looks at so many of the likeliest tokens first, and sorts all
 # only if their probabilities do not add up to top_p.
@@ -97,9 +107,9 @@ class SamplerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Subset:
-    """Some rows of a batch: their places, and the same as an index [n] int64, or None if they are all, in order."""
+    """Some rows of a batch: their places [n], and the same as an index [n] int64, or None if they are all, in order."""
 
-    places: tuple[int, ...]
+    places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     index: Tensor | None
 
     def take(self, x: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ class Sampler:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._params: dict[int, SamplingParams] = {}
+        self._params = RowParameters(max_num_seqs)
         # A tensor made in inference mode could never be written outside of it.
         with torch.inference_mode(False):
             self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.uint8, device=self.device)
@@ -225,11 +235,11 @@ class Sampler:
             send(flags, self._seen[row])
         if params.frequency_penalty:
             send(self._counted(output_token_ids), self._counts[row])
-        self._params[row] = params
+        self._params.set(row, params)
 
     def clear(self, row: int) -> None:
         """Forget the row's parameters. A row without any is left as it is."""
-        self._params.pop(row, None)
+        self._params.clear(row)
         self._constraints.clear(row)
         self._forget_plans()
 
@@ -248,7 +258,7 @@ class Sampler:
         if params.frequency_penalty:
             self._counts[child_row] = self._counts[row]
         self._constraints.fork(row, child_row)
-        self._params[child_row] = params
+        self._params.set(child_row, params)
         self._forget_plans()
 
     def params(self, row: int) -> SamplingParams | None:
@@ -261,11 +271,11 @@ class Sampler:
         """
         key = tuple(rows)
         if self._planned_draws is None or self._planned_draws[0] != key:
-            self._planned_draws = (key, _make_draws([self._params[row] for row in rows]))
+            self._planned_draws = (key, _make_draws(self._params.of(rows)))
         return self._planned_draws[1]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Masks = NO_MASKS) -> Sampled:
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Positions, masks: Masks = NO_MASKS) -> Sampled:
         """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
 
             logits      [B, vocab_size]     float32, on the sampler's device; changed only in rows with a mask
@@ -340,7 +350,7 @@ class Sampler:
 
     def _plan(self, rows: tuple[int, ...]) -> _SamplingPlan:
         if self._planned is None or self._planned[0] != rows:
-            params = [self._params[row] for row in rows]
+            params = self._params.of(rows)
             self._planned = (rows, _make_plan(rows, params, self._constraints.plan(rows), self.device))
         return self._planned[1]
 
@@ -349,11 +359,11 @@ class Sampler:
         return SamplerStatistics(len(self._params), num_bytes)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a row is out of range."""
-        assert all(0 <= row < self.max_num_seqs for row in self._params)
+        """Raises AssertionError if what is kept of a row's parameters differs from them."""
+        self._params.check_invariants()
 
 
-def uniform(seeds: _Uint64s, positions: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def uniform(seeds: _Uint64s, positions: Positions) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """One number in 0 <= u < 1 per (seed, position): output `position` of the splitmix64 stream that `seed` selects.
 
     A promise to users of seeds: the same in every release, on every machine.
@@ -369,7 +379,7 @@ def _mix(x: _Uint64s) -> _Uint64s:
 
 
 def _make_plan(
-    rows: Sequence[int], params: Sequence[SamplingParams], constraints: ConstraintPlan | None, device: torch.device
+    rows: Sequence[int], params: Columns, constraints: ConstraintPlan | None, device: torch.device
 ) -> _SamplingPlan:
     return _SamplingPlan(
         constraints=constraints,
@@ -379,83 +389,82 @@ def _make_plan(
     )
 
 
-def _make_draws(params: Sequence[SamplingParams]) -> Draws | None:
-    if not all(p.is_drawn_by_kernels for p in params):
+def _make_draws(params: Columns) -> Draws | None:
+    if not is_drawn_by_kernels(params).all():
         return None
-    numbers = ([p.seed for p in params], [p.top_k for p in params])
-    shares = ([p.top_p for p in params], [p.min_p for p in params], [p.temperature for p in params])
-    columns = [*np.array(numbers, dtype=np.int64), *np.array(shares, dtype=np.float64).view(np.int64)]
-    return Draws(Way.GREEDY if all(p.is_greedy for p in params) else Way.DRAWN, np.stack(columns))
+    columns = np.stack([params[name].view(np.int64) for name in DRAW_COLUMNS])
+    return Draws(Way.GREEDY if is_greedy(params).all() else Way.DRAWN, columns)
 
 
-def _plan_penalties(rows: Sequence[int], params: Sequence[SamplingParams], device: torch.device) -> _Penalties | None:
-    subset = _subset(params, lambda p: p.has_penalties, device)
+def _plan_penalties(rows: Sequence[int], params: Columns, device: torch.device) -> _Penalties | None:
+    subset = _subset(has_penalties(params), device)
     if subset is None:
         return None
-    frequencies = [params[i].frequency_penalty for i in subset.places]
+    penalised = params[subset.places]
+    frequencies = penalised["frequency_penalty"]
     return _Penalties(
         subset=subset,
-        rows=_column([rows[i] for i in subset.places], torch.int64, device)[:, 0],
-        repetition=_column([params[i].repetition_penalty for i in subset.places], torch.float32, device),
-        presence=_column([params[i].presence_penalty for i in subset.places], torch.float32, device),
-        frequency=_column(frequencies, torch.float32, device) if any(frequencies) else None,
+        rows=indices(np.asarray(rows)[subset.places], device),
+        repetition=_column(penalised["repetition_penalty"], torch.float32, device),
+        presence=_column(penalised["presence_penalty"], torch.float32, device),
+        frequency=_column(frequencies, torch.float32, device) if frequencies.any() else None,
     )
 
 
-def _plan_draw(params: Sequence[SamplingParams], device: torch.device) -> _Draw | None:
-    subset = _subset(params, lambda p: not p.is_greedy, device)
+def _plan_draw(params: Columns, device: torch.device) -> _Draw | None:
+    subset = _subset(~is_greedy(params), device)
     if subset is None:
         return None
-    drawn = [params[i] for i in subset.places]
-    log_min_p = [math.log(p.min_p) if p.min_p else -math.inf for p in drawn]
+    drawn = params[subset.places]
+    min_p = drawn["min_p"]
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(min_p)
     return _Draw(
         subset=subset,
-        seeds=np.array([p.seed for p in drawn], dtype=np.uint64),
-        temperature=_column([p.temperature for p in drawn], torch.float32, device),
-        log_min_p=_column(log_min_p, torch.float32, device) if any(p.min_p for p in drawn) else None,
+        seeds=drawn["seed"].astype(np.uint64),
+        temperature=_column(drawn["temperature"], torch.float32, device),
+        log_min_p=_column(log_min_p, torch.float32, device) if min_p.any() else None,
         filters=tuple(_plan_filters(drawn, device)),
     )
 
 
-def _plan_filters(params: Sequence[SamplingParams], device: torch.device) -> Iterator[_TopK | _TopP | _TopKThenP]:
+def _plan_filters(params: Columns, device: torch.device) -> Iterator[_TopK | _TopP | _TopKThenP]:
     def k_of(subset: _Subset) -> tuple[Tensor, int]:
-        k = [params[i].top_k for i in subset.places]
-        return _column(k, torch.int64, device), max(k)
+        k = params["top_k"][subset.places]
+        return _column(k, torch.int64, device), int(k.max())
 
     def p_of(subset: _Subset) -> Tensor:
-        return _column([params[i].top_p for i in subset.places], torch.float64, device)
+        return _column(params["top_p"][subset.places], torch.float64, device)
 
-    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p == 1, device):
+    has_k, has_p = params["top_k"] > 0, params["top_p"] < 1
+    if subset := _subset(has_k & ~has_p, device):
         yield _TopK(subset, *k_of(subset))
-    if subset := _subset(params, lambda p: p.top_k == 0 and p.top_p < 1, device):
+    if subset := _subset(has_p & ~has_k, device):
         yield _TopP(subset, p_of(subset))
-    if subset := _subset(params, lambda p: p.top_k > 0 and p.top_p < 1, device):
+    if subset := _subset(has_k & has_p, device):
         yield _TopKThenP(subset, *k_of(subset), p_of(subset))
 
 
-def _plan_logprobs(params: Sequence[SamplingParams], device: torch.device) -> _Logprobs | None:
-    subset = _subset(params, lambda p: p.num_logprobs is not None, device)
-    if subset is None:
+def _plan_logprobs(params: Columns, device: torch.device) -> _Logprobs | None:
+    num_logprobs = params["num_logprobs"]
+    subset = _subset(num_logprobs != NO_LOGPROBS, device)
+    return None if subset is None else _Logprobs(subset, int(num_logprobs.max()))
+
+
+def _subset(belongs: IsRow, device: torch.device) -> _Subset | None:
+    places = np.flatnonzero(belongs)
+    if not len(places):
         return None
-    return _Logprobs(subset, max(params[i].num_logprobs or 0 for i in subset.places))
+    return _Subset(places, None if len(places) == len(belongs) else indices(places, device))
 
 
-def _subset(
-    params: Sequence[SamplingParams], belongs: Callable[[SamplingParams], bool], device: torch.device
-) -> _Subset | None:
-    places = tuple(i for i, p in enumerate(params) if belongs(p))
-    if not places:
-        return None
-    return _Subset(places, None if len(places) == len(params) else _column(places, torch.int64, device)[:, 0])
-
-
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _column(values: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=dtype)[:, None], device)
 
 
-def _draw(draw: _Draw, logits: Tensor, positions: Sequence[int]) -> Tensor:
+def _draw(draw: _Draw, logits: Tensor, positions: Positions) -> Tensor:
     """Sample the rows of `draw` from logits [B, V]: [n] int64."""
-    uniforms = uniform(draw.seeds, [positions[i] for i in draw.subset.places])
+    uniforms = uniform(draw.seeds, np.asarray(positions)[draw.subset.places])
     logits = draw.subset.take(logits)
     greatest, likeliest = logits.max(-1, keepdim=True)
     scores = (logits - greatest).div_(draw.temperature)

@@ -13,6 +13,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
+
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
 from quire.worker.grant.decoding import (
@@ -195,6 +197,8 @@ class Steps:
     async def follow_grammars(self, request: worker_service_pb2.RunStepRequest) -> dict[int, Following | Refused]:
         """Return the grammars that a step brings, by sequence, compiled and moved to the tokens generated so far."""
         entries = [entry for entry in request.inputs if entry.sampling.HasField("grammar")]
+        if not entries:
+            return {}
         followed = await asyncio.gather(*map(self._follow, entries))
         return {entry.sequence_id: each for entry, each in zip(entries, followed, strict=True)}
 
@@ -363,9 +367,9 @@ def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.St
         lease_id=grant.lease_id, step_number=grant.step_number, outcome=REPORTED_OUTCOMES[result.outcome]
     )
     if result.outcome is Outcome.COMPUTED:
-        runs = zip(grant.run_starts, grant.run_token_counts, strict=True)
-        report.sequence_ids.extend(grant.run_sequence_ids)
-        report.computed_token_counts.extend(start + count for start, count in runs)
+        ends = np.array(grant.run_starts) + np.array(grant.run_token_counts)
+        report.sequence_ids.MergeFrom(grant.run_sequence_ids)
+        report.computed_token_counts.extend(ends.tolist())
         report.sampled_sequence_ids.extend(result.sampled_ids)
         report.sampled_token_ids.extend(result.sampled_tokens)
     return report
