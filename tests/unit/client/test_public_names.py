@@ -1,4 +1,4 @@
-"""The public names of quire.client: they are imported when they are used, and are what a type checker takes them for."""
+"""The public names of quire.client are imported when they are used, and are what a type checker takes them for."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ def names_of_type_checkers() -> dict[str, str]:
 
 
 def test_the_table_has_the_names_of_type_checkers() -> None:
-    assert quire.client._MODULES == names_of_type_checkers()
+    assert names_of_type_checkers() == quire.client._MODULES
     assert sorted(quire.client.__all__) == sorted(names_of_type_checkers())
 
 
