@@ -30,6 +30,7 @@ from quire.cli.service_process import (
     GatewayProcess,
     LaunchError,
     ServiceProcess,
+    wait_all_serving,
 )
 from quire.cli.signals import exit_on_signal, in_main_thread, interrupted_once, signals_held
 from quire.serving import addresses
@@ -44,8 +45,8 @@ _DEATH_POLL_S = 0.2
 class LocalServices:
     """cachemgr and worker, and perhaps a gateway, on unix sockets in one folder.
 
-    As a context manager, `with` or `async with`, it starts them, and ends them at the block's end; `start` does the
-    first part at once. After it, `cachemgr` and `worker` are their processes.
+    As a context manager, `with` or `async with`, it starts them, all at the same time, and ends them at the block's
+    end; `start` does the first part at once. After it, `cachemgr` and `worker` are their processes.
 
     model                 path or hub id for the worker
     num_blocks            size of its pool; None: the worker decides
@@ -92,7 +93,7 @@ class LocalServices:
         self._start_timeouts_s = {
             "cachemgr": CACHEMGR_START_TIMEOUT_S,
             "worker": worker_start_timeout_s,
-            "gateway": GATEWAY_START_TIMEOUT_S,
+            "gateway": worker_start_timeout_s + GATEWAY_START_TIMEOUT_S,  # it serves once the worker does
         }
         self._stop_timeout_s = stop_timeout_s
         self._cachemgr_target = cachemgr_target
@@ -176,11 +177,16 @@ class LocalServices:
 
     def start_one(self, service: ServiceProcess) -> None:
         """Start one service, which does not run, and wait until it serves. Raises LaunchError."""
-        with self._stop_lock:
-            if self._is_stopped:
-                raise LaunchError("stopped during the start")
-            service.start()
-        service.wait_serving(self._start_timeouts_s[service.name])
+        self._start_and_wait([service])
+
+    def _start_and_wait(self, services: Sequence[ServiceProcess]) -> None:
+        """Start services at the same time: each waits by itself for those that it needs."""
+        for service in services:
+            with self._stop_lock:
+                if self._is_stopped:
+                    raise LaunchError("stopped during the start")
+                service.start()
+        wait_all_serving({service: self._start_timeouts_s[service.name] for service in services})
 
     def stop(self, say: Callable[[], None] = lambda: None) -> None:
         """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.
@@ -235,8 +241,7 @@ class LocalServices:
                 self._catch_sigterm()
                 with signals_held():
                     self._make_services()
-                for service in self._services:
-                    self.start_one(service)
+                self._start_and_wait(self._services)
             except BaseException:
                 self.stop()
                 raise

@@ -83,6 +83,7 @@ class ServiceProcess:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_running = False
+        self._has_served = False
         self._log_begin = 0
         self._on_exit: Callable[[], None] | None = None
         self._watch: threading.Thread | None = None
@@ -102,6 +103,11 @@ class ServiceProcess:
         """True if the process exists."""
         return self._is_running
 
+    @property
+    def is_serving(self) -> bool:
+        """True if the process exists, and has been seen to serve."""
+        return self._has_served and self._is_running
+
     def start(self) -> None:
         """Starts the process; does not wait for it. Raises LaunchError if it runs already."""
         if self.is_running:
@@ -111,24 +117,25 @@ class ServiceProcess:
 
     def wait_serving(self, timeout_s: float) -> None:
         """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
+        wait_all_serving({self: timeout_s})
+
+    def watch_start(self, timeout_s: float, outcomes: queue.SimpleQueue[BaseException | None]) -> None:
+        """Watches its health on another thread, and puts None once it is SERVING, or what wait_serving would raise."""
         # On a thread of its own: a KeyboardInterrupt out of the midst of a call leaves gRPC's locks taken for ever.
         # It ends by itself when the process does, and is waited for then: gRPC is not to be left in the midst of
         # something when the interpreter ends.
-        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def watch() -> None:
             try:
                 self._watch_health(timeout_s)
             except BaseException as error:
-                outcome.put(error)
+                outcomes.put(error)
             else:
-                outcome.put(None)
+                self._has_served = True
+                outcomes.put(None)
 
         self._watch = threading.Thread(target=watch, name=f"health-{self.name}", daemon=True)
         self._watch.start()
-        error = outcome.get()
-        if error is not None:
-            raise error
 
     def _watch_health(self, timeout_s: float) -> None:
         with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
@@ -209,6 +216,7 @@ class ServiceProcess:
         finally:
             os.close(read_fd)
         self._process = process
+        self._has_served = False
         self._is_running = True
         threading.Thread(target=self._reap, args=(process, write_fd), name=f"reap-{self.name}", daemon=True).start()
 
@@ -261,6 +269,19 @@ class ServiceProcess:
     def _tail_text(self) -> str:
         tail = self.log_tail()
         return f"; the end of its log:\n{tail}" if tail else ""
+
+
+def wait_all_serving(timeouts_s: Mapping[ServiceProcess, float]) -> None:
+    """Waits until the health of each of these services is SERVING, for at most its time.
+
+    Raises the ServiceExitedError or ServiceTimeoutError of the first that fails, without waiting for the others.
+    """
+    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for service, timeout_s in timeouts_s.items():
+        service.watch_start(timeout_s, outcomes)
+    for _ in timeouts_s:
+        if (error := outcomes.get()) is not None:
+            raise error
 
 
 class GatewayProcess(ServiceProcess):

@@ -112,8 +112,7 @@ def _stage(services: LocalServices, model: str) -> str:
         "worker": f"worker: loading {model} and checking it",
         "gateway": "gateway: starting",
     }
-    begun = [service.name for service in services.all if service.pid is not None]
-    return stages[begun[-1] if begun else "cachemgr"]
+    return stages[next((service.name for service in services.all if not service.is_serving), "cachemgr")]
 
 
 def _values_of(flag: str, flags: Sequence[str]) -> list[str]:

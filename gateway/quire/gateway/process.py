@@ -41,7 +41,7 @@ from quire.serving.tracing import provider
 
 log = logging.getLogger("quire.gateway")
 
-_RETRY_S = 0.5
+_RETRY_S = 0.1
 # Errors that a retry may cure: services are started in any order.
 _TEMPORARY = (NotFound, OutOfRoom, Unavailable)
 SetWeights = Callable[[Mapping[str, float]], None]
