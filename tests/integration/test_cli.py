@@ -182,6 +182,7 @@ def test_help_teaches(folder: Path, command: tuple[str, ...], texts: list[str]) 
             "quire.cli.commands",
             ("torch", "transformers", "numpy", "grpc", "google", "prometheus_client", "asyncio", "rich"),
         ),
+        ("quire.cli.commands, quire.cli.up", ("torch", "transformers", "numpy", "grpc", "asyncio", "rich")),
         ("quire.cachemgr.__main__", ("torch", "transformers", "numpy", "uvloop", "prometheus_client")),
         ("quire.worker.__main__", ("torch", "transformers", "numpy", "llguidance", "uvloop", "prometheus_client")),
         (

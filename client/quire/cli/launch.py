@@ -10,7 +10,6 @@ that come while a child is being created are delayed until its handle is kept. I
 the children notice it by a pipe and end by themselves; only then the folder stays.
 """
 
-import asyncio
 import atexit
 import os
 import shutil
@@ -220,6 +219,8 @@ class LocalServices:
         self.stop()
 
     async def __aenter__(self) -> Self:
+        import asyncio  # `quire up` needs none
+
         if self._services:
             return self
         starting = asyncio.ensure_future(asyncio.to_thread(self._start))
@@ -232,6 +233,8 @@ class LocalServices:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        import asyncio
+
         await asyncio.to_thread(self.stop)
 
     def _start(self) -> None:
