@@ -117,6 +117,27 @@ def test_all_start_at_the_same_time(folder: Path, fifo: Path) -> None:
     assert not services.worker.is_serving
 
 
+def test_the_worker_can_begin_before_the_others(folder: Path) -> None:
+    services = LocalServices(model="any", **STAND_INS)
+    services.begin()
+    assert (services.worker.is_running, services.cachemgr.pid) == (True, None)
+    begun = services.worker.pid
+    with services:
+        assert services.cachemgr.is_serving
+        assert services.worker.is_serving
+        assert services.worker.pid == begun
+    assert not left_in(folder)
+
+
+def test_a_worker_that_has_begun_is_ended_without_the_others(folder: Path) -> None:
+    services = LocalServices(model="any", **STAND_INS)
+    services.begin()
+    services.stop()
+    assert not services.worker.is_running
+    assert services.cachemgr.pid is None
+    assert not left_in(folder)
+
+
 def test_the_first_failure_ends_the_start(folder: Path) -> None:
     with pytest.raises(ServiceExitedError, match="worker ended with status 3"):
         LocalServices.start(model="fail", extra_cachemgr_args=("--model", "mute"), **STAND_INS)

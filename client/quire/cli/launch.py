@@ -11,6 +11,7 @@ the children notice it by a pipe and end by themselves; only then the folder sta
 """
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -99,6 +100,7 @@ class LocalServices:
         self._worker_target = worker_target
         self._own_dir: Path | None = None
         self._services: list[ServiceProcess] = []
+        self._is_started = False
         self._is_stopped = False
         self._stop_lock = threading.RLock()
         self._previous_sigterm: Any = None
@@ -113,6 +115,15 @@ class LocalServices:
         services = cls(**options)
         services._start()
         return services
+
+    def begin(self) -> None:
+        """Starts the worker alone, which imports for seconds before it does anything; the block starts the others.
+
+        Raises LaunchError if the folder's path is too long, OSError. Call stop() if the block is not entered.
+        """
+        with self._starting():
+            self._prepare()
+            self._spawn([self.worker])
 
     @property
     def cachemgr(self) -> ServiceProcess:
@@ -176,15 +187,17 @@ class LocalServices:
 
     def start_one(self, service: ServiceProcess) -> None:
         """Start one service, which does not run, and wait until it serves. Raises LaunchError."""
-        self._start_and_wait([service])
+        self._spawn([service])
+        self._wait_serving([service])
 
-    def _start_and_wait(self, services: Sequence[ServiceProcess]) -> None:
-        """Start services at the same time: each waits by itself for those that it needs."""
+    def _spawn(self, services: Sequence[ServiceProcess]) -> None:
         for service in services:
             with self._stop_lock:
                 if self._is_stopped:
                     raise LaunchError("stopped during the start")
                 service.start()
+
+    def _wait_serving(self, services: Sequence[ServiceProcess]) -> None:
         wait_all_serving({service: self._start_timeouts_s[service.name] for service in services})
 
     def stop(self, say: Callable[[], None] = lambda: None) -> None:
@@ -206,7 +219,7 @@ class LocalServices:
 
     def __enter__(self) -> Self:
         try:
-            if not self._services:
+            if not self._is_started:
                 self._start()
         except BaseException:
             self.stop()
@@ -221,7 +234,7 @@ class LocalServices:
     async def __aenter__(self) -> Self:
         import asyncio  # `quire up` needs none
 
-        if self._services:
+        if self._is_started:
             return self
         starting = asyncio.ensure_future(asyncio.to_thread(self._start))
         try:
@@ -238,16 +251,30 @@ class LocalServices:
         await asyncio.to_thread(self.stop)
 
     def _start(self) -> None:
+        """Start all at the same time: each waits by itself for those that it needs."""
+        with self._starting():
+            self._prepare()
+            self._spawn([service for service in self._services if service.pid is None])
+            self._wait_serving(self._services)
+            self._is_started = True
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """End all if the block raises."""
         with interrupted_once():  # an interrupt between the first one and stop() would leave the children
             try:
-                atexit.register(self.stop)
-                self._catch_sigterm()
-                with signals_held():
-                    self._make_services()
-                self._start_and_wait(self._services)
+                yield
             except BaseException:
                 self.stop()
                 raise
+
+    def _prepare(self) -> None:
+        if self._services:
+            return
+        atexit.register(self.stop)
+        self._catch_sigterm()
+        with signals_held():
+            self._make_services()
 
     def _make_services(self) -> None:
         folder = self._make_folder()

@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -50,8 +50,10 @@ def run_up(
         output="inherit" if logs_here else "files",
         stop_timeout_s=flags.drain_timeout_s + STOP_TIMEOUT_S,
     )
-    with ending_on(signal.SIGHUP, signal.SIGTERM):
+    with ending_on(signal.SIGHUP, signal.SIGTERM), contextlib.ExitStack() as ends:
+        ends.callback(services.stop)
         with _flags_checked(services):
+            services.begin()
             # Meanwhile: they take a tenth of a second to import.
             from rich.console import Console
 
@@ -124,18 +126,26 @@ def _flags_checked(services: LocalServices) -> Iterator[None]:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                 )
-        yield
-        for name, process in checks.items():
-            try:
-                _, said = process.communicate(timeout=CHECK_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
-            if process.returncode:
-                raise FlagRefused(f"{name}: {_complaint(said.decode(errors='replace'))}")
+        try:
+            yield
+        except (LaunchError, OSError) as error:
+            _await_checks(checks)  # a wrong flag may be the cause
+            raise click.ClickException(str(error)) from error
+        _await_checks(checks)
     finally:
         for process in checks.values():
             process.kill()
             process.wait()
+
+
+def _await_checks(checks: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    for name, process in checks.items():
+        try:
+            _, said = process.communicate(timeout=CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
+        if process.returncode:
+            raise FlagRefused(f"{name}: {_complaint(said.decode(errors='replace'))}")
 
 
 def _complaint(said: str) -> str:
