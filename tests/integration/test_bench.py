@@ -23,7 +23,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    "control-plane worker",
+    *("control-plane worker", "start"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -332,6 +332,14 @@ def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) ->
     assert two["num_ranks"] == 2
     assert two["collective_ms"] > 0
     assert 0 < two["order_bytes"] <= 4096
+
+
+def test_start_measures_all_three_until_they_are_ready(tmp_path: Path) -> None:
+    written, printed = run_quick("start", tmp_path)
+    for name in ("help", "cachemgr", "up"):
+        assert written[name]["processor_s"]["median"] > 0
+        assert written[name]["wall_s"]["median"] > 0
+    assert "quire up until the first token over HTTP" in printed
 
 
 def test_no_benchmark_is_left_out() -> None:

@@ -175,9 +175,24 @@ def test_help_teaches(folder: Path, command: tuple[str, ...], texts: list[str]) 
     assert all(text in done.stdout for text in texts), done.stdout
 
 
-def test_help_imports_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "rich")
-    code = f"import sys, quire.cli.commands; print([name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        (
+            "quire.cli.commands",
+            ("torch", "transformers", "numpy", "grpc", "google", "prometheus_client", "asyncio", "rich"),
+        ),
+        ("quire.cli.commands, quire.cli.up", ("torch", "transformers", "numpy", "grpc", "asyncio", "rich")),
+        ("quire.cachemgr.__main__", ("torch", "transformers", "numpy", "uvloop", "prometheus_client")),
+        ("quire.worker.__main__", ("torch", "transformers", "numpy", "llguidance", "uvloop", "prometheus_client")),
+        (
+            "quire.gateway.__main__",
+            ("numpy", "tokenizers", "starlette", "uvicorn", "jinja2", "uvloop", "quire.client.engine.engine"),
+        ),
+    ],
+)
+def test_help_and_check_import_nothing_heavy(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     assert done.stdout.strip() == "[]"
 

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from deadlines import DEADLINE_S
+from integration.protocol_client import await_that
 
 from quire.cli.launch import LocalServices
 from quire.cli.restarts import keep_running
@@ -100,6 +102,46 @@ def test_both_serve_and_nothing_is_left(folder: Path) -> None:
     assert (services.cachemgr.returncode, services.worker.returncode) == (0, 0)
     assert not left_in(folder)
     services.stop()
+
+
+def test_all_start_at_the_same_time(folder: Path, fifo: Path) -> None:
+    services = LocalServices(model="any", extra_cachemgr_args=("--model", f"fifo:{fifo}"), **STAND_INS)
+    with ThreadPoolExecutor() as threads:
+        starting = threads.submit(services.__enter__)
+        with fifo.open("wb"):  # opens when cachemgr reads: it does not serve yet
+            await_that("the worker serves", lambda: len(services.all) == 2 and services.worker.is_serving)
+            assert not services.cachemgr.is_serving
+        assert starting.result(DEADLINE_S) is services
+    with services:
+        assert services.cachemgr.is_serving
+    assert not services.worker.is_serving
+
+
+def test_the_worker_can_begin_before_the_others(folder: Path) -> None:
+    services = LocalServices(model="any", **STAND_INS)
+    services.begin()
+    assert (services.worker.is_running, services.cachemgr.pid) == (True, None)
+    begun = services.worker.pid
+    with services:
+        assert services.cachemgr.is_serving
+        assert services.worker.is_serving
+        assert services.worker.pid == begun
+    assert not left_in(folder)
+
+
+def test_a_worker_that_has_begun_is_ended_without_the_others(folder: Path) -> None:
+    services = LocalServices(model="any", **STAND_INS)
+    services.begin()
+    services.stop()
+    assert not services.worker.is_running
+    assert services.cachemgr.pid is None
+    assert not left_in(folder)
+
+
+def test_the_first_failure_ends_the_start(folder: Path) -> None:
+    with pytest.raises(ServiceExitedError, match="worker ended with status 3"):
+        LocalServices.start(model="fail", extra_cachemgr_args=("--model", "mute"), **STAND_INS)
+    assert not left_in(folder)
 
 
 def test_kill_and_restart(folder: Path) -> None:

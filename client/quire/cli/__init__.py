@@ -3,7 +3,8 @@
 __init__.py       the entry point, with ending.py: Ctrl-C is answered in one line from the first moment on
 commands.py       the commands, with their flags and help; command_line.py: their group, and errors as messages
 
-up.py             `quire up` (up_flags.py), with launch.py: the services, service_process.py: one of them; restarts.py
+up.py             `quire up` (up_flags.py), with starting.py: the progress; restarts.py
+launch.py         the services, with service_process.py: one of them, and health.py: it serves
 demo.py           `quire demo`
 generate.py       `quire generate` (request_flags.py); outages.py
 chat.py           `quire chat`

@@ -23,6 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "scale": (),
     "pressure": (),
     "tensor-parallel": (),
+    "start": (),
 }
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _RESULTS = Path("build", "bench")

@@ -145,7 +145,7 @@ def up(
 
     They serve on unix sockets in a runtime folder, and also on --cachemgr-listen, --worker-listen and --http-listen.
     Prints the addresses once all are ready, and commands to try. Takes every flag of the three processes; a flag that
-    several of them have goes to each. All check their flags before anything starts. A process that ends by itself is
+    several of them have goes to each. All check their flags before anything serves. A process that ends by itself is
     started again. At the end open requests may finish for --drain-timeout; a second Ctrl-C ends at once.
 
     With --token-file, callers of the gateway need a token of the file, too, as their API key. The worker and the

@@ -42,7 +42,8 @@ from quire.cli.render import (
 )
 from quire.cli.signals import ending_on, run_until_signal
 from quire.cli.snapshot import Snapshot, ratio, take_snapshot
-from quire.cli.up import check_alive, curl_command, started
+from quire.cli.starting import check_alive, started
+from quire.cli.up import curl_command
 from quire.client.cache_client import CacheClient
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk

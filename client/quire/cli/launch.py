@@ -10,8 +10,8 @@ that come while a child is being created are delayed until its handle is kept. I
 the children notice it by a pipe and end by themselves; only then the folder stays.
 """
 
-import asyncio
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -30,6 +30,7 @@ from quire.cli.service_process import (
     GatewayProcess,
     LaunchError,
     ServiceProcess,
+    wait_all_serving,
 )
 from quire.cli.signals import exit_on_signal, in_main_thread, interrupted_once, signals_held
 from quire.serving import addresses
@@ -44,8 +45,8 @@ _DEATH_POLL_S = 0.2
 class LocalServices:
     """cachemgr and worker, and perhaps a gateway, on unix sockets in one folder.
 
-    As a context manager, `with` or `async with`, it starts them, and ends them at the block's end; `start` does the
-    first part at once. After it, `cachemgr` and `worker` are their processes.
+    As a context manager, `with` or `async with`, it starts them, all at the same time, and ends them at the block's
+    end; `start` does the first part at once. After it, `cachemgr` and `worker` are their processes.
 
     model                 path or hub id for the worker
     num_blocks            size of its pool; None: the worker decides
@@ -92,13 +93,14 @@ class LocalServices:
         self._start_timeouts_s = {
             "cachemgr": CACHEMGR_START_TIMEOUT_S,
             "worker": worker_start_timeout_s,
-            "gateway": GATEWAY_START_TIMEOUT_S,
+            "gateway": worker_start_timeout_s + GATEWAY_START_TIMEOUT_S,  # it serves once the worker does
         }
         self._stop_timeout_s = stop_timeout_s
         self._cachemgr_target = cachemgr_target
         self._worker_target = worker_target
         self._own_dir: Path | None = None
         self._services: list[ServiceProcess] = []
+        self._is_started = False
         self._is_stopped = False
         self._stop_lock = threading.RLock()
         self._previous_sigterm: Any = None
@@ -113,6 +115,15 @@ class LocalServices:
         services = cls(**options)
         services._start()
         return services
+
+    def begin(self) -> None:
+        """Starts the worker alone, which imports for seconds before it does anything; the block starts the others.
+
+        Raises LaunchError if the folder's path is too long, OSError. Call stop() if the block is not entered.
+        """
+        with self._starting():
+            self._prepare()
+            self._spawn([self.worker])
 
     @property
     def cachemgr(self) -> ServiceProcess:
@@ -176,11 +187,18 @@ class LocalServices:
 
     def start_one(self, service: ServiceProcess) -> None:
         """Start one service, which does not run, and wait until it serves. Raises LaunchError."""
-        with self._stop_lock:
-            if self._is_stopped:
-                raise LaunchError("stopped during the start")
-            service.start()
-        service.wait_serving(self._start_timeouts_s[service.name])
+        self._spawn([service])
+        self._wait_serving([service])
+
+    def _spawn(self, services: Sequence[ServiceProcess]) -> None:
+        for service in services:
+            with self._stop_lock:
+                if self._is_stopped:
+                    raise LaunchError("stopped during the start")
+                service.start()
+
+    def _wait_serving(self, services: Sequence[ServiceProcess]) -> None:
+        wait_all_serving({service: self._start_timeouts_s[service.name] for service in services})
 
     def stop(self, say: Callable[[], None] = lambda: None) -> None:
         """Ends all, the last one first, and removes sockets and, if it was made here, the folder. Idempotent.
@@ -201,7 +219,7 @@ class LocalServices:
 
     def __enter__(self) -> Self:
         try:
-            if not self._services:
+            if not self._is_started:
                 self._start()
         except BaseException:
             self.stop()
@@ -214,7 +232,9 @@ class LocalServices:
         self.stop()
 
     async def __aenter__(self) -> Self:
-        if self._services:
+        import asyncio  # `quire up` needs none
+
+        if self._is_started:
             return self
         starting = asyncio.ensure_future(asyncio.to_thread(self._start))
         try:
@@ -226,20 +246,35 @@ class LocalServices:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        import asyncio
+
         await asyncio.to_thread(self.stop)
 
     def _start(self) -> None:
+        """Start all at the same time: each waits by itself for those that it needs."""
+        with self._starting():
+            self._prepare()
+            self._spawn([service for service in self._services if service.pid is None])
+            self._wait_serving(self._services)
+            self._is_started = True
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """End all if the block raises."""
         with interrupted_once():  # an interrupt between the first one and stop() would leave the children
             try:
-                atexit.register(self.stop)
-                self._catch_sigterm()
-                with signals_held():
-                    self._make_services()
-                for service in self._services:
-                    self.start_one(service)
+                yield
             except BaseException:
                 self.stop()
                 raise
+
+    def _prepare(self) -> None:
+        if self._services:
+            return
+        atexit.register(self.stop)
+        self._catch_sigterm()
+        with signals_held():
+            self._make_services()
 
     def _make_services(self) -> None:
         folder = self._make_folder()

@@ -6,13 +6,10 @@ exceptions      LaunchError
 """
 
 import contextlib
-import http.client
-import json
 import math
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
-
-import grpc
-from grpc_health.v1 import health_pb2
 
 from quire.cli.signals import signals_held
 
@@ -34,13 +28,6 @@ _LOG_TAIL_LINES = 30
 _POLL_S = 0.05
 _EXIT_POLL_S = 0.01
 WORKER_START_TIMEOUT_S = 600.0  # a model may have to be downloaded
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 200),
-)
 
 
 class LaunchError(Exception):
@@ -83,6 +70,7 @@ class ServiceProcess:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_running = False
+        self._has_served = False
         self._log_begin = 0
         self._on_exit: Callable[[], None] | None = None
         self._watch: threading.Thread | None = None
@@ -102,6 +90,11 @@ class ServiceProcess:
         """True if the process exists."""
         return self._is_running
 
+    @property
+    def is_serving(self) -> bool:
+        """True if the process exists, and has been seen to serve."""
+        return self._has_served and self._is_running
+
     def start(self) -> None:
         """Starts the process; does not wait for it. Raises LaunchError if it runs already."""
         if self.is_running:
@@ -111,35 +104,32 @@ class ServiceProcess:
 
     def wait_serving(self, timeout_s: float) -> None:
         """Waits until its health is SERVING. Raises ServiceExitedError or ServiceTimeoutError."""
+        wait_all_serving({self: timeout_s})
+
+    def watch_start(self, timeout_s: float, outcomes: queue.SimpleQueue[BaseException | None]) -> None:
+        """Watches its health on another thread, and puts None once it is SERVING, or what wait_serving would raise."""
         # On a thread of its own: a KeyboardInterrupt out of the midst of a call leaves gRPC's locks taken for ever.
         # It ends by itself when the process does, and is waited for then: gRPC is not to be left in the midst of
         # something when the interpreter ends.
-        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def watch() -> None:
             try:
                 self._watch_health(timeout_s)
             except BaseException as error:
-                outcome.put(error)
+                outcomes.put(error)
             else:
-                outcome.put(None)
+                self._has_served = True
+                outcomes.put(None)
 
         self._watch = threading.Thread(target=watch, name=f"health-{self.name}", daemon=True)
         self._watch.start()
-        error = outcome.get()
-        if error is not None:
-            raise error
 
     def _watch_health(self, timeout_s: float) -> None:
-        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
-            call = channel.unary_stream(
-                "/grpc.health.v1.Health/Watch",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            watch: Any = call(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=timeout_s)
-            with self._called_on_exit(watch.cancel):
-                self._await_serving(watch, timeout_s)
+        from quire.cli.health import await_serving  # gRPC, while the process starts
+
+        answered = await_serving(self.address, timeout_s, self._called_on_exit)
+        if answered is not None:
+            self._raise_not_serving(timeout_s, answered)
 
     def wait_exited(self, timeout_s: float | None = None) -> bool:
         """Waits until the process has ended. Returns False if the time ran out."""
@@ -209,6 +199,7 @@ class ServiceProcess:
         finally:
             os.close(read_fd)
         self._process = process
+        self._has_served = False
         self._is_running = True
         threading.Thread(target=self._reap, args=(process, write_fd), name=f"reap-{self.name}", daemon=True).start()
 
@@ -234,19 +225,6 @@ class ServiceProcess:
         finally:
             self._on_exit = None
 
-    def _await_serving(self, watch: Any, timeout_s: float) -> None:
-        try:
-            for answer in watch:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-        except grpc.RpcError:
-            pass  # the code says how it ended
-        finally:
-            watch.cancel()
-        timed_out = watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        # A stream that broke otherwise means that the process is about to end.
-        self._raise_not_serving(timeout_s, "" if timed_out else f"answered {watch.code()}")
-
     def _raise_not_serving(self, timeout_s: float, answered: str = "") -> NoReturn:
         """Raise ServiceExitedError or ServiceTimeoutError. `answered`: its health; "": the time is over."""
         if self.wait_exited(STOP_TIMEOUT_S if answered else 0.0):
@@ -263,6 +241,19 @@ class ServiceProcess:
         return f"; the end of its log:\n{tail}" if tail else ""
 
 
+def wait_all_serving(timeouts_s: Mapping[ServiceProcess, float]) -> None:
+    """Waits until the health of each of these services is SERVING, for at most its time.
+
+    Raises the ServiceExitedError or ServiceTimeoutError of the first that fails, without waiting for the others.
+    """
+    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for service, timeout_s in timeouts_s.items():
+        service.watch_start(timeout_s, outcomes)
+    for _ in timeouts_s:
+        if (error := outcomes.get()) is not None:
+            raise error
+
+
 class GatewayProcess(ServiceProcess):
     """The gateway, with its health check over HTTP on its unix socket."""
 
@@ -272,38 +263,14 @@ class GatewayProcess(ServiceProcess):
         """The URLs at which it serves HTTP over TCP, once it serves."""
 
     def _watch_health(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        from quire.cli.health import ask_ready
+
+        deadline, path = time.monotonic() + timeout_s, self.address.removeprefix("unix:")
         while not self.wait_exited(_POLL_S) and time.monotonic() < deadline:
-            if (addresses := self._ask_ready()) is not None:
+            if (addresses := ask_ready(path)) is not None:
                 self.urls = tuple(each for each in addresses if not each.startswith("unix:"))
                 return
         self._raise_not_serving(timeout_s)
-
-    def _ask_ready(self) -> list[str] | None:
-        """Return where it serves; None if it does not yet."""
-        connection = _UnixConnection(self.address.removeprefix("unix:"))
-        try:
-            connection.request("GET", "/ready")
-            answer = connection.getresponse()
-            found: list[str] | None = json.loads(answer.read())["addresses"] if answer.status == 200 else None
-            return found
-        except (OSError, http.client.HTTPException, ValueError, KeyError):
-            return None
-        finally:
-            connection.close()
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=STOP_TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _describe_exit(returncode: int | None) -> str:

@@ -1,6 +1,5 @@
 """Signals: they end a command in order, after it restored the terminal and freed its resources, or wait for a block."""
 
-import asyncio
 import contextlib
 import signal
 import threading
@@ -32,6 +31,8 @@ def run_until_signal(main: Coroutine[Any, Any, Answer]) -> Answer:
 
     Raises SystemExit with 128 + the signal's number. One that is ignored (nohup) stays ignored.
     """
+    import asyncio  # not every command has a loop
+
     received: list[int] = []
 
     async def cancelled_by_signal() -> Answer:

@@ -6,17 +6,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 
 from quire.cli.launch import LocalServices, is_answered
 from quire.cli.restarts import keep_running
-from quire.cli.service_process import STOP_TIMEOUT_S, GatewayProcess, LaunchError, ServiceProcess
+from quire.cli.service_process import STOP_TIMEOUT_S, GatewayProcess, LaunchError
 from quire.cli.signals import ending_on, signals_held
 from quire.cli.up_flags import ServiceFlags
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN, TcpAddress, explain_bind_failure, parse_listen_address
@@ -53,8 +50,15 @@ def run_up(
         output="inherit" if logs_here else "files",
         stop_timeout_s=flags.drain_timeout_s + STOP_TIMEOUT_S,
     )
-    with ending_on(signal.SIGHUP, signal.SIGTERM):
-        _check_flags(services)
+    with ending_on(signal.SIGHUP, signal.SIGTERM), contextlib.ExitStack() as ends:
+        ends.callback(services.stop)
+        with _flags_checked(services):
+            services.begin()
+            # Meanwhile: they take a tenth of a second to import.
+            from rich.console import Console
+
+            from quire.cli.starting import started
+
         with started(services, Console(stderr=True, highlight=False), model=model):
             listening = (_values_of("--listen", flags.arguments[service]) for service in ("cachemgr", "worker"))
             click.echo(_describe(services, *listening, has_keys=flags.has_keys, has_logs=not logs_here))
@@ -71,49 +75,6 @@ def run_up(
 
 def _describe_stop(drain_timeout_s: float) -> str:
     return f"Stopping. Open requests may finish, for at most {drain_timeout_s:g} s. Ctrl-C again ends at once."
-
-
-@contextlib.contextmanager
-def started(services: LocalServices, console: Console, *, model: str) -> Iterator[None]:
-    """Both services run within the block, none after it. Shows the progress of the start on the console.
-
-    Raises click.ClickException, with the end of the log, if one does not start.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            with _progress(services, console, model):
-                stack.enter_context(services)
-        except LaunchError as error:
-            raise click.ClickException(str(error)) from error
-        except OSError as error:
-            raise click.ClickException(f"can't start the services: {error}") from error
-        yield
-
-
-@contextlib.contextmanager
-def _progress(services: LocalServices, console: Console, model: str) -> Iterator[None]:
-    if not console.is_terminal:
-        console.print(f"Starting cachemgr and a worker with {model}", soft_wrap=True)
-        yield
-        return
-    spinner = Spinner("dots", style="cyan")
-
-    def stage() -> RenderableType:
-        spinner.update(text=_stage(services, model))
-        return spinner
-
-    with Live(console=console, get_renderable=stage, refresh_per_second=10, transient=True):
-        yield
-
-
-def _stage(services: LocalServices, model: str) -> str:
-    stages = {
-        "cachemgr": "cachemgr: starting",
-        "worker": f"worker: loading {model} and checking it",
-        "gateway": "gateway: starting",
-    }
-    begun = [service.name for service in services.all if service.pid is not None]
-    return stages[begun[-1] if begun else "cachemgr"]
 
 
 def _values_of(flag: str, flags: Sequence[str]) -> list[str]:
@@ -151,8 +112,9 @@ class FlagRefused(click.ClickException):
     exit_code = click.UsageError.exit_code
 
 
-def _check_flags(services: LocalServices) -> None:
-    """Let the services check their flags, at the same time. Raises click.ClickException with their errors."""
+@contextlib.contextmanager
+def _flags_checked(services: LocalServices) -> Iterator[None]:
+    """Let the services check their flags, beside the block; at its end raise click.ClickException if one is wrong."""
     checks: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with signals_held():
@@ -164,17 +126,26 @@ def _check_flags(services: LocalServices) -> None:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                 )
-        for name, process in checks.items():
-            try:
-                _, said = process.communicate(timeout=CHECK_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
-            if process.returncode:
-                raise FlagRefused(f"{name}: {_complaint(said.decode(errors='replace'))}")
+        try:
+            yield
+        except (LaunchError, OSError) as error:
+            _await_checks(checks)  # a wrong flag may be the cause
+            raise click.ClickException(str(error)) from error
+        _await_checks(checks)
     finally:
         for process in checks.values():
             process.kill()
             process.wait()
+
+
+def _await_checks(checks: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    for name, process in checks.items():
+        try:
+            _, said = process.communicate(timeout=CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise click.ClickException(f"{name} has not checked its flags within {CHECK_TIMEOUT_S:g} s") from error
+        if process.returncode:
+            raise FlagRefused(f"{name}: {_complaint(said.decode(errors='replace'))}")
 
 
 def _complaint(said: str) -> str:
@@ -251,19 +222,3 @@ def curl_command(where: str, *, has_keys: bool = False) -> str:
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_keys else ""
     return f"curl -s {where}/v1/completions{key} -d '{body}'"
-
-
-def check_alive(services: LocalServices, *, grace_s: float = 0.0) -> None:
-    """Raises click.ClickException, with the end of its log, if one of the services has died, or does within grace_s."""
-    for service in services.all:
-        if service.wait_exited(grace_s):
-            raise click.ClickException(_describe_death(service))
-
-
-def _describe_death(service: ServiceProcess) -> str:
-    status = service.returncode or 0
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    tail = service.log_tail()
-    return f"{service.name} {how}; the other processes are ended, too." + (
-        f" The end of its log:\n{tail}" if tail else ""
-    )

@@ -5,7 +5,9 @@
     message over gRPC             and parameters                            router that chooses among several
     events or messages        <-  encode                                <-  chunks of tokens and text
 
-    __main__.py        the process: flags (config.py), wiring, start to exit
+    __main__.py        the process: its flags (config.py), checked
+    process.py         the process, wired: start to exit
+    security.py        TLS, the callers' keys and the tenants' limits, as the flags have them
     app.py             the HTTP application: all endpoints
     anthropic/         Anthropic's endpoints, on parts of OpenAI's
     openai/, grpc/     the endpoints

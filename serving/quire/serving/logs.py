@@ -8,6 +8,8 @@ caller has sent or the server has made. No line has token ids, so an exception o
 place, not by its text, and a refusal by its reason, not by its message.
 """
 
+from __future__ import annotations
+
 import contextvars
 import json
 import logging
@@ -18,9 +20,10 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
+if TYPE_CHECKING:  # flags.py reads the levels, and `quire --help` answers at once
+    import grpc
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")

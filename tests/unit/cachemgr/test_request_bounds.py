@@ -19,7 +19,7 @@ from quire.cachemgr._core import Ledger, StepReport
 from quire.cachemgr.errors import CallRefused
 from quire.cachemgr.service import messages
 from quire.compute.v1 import worker_service_pb2
-from quire.compute.v1.sampling_ranges import MAX_CHOICES
+from quire.compute.v1.sampling_ranges import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from quire.worker.grant.decoding import (
     decode_generated,
     decode_grammar,
@@ -29,7 +29,7 @@ from quire.worker.grant.decoding import (
 )
 from quire.worker.grant.errors import Refused
 from quire.worker.grant.gate import MAX_UNSIGNED_BYTES, Gate
-from quire.worker.sampling.grammars import MAX_GRAMMAR_BYTES, GrammarRefused
+from quire.worker.sampling.grammars import GrammarRefused
 from quire.worker.service.servicer import MAX_CHECKSUM_BLOCKS, check_block_ids
 
 SERVICES = cache_service_pb2.DESCRIPTOR, worker_service_pb2.DESCRIPTOR

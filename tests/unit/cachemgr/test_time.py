@@ -15,9 +15,9 @@ from planning import Admission, Retention, StepRequest, plan_step
 from unit.cachemgr.test_looking import EPOCH, GEOMETRY, admit, make_ledger, settle
 
 from quire.cache.v1 import cache_service_pb2 as pb
-from quire.cachemgr.__main__ import read_metrics
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.catalog import Catalog, Registration
+from quire.cachemgr.process import read_metrics
 from quire.cachemgr.service.messages import int32_bytes
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.serving.access import Identity, Role, set_caller

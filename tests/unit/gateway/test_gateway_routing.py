@@ -166,6 +166,19 @@ def test_without_a_pool_it_waits_and_says_so() -> None:
     run(body())
 
 
+def test_the_first_pool_is_used_at_once_however_seldom_pools_are_listed_later() -> None:
+    async def body() -> None:
+        router = LocalRouter(refresh_s=86_400.0, start_timeout_s=86_400.0)
+        starting = asyncio.create_task(router.start())
+        await asyncio.sleep(0)
+        router.fleet["a"] = Pool("a")
+        await starting
+        assert tuple(router.pools) == ("a",)
+        await router.close()
+
+    run(body())
+
+
 def test_pools_that_attach_join_and_those_that_detach_are_spared() -> None:
     async def body() -> None:
         a, b = Pool("a"), Pool("b")

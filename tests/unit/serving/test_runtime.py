@@ -63,6 +63,20 @@ def test_cycles_made_after_tuning_are_still_found() -> None:
     assert run(code) == "None"
 
 
+def test_nothing_is_collected_while_it_is_paused() -> None:
+    """Objects that are made meanwhile are not scanned later, also after an error."""
+    code = """
+    try:
+        with collector_paused():
+            lasting = [[] for _ in range(1000)]
+            print(gc.isenabled())
+            raise ImportError
+    except ImportError:
+        print(gc.isenabled(), gc.get_freeze_count() > 1000)
+    """
+    assert run(code).split() == ["False", "True", "True"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 @pytest.mark.parametrize(
     ("setting", "environment", "is_kept"),

@@ -22,8 +22,8 @@ from quire.serving.flags import add_flags, command_settings
 from quire.serving.logs import configure_logging
 from quire.serving.manual import ServerCommand
 from quire.serving.options import ServerOptions, dial_options, server_options
+from quire.serving.runtime import collector_paused
 from quire.serving.runtime_folder import default_listen
-from quire.serving.server import run
 from quire.worker.config import WorkerConfig
 from quire.worker.flags import OWN_FLAGS
 from quire.worker.grant.errors import DOMAIN
@@ -99,12 +99,13 @@ def main(
     if server.only_check:
         server.end_check(lambda: check(config, is_local=folder is not None))
     # Only now: torch and transformers take seconds to import, and --help needs neither.
-    if config.tensor_parallel_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    with collector_paused():
+        from quire.serving.server import run
+        from quire.worker.service.process import serve
         from quire.worker.tensor_parallel.process import run_given_rank
 
+    if config.tensor_parallel_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         run_given_rank(config)
-    from quire.worker.service.process import serve
-
     sys.exit(run(lambda signals: serve(config, signals)))
 
 

@@ -1,6 +1,7 @@
 """The pools of one model, with an engine on each: new pools join, others leave.
 
-Pools are listed each second, and at once when an error shows that the list is old. If a pool's worker stays
+Pools are listed each second, more often until there is a first one, and at once when an error shows that the list is
+old. If a pool's worker stays
 unavailable for failover_after_s, and another pool can be used, the pool's engine fails its requests, which the router
 moves.
 """
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # A worker that was away, and is attached in the same epoch, is tried again after this long.
 _RETRY_S = 5.0
+# Until there is a first pool, the pools are listed this often: a worker that has just attached is used at once.
+_START_REFRESH_S = 0.05
 # A pool that is not listed any more, and has no open request, is forgotten after this long.
 _FORGET_S = 60.0
 
@@ -188,7 +191,10 @@ class Members(Mapping[str, Member]):
                 await self._refresh()
             except Unavailable as away:
                 error = away
-            await self._wait_for_change(min(self._config.refresh_s, max(0.001, deadline - loop.time())))
+            refresh_s = self._config.refresh_s
+            if self._join_error is None:  # else each attempt is a log line
+                refresh_s = min(refresh_s, _START_REFRESH_S)
+            await self._wait_for_change(min(refresh_s, max(0.001, deadline - loop.time())))
             error = self._join_error or error
             if not self._by_name and (loop.time() >= deadline or not isinstance(error, QuireError)):
                 raise error

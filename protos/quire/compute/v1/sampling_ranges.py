@@ -58,6 +58,7 @@ MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD_TOKENS = 16
 MAX_CHOICES = 1_024
 """Texts of a grammar that is a choice."""
+MAX_GRAMMAR_BYTES = 65_536
 
 
 def leaves_token(

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
+from quire.compute.v1.sampling_ranges import MAX_GRAMMAR_BYTES
 from quire.worker.sampling.following import Compiled, Following
 from quire.worker.sampling.grammar_trial import describe, large_stacks, load_tokenizer, make_matcher
 from quire.worker.sampling.masks_aside import PATIENCE_S, MasksAside, MaskTooSlow
@@ -30,7 +31,6 @@ from quire.worker.sampling.threads import MAX_STUCK, STUCK_S, num_stuck
 
 log = logging.getLogger(__name__)
 
-MAX_GRAMMAR_BYTES = 65_536
 COMPILE_TIMEOUT_S = 5.0
 NUM_COMPILERS = 2
 MAX_WAITING = 64

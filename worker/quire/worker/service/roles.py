@@ -5,9 +5,9 @@ Roles are checked only if the server authenticates callers.
 
 from __future__ import annotations
 
+from quire.compute.v1.sampling_ranges import MAX_GRAMMAR_BYTES
 from quire.serving.access import Role, Roles
 from quire.serving.receiving import MAX_MESSAGE_BYTES
-from quire.worker.sampling.grammars import MAX_GRAMMAR_BYTES
 
 SERVICE = "/quire.compute.v1.WorkerService/"
 
