@@ -271,6 +271,10 @@ def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None
     admitting = [figure for name, figure in figures.items() if " admit" in name]
     assert len(admitting) == 6
     assert all(figure["samples"][0]["admissions_per_s"] > 0 for figure in admitting)
+    used = {each["row"]: each for each in written["processor"]}
+    assert len(used) == 6
+    assert {"empty plan", "decode step, 256 sequences, with a state directory"} < used.keys()
+    assert all(min(each["plan_us"]) > 0 and min(each["report_us"]) > 0 for each in used.values())
     engine = written["engine"]
     assert engine["two_processes_over_one"]["ratio"] > 0
     assert [(work["num_running"], work["num_waiting"]) for work in engine["work_per_step"]] == [(8, 0), (8, 32)]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from deadlines import DEADLINE_S
@@ -250,6 +250,37 @@ def test_more_admissions_than_may_wait_are_refused_and_none_of_the_others_is_los
         assert servicer.statistics().num_waiting_admissions == 0
 
     run(body)
+
+
+def test_steps_are_planned_between_the_parts_of_a_long_admission() -> None:
+    async def body() -> None:
+        catalog = Catalog(5)
+        geometry = replace(GEOMETRY, block_size=16, num_blocks=10_000, max_sequence_tokens=140_000)
+        pool = catalog.register(Registration("p", 1, 0, 0, geometry, "w"), signing_key=b"key")
+        assert pool is not None
+        for lease_id in ("long", "steps"):
+            catalog.open_lease(pool, lease_id, ttl_s=60, now=0.0)
+        servicer, context = CacheServicer(catalog, clock=lambda: 0.0), cast(Any, None)
+        answered: list[str] = []
+
+        async def requests(lease_id: str, *plans: pb.PlanStepRequest) -> AsyncIterator[PlanRequest]:
+            for plan in plans:
+                plan.lease_id, plan.epoch = lease_id, 1
+                yield PlanRequest(plan.SerializeToString())
+                await asyncio.sleep(0)
+
+        async def ask(lease_id: str, *plans: pb.PlanStepRequest) -> None:
+            async for answer in servicer.PlanSteps(requests(lease_id, *plans), context):
+                assert pb.PlanStepsResponse.FromString(answer).WhichOneof("answer") == "plan"
+                answered.append(lease_id)
+
+        admission = pb.Admission(sequence_id=1, token_ids=[number % 100 for number in range(131_072)])
+        steps = [pb.PlanStepRequest() for _ in range(40)]
+        await asyncio.gather(ask("long", pb.PlanStepRequest(admissions=[admission])), ask("steps", *steps))
+        num_parts = 131_072 // 16_384
+        assert answered.index("long") >= num_parts
+
+    asyncio.run(body())
 
 
 # -- plans --------------------------------------------------------------------------------------------------------

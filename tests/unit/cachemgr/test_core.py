@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from random import Random
+from typing import Any
 
 import pytest
 from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
@@ -28,7 +29,8 @@ SIZES = {
 }
 
 
-GEOMETRY = Geometry(**SIZES, block_bytes=1, model="m", model_fingerprint="m")
+MODEL: dict[str, Any] = {"block_bytes": 1, "model": "m", "model_fingerprint": "m"}
+GEOMETRY = Geometry(**SIZES, **MODEL)
 LAYER_GROUPS = (LayerGroup(LayerGroupKind.FULL, 0, 2), LayerGroup(LayerGroupKind.SLIDING, 3, 2))
 
 
@@ -161,6 +163,46 @@ def test_a_workers_message_is_a_report_or_something_else() -> None:
     assert StepReport.on_stream(opened + reported) is not None
     with pytest.raises(ValueError, match="buffer underflow"):
         StepReport.on_stream(b"\x12\x05abc")
+
+
+LONG = Geometry(**(SIZES | {"block_size": 16, "num_blocks": 12_000, "max_sequence_tokens": 80_000}), **MODEL)
+
+
+def test_hashes_of_long_prompts_are_computed_in_parts_and_change_nothing() -> None:
+    rng = Random(0)
+    prompt, other = tokens(rng, 40_000), tokens(rng, 40_001)
+    admissions = [
+        Admission(1, prompt, tenant="t"),
+        Admission(2, other, salt=b"s"),
+        Admission(3, prompt + other + other),
+    ]
+    request = StepRequest(admissions=[*admissions, Admission(4, prompt, tenant="t")])
+    states = []
+    for in_parts, names_tenants in ((False, True), (True, True), (True, False)):
+        ledger = Ledger("pool", 1, LONG)
+        ledger.open_lease("lease", ttl_s=30.0, now=0.0)
+        before, body, num_parts = ledger.probe.state(), PlanRequest(body_of(request, "lease")), 0
+        while in_parts and ledger.hash_part(body, names_tenants=names_tenants):
+            num_parts += 1
+        assert (num_parts, ledger.probe.state()) == (6 if in_parts else 0, before)
+        planned = Planned(ledger.plan(body, now=0.0, names_tenants=True))
+        assert (planned.admitted_ids, planned.admitted_cached_counts) == ([1, 2, 4], [0, 0, 39_984])
+        assert [refused.seq_id for refused in planned.refusals] == [3], "it is too long"
+        states.append(ledger.probe.state())
+        assert not ledger.hash_part(body)
+    assert states[0] == states[1] == states[2]
+
+
+def test_what_is_short_is_hashed_when_it_is_planned_and_what_has_no_lease_not_at_all() -> None:
+    ledger = Ledger("pool", 1, LONG)
+    ledger.open_lease("lease", ttl_s=30.0, now=0.0)
+    for lease_id, num_tokens, is_parted in (
+        ("lease", 16_384, False),
+        ("lease", 40_000, True),
+        ("other", 40_000, False),
+    ):
+        request = StepRequest(admissions=[Admission(1, bytes(4 * num_tokens))])
+        assert ledger.hash_part(PlanRequest(body_of(request, lease_id))) == is_parted
 
 
 def test_the_root_of_a_chain_is_what_the_protocol_says() -> None:

@@ -6,7 +6,7 @@ use crate::cache::advice::Level;
 use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockCounts, HostBlockId};
 use crate::cache::pool::BlockCounts;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Hash, chain_hashes};
 use crate::errors::{Failure, Refusal, Result, invalid};
 
 /// The kinds of items that are answered one by one.
@@ -153,6 +153,32 @@ pub struct StepRequest {
     pub admission_reserve: usize,
     /// Admissions and expected prompts may be another tenant's than the lease's.
     pub names_tenants: bool,
+    /// Prefix hashes of the first admissions that were computed before; whoever plans computes the others.
+    #[serde(skip)]
+    pub hashes: Vec<PromptHashes>,
+}
+
+/// The prefix hashes of a prompt's first blocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PromptHashes {
+    pub root: Hash,
+    pub hashes: Vec<Hash>,
+}
+
+impl PromptHashes {
+    /// Of no block yet.
+    pub fn new(root: Hash) -> PromptHashes {
+        PromptHashes { root, hashes: Vec::new() }
+    }
+
+    /// Computes the hashes of the next blocks of a prompt, at most so many; returns how many.
+    pub fn extend(&mut self, tokens: &[i32], block_size: usize, most: usize) -> usize {
+        let (first, num_full) = (self.hashes.len(), tokens.len() / block_size);
+        let end = num_full.min(first.saturating_add(most));
+        let parent = self.hashes.last().copied().unwrap_or(self.root);
+        chain_hashes(parent, &tokens[first * block_size..end * block_size], block_size, &mut self.hashes);
+        end - first
+    }
 }
 
 impl StepRequest {

@@ -14,10 +14,11 @@ use crate::books::Books;
 use crate::books::lease::Lease;
 use crate::books::lease::answers::RequestKey;
 use crate::books::pins::PinId;
+use crate::books::plans::StepRequest;
 use crate::books::sequences::Row;
 use crate::cache::accounts::Share;
 use crate::cache::eviction::policies::{POLICIES, Policy};
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, root_hash};
 use crate::errors::{Failure, Result, broken};
 use crate::python::convert::{geometry_of, ids, lease_not_found, refusal_of, to_python};
 use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
@@ -27,6 +28,10 @@ use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
 use crate::wire::requests;
+
+/// Blocks that a part of a plan hashes at most, and their tokens: some 0.15 ms.
+const HASHED_BLOCKS: usize = 1_024;
+const HASHED_TOKENS: usize = 16_384;
 
 /// The books of one pool in one epoch, with the calls that change them.
 #[pyclass(name = "Ledger", module = "quire.cachemgr._core")]
@@ -253,6 +258,21 @@ impl PyLedger {
         Ok(())
     }
 
+    /// Computes a part of the hashes of a request's prompts, if they are many. True if this is to be called again before
+    /// it is planned, which computes the others.
+    #[pyo3(signature = (request, *, names_tenants = false))]
+    fn hash_part(&self, request: &mut PyPlanRequest, names_tenants: bool) -> bool {
+        let books = self.stored.books();
+        let Some(lease) = books.lease(request.lease_id()) else { return false };
+        let geometry = books.geometry();
+        let most = (HASHED_TOKENS / geometry.block_size).clamp(1, HASHED_BLOCKS);
+        let root_of = |salt: &[u8], named: Option<&str>| {
+            let named = named.filter(|_| names_tenants).map(str::as_bytes);
+            root_hash(named.unwrap_or(&lease.tenant_name), salt, &geometry.model_fingerprint)
+        };
+        request.hash_part(most, geometry.block_size, geometry.max_tokens(), root_of)
+    }
+
     /// Plans the next step of a lease, and renews the lease. A request is planned once.
     ///
     /// `names_tenants`: the caller may name the tenant of an admission.
@@ -264,10 +284,10 @@ impl PyLedger {
         now: f64,
         names_tenants: bool,
     ) -> PyResult<PyGrantedStep> {
-        let (request, digest) = request.take()?;
+        let (request, digest, hashes) = request.take()?;
         let geometry = self.stored.books().geometry();
         let items = requests::step_request(request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
-        let items = items.map_err(|refused| to_python(py, refused))?;
+        let items = StepRequest { hashes, ..items.map_err(|refused| to_python(py, refused))? };
         let key = RequestKey { request_id: &request.request_id, digest };
         let lease_id = &request.lease_id;
         let plan = self.changing(py, |books| books.plan(lease_id, request.epoch, &items, now, &key))?;

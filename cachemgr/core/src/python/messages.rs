@@ -6,9 +6,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::books::plans::{Admission, GrantedStep, RefusedItem};
+use crate::books::plans::{Admission, GrantedStep, PromptHashes, RefusedItem};
 use crate::books::resetting::Reset;
 use crate::cache::journal::Known;
+use crate::cache::prefix::Hash;
 use crate::python::convert::{decoded, refusal_of, to_python};
 use crate::wire::answers::{self, Grantor, item_number};
 use crate::wire::{messages, requests};
@@ -34,16 +35,52 @@ impl PyAdmission {
 pub struct PyPlanRequest {
     message: messages::PlanStepRequest,
     digest: Vec<u8>,
+    hashes: Vec<PromptHashes>,
     is_taken: bool,
 }
 
 impl PyPlanRequest {
-    /// The message, once, with the fingerprint of its bytes. Planning takes its lists.
-    pub fn take(&mut self) -> PyResult<(&mut messages::PlanStepRequest, &[u8])> {
+    /// The message, once, with the fingerprint of its bytes, and the hashes of its prompts that are computed. Planning
+    /// takes its lists.
+    pub fn take(&mut self) -> PyResult<(&mut messages::PlanStepRequest, &[u8], Vec<PromptHashes>)> {
         if std::mem::replace(&mut self.is_taken, true) {
             return Err(PyValueError::new_err("the request was planned already"));
         }
-        Ok((&mut self.message, &self.digest))
+        Ok((&mut self.message, &self.digest, std::mem::take(&mut self.hashes)))
+    }
+
+    /// Computes the next hashes of its prompts, at most so many. True if the plan would still compute more than that.
+    ///
+    /// `root_of`: the root of a prompt with a salt and the tenant of its admission. Prompts of more than `most_tokens`
+    /// are refused by their length.
+    pub fn hash_part(
+        &mut self,
+        most: usize,
+        block_size: usize,
+        most_tokens: usize,
+        root_of: impl Fn(&[u8], Option<&str>) -> Hash,
+    ) -> bool {
+        let hashed = |admission: &messages::Admission| match admission.token_ids.len() {
+            num_tokens if num_tokens <= most_tokens => num_tokens / block_size,
+            _ => 0,
+        };
+        let num_done: usize = self.hashes.iter().map(|prompt| prompt.hashes.len()).sum();
+        let num_blocks: usize = self.message.admissions.iter().map(hashed).sum();
+        if self.is_taken || num_blocks - num_done <= most {
+            return false;
+        }
+        let mut left = most;
+        for (index, admission) in self.message.admissions.iter().enumerate() {
+            if self.hashes.len() == index {
+                self.hashes.push(PromptHashes::new(root_of(&admission.salt, admission.tenant.as_deref())));
+            }
+            let tokens = &admission.token_ids[..hashed(admission) * block_size];
+            left -= self.hashes[index].extend(tokens, block_size, left);
+            if left == 0 {
+                break;
+            }
+        }
+        num_blocks - num_done - most > most
     }
 }
 
@@ -54,7 +91,7 @@ impl PyPlanRequest {
     fn new(body: &[u8]) -> PyResult<PyPlanRequest> {
         let message = decoded::<messages::PlanStepRequest>(body)?;
         let digest = requests::digest_of(&message, body);
-        Ok(PyPlanRequest { message, digest, is_taken: false })
+        Ok(PyPlanRequest { message, digest, hashes: Vec::new(), is_taken: false })
     }
 
     /// Decodes a serialised PlanStepsRequest.
@@ -65,7 +102,7 @@ impl PyPlanRequest {
     }
 
     #[getter]
-    fn lease_id(&self) -> &str {
+    pub fn lease_id(&self) -> &str {
         &self.message.lease_id
     }
 

@@ -20,6 +20,7 @@ use crate::errors::{Failure, Result, broken};
 
 /// One change, with its request's arguments. Times are in seconds of the caller's clock.
 #[derive(Debug, Serialize, Deserialize)]
+#[allow(clippy::large_enum_variant)] // there is one at a time
 pub enum Change<'a> {
     /// The first: empty books.
     Begin {

@@ -71,6 +71,7 @@ pub fn step_request(
         admission_token_budget,
         admission_reserve,
         names_tenants,
+        hashes: Vec::new(),
     })
 }
 

@@ -79,13 +79,24 @@ class Planning:
         """Plans in parts; other calls run between the parts that can be long."""
         if request.has_admissions:
             await self._turns.turn()
+            while self._hash_part(request):
+                await self._turns.further_turn()
         pool, plan = self._plan(request)
         if plan.has_refusals:
             await asyncio.sleep(0)
         return messages.encode_plan(plan, pool, lease_id=request.lease_id)
 
+    def _hash_part(self, request: PlanRequest) -> bool:
+        """Takes a part of the work off a plan with long prompts. True if there is more to take."""
+        ledger = self._pools.own_pool(request.lease_id).ledger
+        return ledger.hash_part(request, names_tenants=names_tenants())
+
     def _plan(self, request: PlanRequest) -> tuple[AttachedPool, GrantedStep]:
         self._drain.refuse_new()
         pool = self._pools.own_pool(request.lease_id)
-        names_tenants = Role.GATEWAY in caller().roles
-        return pool, pool.ledger.plan(request, now=self._clock(), names_tenants=names_tenants)
+        return pool, pool.ledger.plan(request, now=self._clock(), names_tenants=names_tenants())
+
+
+def names_tenants() -> bool:
+    """True if the caller may name the tenants of sequences."""
+    return Role.GATEWAY in caller().roles

@@ -29,6 +29,10 @@ class Turns:
         """Returns when it is the caller's turn, which lasts until its next await. Raises CallRefused (OVERLOADED)."""
         if len(self._waiting) >= self._limit:
             raise overloaded("admissions waiting for their turn", self._limit)
+        await self.further_turn()
+
+    async def further_turn(self) -> None:
+        """As `turn`, for one who had a turn: is not refused."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)

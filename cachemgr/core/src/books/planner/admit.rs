@@ -6,17 +6,24 @@ use crate::books::lease::Lease;
 use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
-use crate::books::plans::Admission;
+use crate::books::plans::{Admission, PromptHashes};
 use crate::books::sequences::{NewSequence, Row, Sequence};
 use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, identity};
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{Hash, chain_hashes};
+use crate::cache::prefix::Hash;
 use crate::cache::tenants::Asker;
 use crate::errors::Result;
 
 impl StepPlanner<'_> {
-    pub(super) fn admit(&mut self, admission: &Admission, owner: Owner, reserve: usize) -> Answer {
+    /// `known`: hashes of its prompt that were computed before.
+    pub(super) fn admit(
+        &mut self,
+        admission: &Admission,
+        owner: Owner,
+        reserve: usize,
+        known: Option<&PromptHashes>,
+    ) -> Answer {
         let (geometry, seq_id, tokens) = (self.geometry, admission.seq_id, &admission.tokens);
         let tenant = match owner {
             Ok(tenant) => tenant,
@@ -26,8 +33,10 @@ impl StepPlanner<'_> {
         refuse_if!(self.room_for(tenant).refuse_impossible(admission));
         refuse_if!(self.budget.refuse_spent(seq_id));
         let root = self.lease.root(tenant, self.tenants, &admission.salt, &geometry.model_fingerprint);
-        let mut hashes = Vec::new();
-        chain_hashes(root, tokens, geometry.block_size, &mut hashes);
+        let known = known.filter(|known| known.root == root).cloned();
+        let mut prompt = known.unwrap_or_else(|| PromptHashes::new(root));
+        prompt.extend(tokens, geometry.block_size, usize::MAX);
+        let hashes = prompt.hashes;
         let (cache_use, num_sharable) = (admission.cache_use, geometry.num_sharable(tokens.len(), admission.cache_use));
         let Lease { in_flight, .. } = &*self.lease;
         let mut finder = PrefixFinder { geometry, pool: self.pool, table: self.table, in_flight, step: &self.step };
@@ -163,7 +172,37 @@ mod tests {
     use crate::books::plans::{CacheUse, Extend, PlanItem, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::groups::Span;
+    use crate::cache::prefix::root_hash;
     use crate::errors::Reason;
+
+    #[test]
+    fn hashes_that_were_computed_before_are_taken_if_they_are_of_the_root() {
+        let tokens = [1, 2, 3, 4, 5, 6, 7];
+        let planned = |known: Option<PromptHashes>| {
+            let mut bench = Bench::new(20);
+            bench.admit(1, &tokens);
+            bench.settle();
+            let hashes = known.into_iter().collect();
+            let request = StepRequest { admissions: vec![admission(2, &tokens)], hashes, ..StepRequest::default() };
+            let plan = bench.plan(request);
+            bench.settle();
+            assert_eq!(bench.0.violations(), [""; 0]);
+            (plan.admitted_cached_counts, bench.0.state(None))
+        };
+        let root = root_hash(b"", b"", b"f");
+        let (known, state) = planned(None);
+        assert_eq!(known, [6]);
+        for most in 0..4 {
+            for root in [root, [7; 32]] {
+                let mut prompt = PromptHashes::new(root);
+                assert_eq!(prompt.extend(&tokens, 2, most), most.min(3));
+                assert_eq!(planned(Some(prompt)), (vec![6], state.clone()), "{most} hashes of {root:?}");
+            }
+        }
+        let mut wrong = PromptHashes::new(root);
+        wrong.extend(&[1, 2, 9, 9], 2, 9);
+        assert_eq!(planned(Some(wrong)).0, [2], "they are used");
+    }
 
     #[test]
     fn a_sequence_with_a_state_finds_nothing_and_goes_back_one_token_at_most() {

@@ -117,8 +117,8 @@ impl<'a> StepPlanner<'a> {
             let answer = self.restore(restore, request.admission_reserve)?;
             self.plan.answer(PlanItem::Restore, restore.seq_id, answer);
         }
-        for (admission, owner) in request.admissions.iter().zip(owners) {
-            let answer = self.admit(admission, owner, request.admission_reserve)?;
+        for (index, (admission, owner)) in request.admissions.iter().zip(owners).enumerate() {
+            let answer = self.admit(admission, owner, request.admission_reserve, request.hashes.get(index))?;
             self.plan.answer(PlanItem::Admission, admission.seq_id, answer);
         }
         if !self.lease.reserved.is_empty() {
