@@ -15,7 +15,7 @@ VOCABULARY = 64
 
 
 class EmptyModel(PagedModel):
-    """A layer whose keys nobody writes, on a CPU. All logits are zero."""
+    """A layer with keys that are never written, on a CPU. All logits are zero."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
         layer = LayerSpec(

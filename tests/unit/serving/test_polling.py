@@ -15,7 +15,7 @@ WITHOUT = {name: value for name, value in os.environ.items() if not name.startsw
 
 
 def run(code: str, **environment: str) -> tuple[str, str]:
-    """What the code prints to stdout and stderr."""
+    """Return the output of the code, on stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         check=True,

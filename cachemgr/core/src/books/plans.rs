@@ -153,7 +153,7 @@ pub struct StepRequest {
     pub admission_reserve: usize,
     /// Admissions and expected prompts may be another tenant's than the lease's.
     pub names_tenants: bool,
-    /// Prefix hashes of the first admissions that were computed before; whoever plans computes the others.
+    /// Prefix hashes of the first admissions that were computed before; planning computes the others.
     #[serde(skip)]
     pub hashes: Vec<PromptHashes>,
 }
