@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -342,6 +343,32 @@ class TestRefusals:
             sampler.sample(random_logits(1)[:, 1:], [0], [1])
         with pytest.raises(KeyError):
             sampler.sample(random_logits(1), [1], [1])
+
+    def test_a_batch_has_the_parameters_that_its_rows_have_now(self) -> None:
+        sampler, draw = make_sampler(max_num_seqs=5), random.Random(7)
+        for number in range(300):
+            row, other = draw.sample(range(5), 2)
+            change = draw.choice(("set", "set", "clear", "fork"))
+            if change == "set":
+                params = SamplingParams(temperature=draw.random(), top_k=draw.randrange(9), top_p=0.5, seed=number)
+                sampler.set_params(row, params)
+            elif change == "clear":
+                sampler.clear(row)
+            else:
+                sampler.fork(row, other, seed=number)
+            sampler.check_invariants()
+            for row in range(5):
+                expected = sampler.params(row)
+                if expected is None:
+                    with pytest.raises(KeyError):
+                        sampler.draws([row])
+                    continue
+                draws = sampler.draws([row])
+                assert draws is not None
+                seed, top_k, *shares = draws.columns[:, 0]
+                assert (seed, top_k) == (expected.seed, expected.top_k)
+                top_p, min_p, temperature = np.array(shares).view(np.float64)
+                assert (top_p, min_p, temperature) == (expected.top_p, expected.min_p, expected.temperature)
 
     def test_clearing_and_forking_a_row_without_parameters_is_nothing(self) -> None:
         sampler = make_sampler(SamplingParams(), max_num_seqs=3)

@@ -316,6 +316,10 @@ class TestStepBatch:
     def test_a_count_that_is_not_the_number_of_tokens_is_refused(self) -> None:
         with pytest.raises(ValueError, match="count=3 with 2 tokens"):
             build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[3], token_ids=[[1, 2]])
+        with pytest.raises(ValueError, match="count=1 with 0 tokens"):
+            build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[1], token_ids=[[]])
+        with pytest.raises(ValueError, match="count=2 with 1 tokens"):
+            build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[2], token_ids=[None])
         with pytest.raises(ValueError, match=r"have \[1, 1, 1, 0\] items"):
             build_step_batch(make_table([7]), block_size=4, rows=[0], starts=[0], counts=[1], token_ids=[])
         with pytest.raises(ValueError, match="a row occurs twice"):

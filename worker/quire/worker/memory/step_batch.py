@@ -190,16 +190,15 @@ def _check_tokens(runs: Runs, last_positions: Int64s) -> None:
     num_ids, positions = np.ones(len(runs.rows), dtype=np.int64), last_positions
     if runs.given:
         given, positions = list(runs.given), last_positions.copy()
-        num_ids[given] = [max(1, len(ids)) for ids in runs.given.values()]
-        positions[given] = runs.starts[given].clip(min=0)
+        num_ids[given] = [len(ids) for ids in runs.given.values()]
+        positions[given] = np.where((runs.starts >= 0) & (runs.counts > 0), runs.starts, NO_TOKEN)[given]
     is_right = (runs.counts == num_ids) & (runs.starts == positions)
     if is_right.all():
         return
     run = int(is_right.argmin())
     where = f"row {runs.rows[run]}: start={runs.starts[run]}"
-    num_given = len(runs.given.get(run, _ZERO))
     if run in runs.given or runs.starts[run] < 0 or runs.counts[run] != 1:
-        raise ValueError(f"{where}, count={runs.counts[run]} with {num_given} tokens")
+        raise ValueError(f"{where}, count={runs.counts[run]} with {num_ids[run]} tokens")
     expected = None if positions[run] == NO_TOKEN else positions[run]
     raise ValueError(f"{where}, but its last sampled token takes position {expected}")
 
