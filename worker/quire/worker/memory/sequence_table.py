@@ -52,7 +52,7 @@ class SequenceTableStatistics:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """What n rows hold: blocks in the entries begins .. ends - 1 of each group, [G, n] each, and a last token.
+    """The content of n rows: blocks in the entries begins .. ends - 1 of each group, [G, n] each, and a last token.
 
     last_token_positions    [n]     the positions that their last sampled tokens take; NO_TOKEN where none was sampled
     """
@@ -244,7 +244,7 @@ class SequenceTable:
         return int(self._begins[group, row])
 
     def held(self, rows: Int64s) -> HeldRows:
-        """What rows in use hold, as the host has it."""
+        """Return the content of rows in use, as the host has it."""
         return HeldRows(self._begins[:, rows], self._ends[:, rows], self._last_token_position[rows])
 
     def last_token_position(self, row: int) -> int | None:
