@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,19 @@ def pool_use(pool: pb.Pool) -> PoolUse:
     )
 
 
+class Chunks(Protocol):
+    """The chunks of one request, for one reader. Work begins with the first item; closing them frees everything."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Return itself."""
+
+    def __anext__(self) -> Awaitable[Chunk]:
+        """Wait for the next chunk. Raises the request's error; then the chunks have ended."""
+
+    def aclose(self) -> Awaitable[None]:
+        """End the request, if it has not ended. Not while a chunk is awaited."""
+
+
 class Backend(Protocol):
     """A served model: one engine, or a router over the engines of several pools."""
 
@@ -94,7 +107,7 @@ class Backend(Protocol):
 
     def generate(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, other errors while it is iterated."""
 
     def statistics(self) -> BackendStatistics:
@@ -191,7 +204,7 @@ class EngineBackend:
 
     def generate(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> Chunks:
         """Chunks of a request; see Engine.generate."""
         return self._engine.generate(prompt_token_ids, params, cache=cache)
 
