@@ -37,6 +37,8 @@ BEGIN_S = 0.5
 """A stream without an event begins after this time."""
 _BEGUN_AT_ONCE = 8
 DONE = b"data: [DONE]\n\n"
+SEND_KEY = "send"
+"""The server's own `send` in a scope's state: what others wrap around it is for the beginning of an answer."""
 PING = b": ping\n\n"
 """A comment, which clients skip: it says that the connection is alive."""
 _encode = msgspec.json.Encoder().encode
@@ -152,10 +154,10 @@ class EventStream(Response, Generic[Item]):
         """Send the answer."""
         async with contextlib.aclosing(self._items):
             with contextlib.suppress(CallerGone):
-                await while_connected(Request(scope, receive), self._send(send))
+                await while_connected(Request(scope, receive), self._send(send, scope["state"].get(SEND_KEY, send)))
 
-    async def _send(self, send: Send) -> None:
-        async with _watched(send, timeout_s=self._send_timeout_s, ping_s=self._ping_s) as watch:
+    async def _send(self, send: Send, send_body: Send) -> None:
+        async with _watched(send_body, timeout_s=self._send_timeout_s, ping_s=self._ping_s) as watch:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for item in self._items:
