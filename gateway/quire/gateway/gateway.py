@@ -122,6 +122,7 @@ class Gateway:
         *,
         cache: CacheParams | None = None,
         names: Mapping[str, str] | None = None,
+        is_whole: bool = False,
     ) -> Chunks:
         """Chunks of a request of a caller, as Engine.generate gives them.
 
@@ -134,9 +135,10 @@ class Gateway:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         params = replace(params, tenant=caller.tenant, priority=_added(params.priority, caller.priority))
         try:
-            chunks = backend.generate(
-                prompt_token_ids, params, cache=cache if self.names_tenants else _salted(caller, cache)
-            )
+            caching = cache if self.names_tenants else _salted(caller, cache)
+            # A whole request that its caller leaves does not say how many tokens it had.
+            is_whole = is_whole and not self.rate_limiter.counts_tokens(caller)
+            chunks = backend.generate(prompt_token_ids, params, cache=caching, is_whole=is_whole)
         except QuireError as error:
             if names is None:
                 raise
@@ -150,7 +152,7 @@ class Gateway:
 class _MeasuredChunks:
     """The chunks of a request from its admission on, counted as they come."""
 
-    __slots__ = ("_admission", "_admit", "_chunks", "_has_ended", "_measure", "_measured", "_names", "_open")
+    __slots__ = ("_admission", "_admit", "_chunks", "_is_begun", "_measure", "_measured", "_names", "_open")
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class _MeasuredChunks:
         self._measure = measure
         self._names = names
         self._open: ExitStack | None = None
-        self._has_ended = False
+        self._is_begun = False
 
     def __aiter__(self) -> Self:
         return self
@@ -185,13 +187,14 @@ class _MeasuredChunks:
 
     async def aclose(self) -> None:
         """End a request whose caller wants no more chunks."""
-        self._has_ended = True
+        self._is_begun = True
         if self._open is not None:
             await self._end(asyncio.CancelledError())
 
     def _begin(self) -> None:
-        if self._has_ended:
+        if self._is_begun:
             raise StopAsyncIteration
+        self._is_begun = True
         with ExitStack() as opened:
             self._admission = opened.enter_context(self._admit())
             self._measured = opened.enter_context(self._measure())
@@ -199,7 +202,6 @@ class _MeasuredChunks:
 
     async def _end(self, error: BaseException) -> None:
         opened, self._open = self._open or ExitStack(), None
-        self._has_ended = True
         if isinstance(error, StopAsyncIteration):
             opened.close()
         else:

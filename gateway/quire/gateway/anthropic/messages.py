@@ -42,7 +42,6 @@ class MessageRequest(ConversationRequest):
     """A request as it was read."""
 
     max_tokens: int
-    stream: bool
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:

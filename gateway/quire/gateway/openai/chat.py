@@ -41,7 +41,6 @@ _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response
 class ChatCompletionRequest(ConversationRequest):
     """A request as it was read."""
 
-    stream: bool
     usage: StreamUsage
     return_token_ids: bool
 

@@ -81,7 +81,10 @@ def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[Ch
         try:
             token_ids, params = _sent(prompt, asked)
             params = gateway.within_room(asked.backend, params, len(token_ids))
-            streams.append(gateway.generate(caller, asked.backend, token_ids, params, cache=asked.cache))
+            chunks = gateway.generate(
+                caller, asked.backend, token_ids, params, cache=asked.cache, is_whole=not asked.stream
+            )
+            streams.append(chunks)
         except InvalidRequest as error:
             found = http_error_of(error)
             if not asked.generates and found.param == "allowed_token_ids":  # the prompt's last token

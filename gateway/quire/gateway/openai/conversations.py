@@ -29,6 +29,7 @@ class ConversationRequest:
     conversation: Conversation
     params: SamplingParams
     cache: CacheParams | None
+    stream: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +71,7 @@ async def begin(
     parsers = [model.parser_of(asked.params, offer, prompt) for _ in range(params.n)]
     if offer.is_forced:
         names = {**names, "grammar": "tools"}
-    chunks = gateway.generate(caller, asked.backend, prompt.token_ids, params, cache=asked.cache, names=names)
+    chunks = gateway.generate(
+        caller, asked.backend, prompt.token_ids, params, cache=asked.cache, names=names, is_whole=not asked.stream
+    )
     return BegunConversation(prompt.token_ids, chunks, parsers)

@@ -76,7 +76,6 @@ class ResponsesRequest(ConversationRequest):
     shown          fields that the answer repeats
     """
 
-    stream: bool
     items: Sequence[Item]
     custom_names: frozenset[str]
     shown: Mapping[str, Any]

@@ -106,7 +106,12 @@ class Backend(Protocol):
         """Return whether a request would be computed now; False while it would wait for a service."""
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
     ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, other errors while it is iterated."""
 
@@ -203,10 +208,15 @@ class EngineBackend:
             await asyncio.sleep(WATCH_S)
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
     ) -> Chunks:
         """Chunks of a request; see Engine.generate."""
-        return self._engine.generate(prompt_token_ids, params, cache=cache)
+        return self._engine.generate(prompt_token_ids, params, cache=cache, is_whole=is_whole)
 
     def statistics(self) -> BackendStatistics:
         """The engine's numbers."""

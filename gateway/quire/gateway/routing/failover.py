@@ -69,15 +69,18 @@ class RoutedChunks:
     """The chunks of one request, from one pool after another."""
 
     __slots__ = (
-        *("_cache", "_chunks", "_ends_at", "_has_ended", "_member", "_num_moves", "_opened", "_params"),
-        *("_progress", "_router", "_token_ids", "_tried"),
+        *("_cache", "_chunks", "_ends_at", "_has_ended", "_is_whole", "_member", "_num_moves", "_opened"),
+        *("_params", "_progress", "_router", "_token_ids", "_tried"),
     )
 
-    def __init__(self, router: Placing, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> None:
+    def __init__(
+        self, router: Placing, token_ids: list[int], params: SamplingParams, cache: CacheParams, *, is_whole: bool
+    ) -> None:
         self._router = router
         self._token_ids = token_ids
         self._params = params
         self._cache = cache
+        self._is_whole = is_whole
         self._progress = _Progress.of(params.n)
         self._tried: set[Member] = set()
         self._num_moves = 0
@@ -134,8 +137,9 @@ class RoutedChunks:
         self._member, self._opened = await entering
         if self._ends_at is not None:
             params = replace(params, timeout_s=max(0.001, self._ends_at - loop.time()))
-        generate = self._member.engine.generate
-        self._chunks = generate(self._token_ids, params, cache=self._cache, delivered=progress.delivered)
+        self._chunks = self._member.engine.generate(
+            self._token_ids, params, cache=self._cache, delivered=progress.delivered, is_whole=self._is_whole
+        )
         return self._chunks
 
     def _take(self, chunk: Chunk) -> None:

@@ -216,14 +216,19 @@ class Router:
         self._members.set_weights(weights)
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
     ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, if no pool can serve the request."""
         token_ids, caching = list(prompt_token_ids), cache_params_of(cache)
         if params.seed is None:
             params = replace(params, seed=random.getrandbits(62))
         self._check(token_ids, params)
-        return RoutedChunks(self, token_ids, params, caching)
+        return RoutedChunks(self, token_ids, params, caching, is_whole=is_whole)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         error: QuireError = EngineStopped("the router is closed")
