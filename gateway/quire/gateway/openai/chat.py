@@ -240,7 +240,9 @@ class _ChatAnswer:
     def take(self, chunk: Chunk) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
         """Take a chunk; return its message and its new content: a delta, and log-probabilities."""
         self._usage.count(chunk)
-        message = self._messages.setdefault(chunk.index, _Message())
+        message = self._messages.get(chunk.index)
+        if message is None:
+            message = self._messages[chunk.index] = _Message()
         delta = message.take(self._begun.events_of(chunk))
         logprobs = self._logprob_entries(chunk)
         message.logprobs += logprobs
