@@ -332,28 +332,40 @@ async def merged(streams: Sequence[Closable[Item]]) -> AsyncGenerator[tuple[int,
 
     An item is taken from a stream only once the one before it was taken from here.
     """
-    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=1)
+    ready: list[tuple[int, Item] | BaseException | None] = []
+    news, taken = asyncio.Event(), asyncio.Event()  # taken: all that is ready now
 
     async def pump(index: int, stream: Closable[Item]) -> None:
         try:
             async with contextlib.aclosing(stream):
                 async for item in stream:
-                    await queue.put((index, item))
+                    ready.append((index, item))
+                    news.set()
+                    await taken.wait()
         except Exception as error:
-            await queue.put(error)
+            ready.append(error)
         else:
-            await queue.put(None)
+            ready.append(None)
+        news.set()
 
     tasks: list[asyncio.Task[None]] = []
     try:
         for index, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(index, stream)))
             await _let_others_run(index)
-        for _ in streams:
-            while (entry := await queue.get()) is not None:
+        num_open = len(streams)
+        while num_open:
+            await news.wait()
+            news.clear()
+            (entries, ready), (waiting, taken) = (ready, []), (taken, asyncio.Event())
+            for entry in entries:
                 if isinstance(entry, BaseException):
                     raise entry
-                yield entry
+                if entry is None:
+                    num_open -= 1
+                else:
+                    yield entry
+            waiting.set()
     finally:
         for task in tasks:
             await _cancel(task)
