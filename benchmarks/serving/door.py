@@ -5,7 +5,8 @@
 
 A worker serves a Llama of 56 M parameters in float32 on this machine. Streams: so many requests at once, each read to
 its end, by an engine of this process or through `quire serve` over a connection each. First byte: one request of one
-token after another, without other load. The ways of a row run one right after the other, in another order each round;
+token after another, without other load. Processor time is that of the process that has the engine: this one, or the
+gateway's. The ways of a row run one right after the other, in another order each round;
 medians of the rounds.
 
 Both servers get the same bytes: a text, and the number of tokens to generate. The tokens are those that the server
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from environments import PeerUnavailable
 from in_process import LEASE_TTL_S
 from matplotlib import pyplot
@@ -74,6 +76,21 @@ Answer = Callable[[], tuple[float, int]]
 """Returns seconds to a request's first chunk, and the number of its tokens. Raises StreamFailed."""
 Generate = Callable[[str, int], Awaitable[Answer]]
 """Runs a request with a prompt and a number of tokens to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to generate, and the process that has the engine; None: it is not looked at."""
+
+    generate: Generate
+    process: psutil.Process | None = None
+
+    def processor_s(self) -> float:
+        """Return the processor time of the process since its start."""
+        if self.process is None:
+            return 0.0
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
 
 
 class StreamFailed(Exception):
@@ -172,7 +189,7 @@ async def first_byte_s(sizes: Sizes, generate: Generate, seed: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def ways_to(model: Path, sizes: Sizes, *, peers: bool) -> AsyncIterator[tuple[dict[str, Generate], str]]:
+async def ways_to(model: Path, sizes: Sizes, *, peers: bool) -> AsyncIterator[tuple[dict[str, Way], str]]:
     """Yield the ways to generate by name, and why the peer is not among them, if it was asked for."""
     flags = ("--dtype", "float32", "--device", "cpu", "--block-size", str(BLOCK_SIZE))
     served = {"num_blocks": sizes.num_blocks, "block_size": BLOCK_SIZE, "max_step_tokens": MAX_STEP_TOKENS}
@@ -189,12 +206,16 @@ async def ways_to(model: Path, sizes: Sizes, *, peers: bool) -> AsyncIterator[tu
         )
         assert services.gateway is not None
         engine = await stack.enter_async_context(Engine.connect(services.cachemgr_address, config=config))
-        ways = {"engine": by_engine(engine), "HTTP": by_http(services.gateway.urls[0], str(model))}
+        by_gateway = by_http(services.gateway.urls[0], str(model))
+        ways = {
+            "engine": Way(by_engine(engine), psutil.Process()),
+            "HTTP": Way(by_gateway, psutil.Process(services.gateway.pid)),
+        }
         absent = ""
         if peers:
             try:
                 peer = stack.enter_context(transformers_serve(model, model / "peer.log", **served))
-                ways[PEER] = by_http(peer, str(model))
+                ways[PEER] = Way(by_http(peer, str(model)))
             except PeerUnavailable as error:
                 absent = str(error)
         yield ways, absent
@@ -205,27 +226,31 @@ class Found:
     """Figures of every round.
 
     rounds    by row and way: tokens a second of so many streams, or seconds to the first byte
+    used_s    by row and way: seconds of processor time of the way's process
     failed    why the peer failed in a row, by row; it is not tried again there
     absent    why the peer was not measured, if it was asked for
     """
 
     rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    used_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     absent: str = ""
 
-    async def add(self, row: str, way: str, measured: Callable[[], Awaitable[float]]) -> None:
+    async def add(self, row: str, name: str, way: Way, measured: Callable[[Generate], Awaitable[float]]) -> None:
         """Measure a way once more. Raises StreamFailed if a stream of Quire's fails."""
-        if way == PEER and row in self.failed:
+        if name == PEER and row in self.failed:
             return
+        used_s = way.processor_s()
         try:
-            value = await measured()
+            value = await measured(way.generate)
         except (StreamFailed, OSError) as error:
-            if way != PEER:
+            if name != PEER:
                 raise
             self.failed[row] = str(error)
             self.rounds[row].pop(PEER, None)
         else:
-            self.rounds.setdefault(row, {}).setdefault(way, []).append(value)
+            self.rounds.setdefault(row, {}).setdefault(name, []).append(value)
+            self.used_s.setdefault(row, {}).setdefault(name, []).append(way.processor_s() - used_s)
 
 
 async def measure_all(sizes: Sizes, quick: bool, progress: Progress, *, peers: bool) -> Found:
@@ -235,21 +260,21 @@ async def measure_all(sizes: Sizes, quick: bool, progress: Progress, *, peers: b
         number_tokenizer(Path(name), sizes.vocabulary)
         async with ways_to(Path(name), sizes, peers=peers) as (ways, absent):
             found = Found(absent=absent)
-            rows: dict[str, Callable[[Generate, int], Awaitable[float]]] = {
+            rows: dict[str, Callable[..., Awaitable[float]]] = {
                 str(count): partial(tokens_per_s, sizes, count, num_new) for count, num_new in sizes.streams
             }
             rows[FIRST_BYTE] = partial(first_byte_s, sizes)
             task = progress.add_task("first requests", total=sizes.rounds * len(rows) * len(ways))
-            for generate in ways.values():
+            for each in ways.values():
                 with contextlib.suppress(StreamFailed, OSError):  # the rounds will show it
-                    await tokens_per_s(sizes, sizes.streams[-1][0], 2, generate, 0)
+                    await tokens_per_s(sizes, sizes.streams[-1][0], 2, each.generate, 0)
             for number in range(1, sizes.rounds + 1):
                 # The machine's speed drifts: a row's ways run one right after the other, in another order each round.
                 order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
                 for row, measure_row in rows.items():
                     for way in order:
                         progress.update(task, description=f"round {number}/{sizes.rounds}, {way}: {row}")
-                        await found.add(row, way, partial(measure_row, ways[way], number))
+                        await found.add(row, way, ways[way], partial(measure_row, seed=number))
                         progress.advance(task)
     return found
 
@@ -261,6 +286,13 @@ def measure(quick: bool, progress: Progress, *, peers: bool) -> Findings:
     first = rows.pop(FIRST_BYTE)
     figures: dict[str, Any] = {
         "streams": {row: {**ways, **ratios_of(found.rounds[row])} for row, ways in rows.items()},
+        "processor_us_per_token": {
+            str(count): {
+                way: 1e6 * statistics.median(found.used_s[str(count)][way]) / (count * num_new)
+                for way in ("engine", "HTTP")
+            }
+            for count, num_new in sizes.streams
+        },
         "first_byte_s": {**first, "difference": first["HTTP"] - first["engine"]},
     }
     notes = [
@@ -286,15 +318,27 @@ def ratios_of(ways: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def table_of(figures: dict[str, Any]) -> Any:
     peer = figures.get("peer")
-    headings = ["engine, tokens/s", "HTTP, tokens/s", "HTTP / engine"]
+    headings = [
+        "engine, tokens/s",
+        "HTTP, tokens/s",
+        "HTTP / engine",
+        "engine, processor time a token",
+        "HTTP, the same",
+    ]
     made = table("gateway", "streams", *headings, *((PEER, f"HTTP / {PEER}") if peer else ()))
     for count, each in figures["streams"].items():
+        used_us = figures["processor_us_per_token"][count]
         cells = [f"{each['engine']:.0f}", f"{each['HTTP']:.0f}", f"{each['ratio']:.3f}"]
+        cells += [f"{used_us[way]:.0f} µs" for way in ("engine", "HTTP")]
         if peer:
             cells += [f"{each[PEER]:.0f}", f"{each['peer_ratio']:.2f}"] if PEER in each else ["failed", ""]
         made.add_row(count, *cells)
     first = figures["first_byte_s"]
-    cells = [f"{1e3 * first[way]:.1f} ms" for way in ("engine", "HTTP")] + [f"+{1e3 * first['difference']:.1f} ms"]
+    cells = [f"{1e3 * first[way]:.1f} ms" for way in ("engine", "HTTP")] + [
+        f"+{1e3 * first['difference']:.1f} ms",
+        "",
+        "",
+    ]
     if peer:
         cells += [f"{1e3 * first[PEER]:.1f} ms", ""] if PEER in first else ["failed", ""]
     made.add_row(FIRST_BYTE, *cells)

@@ -315,6 +315,8 @@ def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
     assert written["streams"].keys() == {"1", "4"}
     assert all(min(each["engine"], each["HTTP"], each["ratio"]) > 0 for each in written["streams"].values())
     assert written["first_byte_s"]["HTTP"] > 0
+    assert written["processor_us_per_token"].keys() == {"1", "4"}
+    assert all(each.keys() == {"engine", "HTTP"} for each in written["processor_us_per_token"].values())
     assert "peer" not in written
 
 

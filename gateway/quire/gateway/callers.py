@@ -54,6 +54,9 @@ class RateLimiter(Protocol):
     ) -> AbstractContextManager[Admission]:
         """Admit a request until the context ends. Raises HttpError: 429 with the time to wait."""
 
+    def counts_tokens(self, caller: Caller) -> bool:
+        """Return whether the caller has to be admitted by the tokens that its requests have generated."""
+
 
 class _UnlimitedAdmission:
     def generated(self, num_tokens: int) -> None:
@@ -68,3 +71,7 @@ class NoRateLimits:
     ) -> AbstractContextManager[Admission]:
         """Admit every request."""
         return nullcontext(_UnlimitedAdmission())
+
+    def counts_tokens(self, caller: Caller) -> bool:
+        """Return False."""
+        return False

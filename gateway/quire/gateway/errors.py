@@ -12,6 +12,8 @@
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.client.errors import (
@@ -92,15 +94,18 @@ def invalid(param: str, value: object, limit: str) -> HttpError:
     return HttpError(400, f"{param} is {shown}, must be {limit}", code="invalid_value", param=param)
 
 
-def http_error_of(error: QuireError) -> HttpError:
-    """Return the HTTP answer for an error of the client or the engine. The code is the reason in lower case."""
+def http_error_of(error: QuireError, names: Mapping[str, str] = MappingProxyType({})) -> HttpError:
+    """Return the HTTP answer for an error of the client or the engine. The code is the reason in lower case.
+
+    names are the caller's for fields of the engine.
+    """
     cause = cause_of(error)
     param = cause.metadata.get("field") if isinstance(cause, InvalidRequest) else None
     return HttpError(
         _status_of(cause),
         error.message,
         code=cause.reason.lower(),
-        param=param,
+        param=None if param is None else names.get(param, param),
         retry_after_s=cause.retry_after_s,
     )
 

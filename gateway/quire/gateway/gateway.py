@@ -1,22 +1,25 @@
 """The state that all endpoints share: models, callers, limits, measurements. All generate through Gateway.generate."""
 
+import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
-from quire.gateway.callers import Caller, Keys, NoKeys, NoRateLimits, RateLimiter
+from quire.client.errors import QuireError
+from quire.gateway.callers import Admission, Caller, Keys, NoKeys, NoRateLimits, RateLimiter
 from quire.gateway.chat.models import ChatModels
-from quire.gateway.errors import HttpError, invalid
+from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
-from quire.gateway.metrics import GatewayMetrics
-from quire.gateway.routing.backend import Backend
+from quire.gateway.metrics import GatewayMetrics, RequestMeasure
+from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -118,37 +121,92 @@ class Gateway:
         params: SamplingParams,
         *,
         cache: CacheParams | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
+        names: Mapping[str, str] | None = None,
+        is_whole: bool = False,
+    ) -> Chunks:
         """Chunks of a request of a caller, as Engine.generate gives them.
 
         The tenant and the priority become the caller's, and so does the salt where cachemgr does not know tenants.
+        names are the caller's for fields of the engine: then each QuireError is raised as the HttpError that says so.
         Raises InvalidRequest and HttpError at once; HttpError, 429, and what the backend raises also while it is
         iterated. Work begins with the first item asked for; closing the iterator frees everything.
         """
         if self.is_draining:
             raise HttpError(503, "this server is about to end", code="shutting_down")
         params = replace(params, tenant=caller.tenant, priority=_added(params.priority, caller.priority))
-        chunks = backend.generate(
-            prompt_token_ids, params, cache=cache if self.names_tenants else _salted(caller, cache)
-        )
-        return self._measured(caller, backend, chunks, len(prompt_token_ids), params)
+        try:
+            caching = cache if self.names_tenants else _salted(caller, cache)
+            # A whole request that its caller leaves does not say how many tokens it had.
+            is_whole = is_whole and not self.rate_limiter.counts_tokens(caller)
+            chunks = backend.generate(prompt_token_ids, params, cache=caching, is_whole=is_whole)
+        except QuireError as error:
+            if names is None:
+                raise
+            raise http_error_of(error, names) from error
+        num_prompt_tokens = len(prompt_token_ids)
+        admit = partial(self.rate_limiter.admit, caller, num_prompt_tokens=num_prompt_tokens, params=params)
+        measure = partial(self.metrics.request, backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
+        return _MeasuredChunks(chunks, admit, measure, names)
 
-    async def _measured(
+
+class _MeasuredChunks:
+    """The chunks of a request from its admission on, counted as they come."""
+
+    __slots__ = ("_admission", "_admit", "_chunks", "_is_begun", "_measure", "_measured", "_names", "_open")
+
+    def __init__(
         self,
-        caller: Caller,
-        backend: Backend,
-        chunks: AsyncGenerator[Chunk, None],
-        num_prompt_tokens: int,
-        params: SamplingParams,
-    ) -> AsyncGenerator[Chunk, None]:
-        entering = self.rate_limiter.admit(caller, num_prompt_tokens=num_prompt_tokens, params=params)
-        async with aclosing(chunks):
-            measuring = self.metrics.request(backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
-            with entering as admission, measuring as measured:
-                async for chunk in chunks:
-                    measured.chunk(chunk, time.perf_counter())
-                    admission.generated(len(chunk.token_ids))
-                    yield chunk
+        chunks: Chunks,
+        admit: Callable[[], AbstractContextManager[Admission]],
+        measure: Callable[[], AbstractContextManager[RequestMeasure]],
+        names: Mapping[str, str] | None,
+    ) -> None:
+        self._chunks = chunks
+        self._admit = admit
+        self._measure = measure
+        self._names = names
+        self._open: ExitStack | None = None
+        self._is_begun = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._open is None:
+            self._begin()
+        try:
+            chunk = await anext(self._chunks)
+        except BaseException as error:
+            await self._end(error)
+            if self._names is None or not isinstance(error, QuireError):
+                raise
+            raise http_error_of(error, self._names) from error
+        self._measured.chunk(chunk, time.perf_counter())
+        self._admission.generated(len(chunk.token_ids))
+        return chunk
+
+    async def aclose(self) -> None:
+        """End a request whose caller wants no more chunks."""
+        self._is_begun = True
+        if self._open is not None:
+            await self._end(asyncio.CancelledError())
+
+    def _begin(self) -> None:
+        if self._is_begun:
+            raise StopAsyncIteration
+        self._is_begun = True
+        with ExitStack() as opened:
+            self._admission = opened.enter_context(self._admit())
+            self._measured = opened.enter_context(self._measure())
+            self._open = opened.pop_all()
+
+    async def _end(self, error: BaseException) -> None:
+        opened, self._open = self._open or ExitStack(), None
+        if isinstance(error, StopAsyncIteration):
+            opened.close()
+        else:
+            opened.__exit__(type(error), error, error.__traceback__)
+        await self._chunks.aclose()
 
 
 def _added(priority: int, more: int) -> int:

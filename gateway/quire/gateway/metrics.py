@@ -81,8 +81,7 @@ class RequestMeasure:
         if num_tokens:
             last_s = self._last_s.get(chunk.index)
             if last_s is not None:
-                for _ in range(num_tokens):
-                    measured.inter_token.observe((at_s - last_s) / num_tokens)
+                measured.inter_token.observe((at_s - last_s) / num_tokens, num_tokens)
             elif not self._last_s:
                 measured.first_token.observe(at_s - self._began_s)
                 self._tenant.num_first_tokens += 1

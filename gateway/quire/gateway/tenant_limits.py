@@ -215,6 +215,10 @@ class TenantRateLimiter:
             account.num_tokens -= num_reserved
         return TenantAdmission(account, num_prompt_tokens=num_prompt_tokens, num_reserved=num_reserved)
 
+    def counts_tokens(self, caller: Caller) -> bool:
+        """Return whether the caller's tenant has a limit of tokens."""
+        return self.limits_of(caller.tenant).tokens_per_minute is not None
+
     def _fill(self, account: _Account, rate: int) -> None:
         now = self._clock()
         account.num_tokens = min(float(rate), account.num_tokens + (now - account.filled_at) * rate / 60)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.errors import EngineStopped, EpochChanged, LeaseLost, NotFound, OutOfRoom, QuireError, Unavailable
 from quire.client.worker_client import WorkerClient
+from quire.gateway.routing.backend import Chunks
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
 
@@ -204,7 +205,7 @@ class SimulatedGateway:
         if not self._deliveries.has_ended(call.request, num_samples):
             self.process.world.fail(f"{self.process.name}: request {call.request} has ended without all of its ends")
 
-    async def _generate(self, chunks: AsyncGenerator[Chunk, None], call: Call) -> None:
+    async def _generate(self, chunks: Chunks, call: Call) -> None:
         num_tokens = 0
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -224,7 +225,7 @@ def _num_requests(backend: Engine | Router) -> int:
     return sum(backend.router_statistics().open.values())
 
 
-def _chunks(backend: Engine | Router, request: Request) -> AsyncGenerator[Chunk, None]:
+def _chunks(backend: Engine | Router, request: Request) -> Chunks:
     assert isinstance(request.params, SamplingParams)
     assert len(request.prompt) + (request.params.max_tokens or 0) <= MAX_MODEL_LEN
     return backend.generate(list(request.prompt), request.params, cache=request.cache)

@@ -361,6 +361,28 @@ def test_a_worker_that_stays_away_loses_its_requests_to_another_pool() -> None:
     run(body())
 
 
+def test_a_whole_answer_has_two_chunks_a_sample_and_one_more_for_each_move() -> None:
+    async def body() -> None:
+        a, b = Pool("a"), Pool("b")
+        a.num_cached = 4
+        async with routing(a, b) as router:
+            await until_pools(router, "a", "b")
+            whole = [chunk async for chunk in router.generate(PROMPT, greedy(60), is_whole=True)]
+            assert [len(chunk.token_ids) for chunk in whole] == [1, 59]
+            moved = []
+            async for chunk in router.generate(PROMPT, greedy(60), is_whole=True):
+                moved.append(chunk)
+                if len(moved) == 1:
+                    a.lease_errors.extend([WorkerUnavailable("away")] * 1_000_000)
+                    a.plan_errors.append(WorkerUnavailable("away"))
+                    a.result_errors.extend([WorkerUnavailable("away")] * 2)
+            assert [token for chunk in moved for token in chunk.token_ids] == RECITED[:60]
+            assert len(moved) <= 4
+            assert router.router_statistics().placed == {"a": 2, "b": 1}
+
+    run(body())
+
+
 def test_without_another_pool_a_request_waits_for_its_own() -> None:
     async def body() -> None:
         a = Pool("a")

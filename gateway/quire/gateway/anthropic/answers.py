@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
 from quire.gateway.http.streams import event_of
 from quire.gateway.openai.answers import TokenUsage, call_id
-from quire.gateway.openai.conversations import Piece
+from quire.gateway.openai.conversations import BegunConversation
 
 
 @dataclass(slots=True)
@@ -72,10 +71,12 @@ def _input_of(arguments: str) -> dict[str, Any]:
 class MessageAnswer:
     """The answer to one request."""
 
-    def __init__(self, request_id: str, model: str, *, num_prompt_tokens: int, max_tokens: int) -> None:
+    def __init__(self, request_id: str, model: str, begun: BegunConversation, *, max_tokens: int) -> None:
+        self._begun = begun
+        self._is_begun = False
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
-        self._usage = TokenUsage(num_prompt_tokens)
+        self._usage = TokenUsage(len(begun.prompt_token_ids))
         self._blocks: list[_TextBlock | _Thinking | _ToolUse] = []
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
@@ -95,25 +96,25 @@ class MessageAnswer:
             "output_tokens": usage.num_generated_tokens,
         }
 
-    async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, from message_start to message_stop."""
-        is_begun = False
-        async with aclosing(pieces):
-            async for piece in pieces:
-                self._usage.count(piece.chunk)
-                if not is_begun:  # an error before the first token is an HTTP status
-                    yield _event("message_start", message=self.body)
-                    yield _event("ping")
-                    is_begun = True
-                for event in piece.events:
-                    for each in self._take(event):
-                        yield each
-                if piece.chunk.finish_reason is not None:
-                    self._stop = self._stopped(piece.chunk)
-        if self._blocks:
-            yield _event("content_block_stop", index=len(self._blocks) - 1)
-        yield _event("message_delta", delta=self._stop, usage=self._usage_body)
-        yield _event("message_stop")
+    def push(self, chunk: Chunk) -> bytes:
+        """Return the events of a chunk: with the first one message_start."""
+        return b"".join(self._of_chunk(chunk))
+
+    def _of_chunk(self, chunk: Chunk) -> Iterator[bytes]:
+        self._usage.count(chunk)
+        if not self._is_begun:
+            self._is_begun = True
+            yield _event("message_start", message=self.body)
+            yield _event("ping")
+        for event in self._begun.events_of(chunk):
+            yield from self._take(event)
+        if chunk.finish_reason is not None:
+            self._stop = self._stopped(chunk)
+
+    def finish(self) -> bytes:
+        """Return the last events, up to message_stop."""
+        end = _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else b""
+        return end + _event("message_delta", delta=self._stop, usage=self._usage_body) + _event("message_stop")
 
     def _take(self, event: Event) -> Iterator[bytes]:
         """Take news of the text; iterate over their events."""

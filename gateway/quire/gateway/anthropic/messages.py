@@ -42,7 +42,6 @@ class MessageRequest(ConversationRequest):
     """A request as it was read."""
 
     max_tokens: int
-    stream: bool
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
@@ -53,15 +52,14 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_request(gateway, request.fields)
-    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    model = asked.backend.model_names[0]
-    answer = MessageAnswer(request.id, model, num_prompt_tokens=len(prompt), max_tokens=asked.max_tokens)
+    begun = await begin(gateway, request.caller, asked, names=_NAMES)
+    answer = MessageAnswer(request.id, asked.backend.model_names[0], begun, max_tokens=asked.max_tokens)
     headers = {REQUEST_ID_HEADER: request.id}
     if asked.stream:
-        return await begin_stream(answer.events(pieces), gateway.limits, headers=headers, encode_error=error_event)
-    async with aclosing(answer.events(pieces)) as whole:
-        async for _ in whole:
-            pass
+        return await begin_stream(begun.chunks, answer, gateway.limits, headers=headers, encode_error=error_event)
+    async with aclosing(begun.chunks) as chunks:
+        async for chunk in chunks:
+            answer.push(chunk)
     return json_response(answer.body, headers=headers)
 
 

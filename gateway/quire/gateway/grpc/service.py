@@ -11,7 +11,7 @@ before it, and the engine fails a request if its mailbox gets too full (EngineCo
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from quire.gateway.grpc.messages import (
     encode_prompt_logprobs,
     messages_of,
 )
-from quire.gateway.routing.backend import Backend
+from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.texts import check_countable, check_length, decode_tokens, encode_text
 from quire.serving.access import ANYBODY, Role, Roles, caller
 from quire.serving.addresses import Address
@@ -204,8 +204,10 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         params, cache = decode_parameters(request.parameters), decode_cache(request.cache)
         return GenerationRequest(backend, await _prompt_of(backend, request.prompt), params, cache)
 
-    def _chunks(self, asking: Caller, asked: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        return self._gateway.generate(asking, asked.backend, asked.prompt_token_ids, asked.params, cache=asked.cache)
+    def _chunks(self, asking: Caller, asked: GenerationRequest, *, is_whole: bool = False) -> Chunks:
+        return self._gateway.generate(
+            asking, asked.backend, asked.prompt_token_ids, asked.params, cache=asked.cache, is_whole=is_whole
+        )
 
     async def _complete(
         self, asking: Caller, asked: GenerationRequest | CallEnded
@@ -216,7 +218,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         tally = Tally(len(asked.prompt_token_ids), asked.received_s)
         chunks: list[Chunk] = []
         try:
-            async with contextlib.aclosing(self._chunks(asking, asked)) as stream:
+            async with contextlib.aclosing(self._chunks(asking, asked, is_whole=True)) as stream:
                 async for chunk in stream:
                     tally.note(chunk, time.perf_counter())
                     chunks.append(chunk)

@@ -27,7 +27,7 @@ from quire.gateway.fields import Fields, parse_body
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.bodies import read_body
 from quire.gateway.http.browsers import BrowserRules, cors_of
-from quire.gateway.http.streams import CallerGone, encode_json, while_connected
+from quire.gateway.http.streams import SEND_KEY, CallerGone, encode_json, while_connected
 from quire.serving.logs import REQUEST_ID_KEY, begin_call, describe_exception
 from quire.serving.tracing import HttpSpan, http_request
 
@@ -133,7 +133,7 @@ class HttpApp:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         call = begin_call([(REQUEST_ID_KEY, headers.get(REQUEST_ID_KEY))])
         scope["app"] = self  # so that Starlette raises for a wrong method
-        scope.setdefault("state", {})[REQUEST_ID_KEY] = call.request_id
+        scope.setdefault("state", {}).update({REQUEST_ID_KEY: call.request_id, SEND_KEY: send})
         status, failed = 0, None
 
         async def send_with_id(message: Message) -> None:

@@ -97,6 +97,16 @@ class _Shared(Generic[Asked, Found]):
         return await asyncio.shield(answer)
 
 
+class _AsTheyAre:
+    """Sends events as they are, without one behind the last."""
+
+    def push(self, event: bytes) -> bytes:
+        return event
+
+    def finish(self) -> bytes:
+        return b""
+
+
 class Live:
     """The cache as it changes, for the viewers of the page."""
 
@@ -117,6 +127,7 @@ class Live:
         events = await primed(self._events(request.query_params.get("pool", ""), caller))
         return EventStream(
             events,
+            _AsTheyAre(),
             send_timeout_s=self._gateway.limits.send_timeout_s,
             ping_s=self._gateway.limits.stream_ping_s,
             headers=_NOT_KEPT,

@@ -14,8 +14,9 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,14 +29,19 @@ from quire.serving.logs import describe_exception
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
+Taken = TypeVar("Taken", contravariant=True)
 Result = TypeVar("Result")
 
 BEGIN_S = 0.5
 """A stream without an event begins after this time."""
 _BEGUN_AT_ONCE = 8
 DONE = b"data: [DONE]\n\n"
+SEND_KEY = "send"
+"""The server's own `send` in a scope's state: what others wrap around it is for the beginning of an answer."""
 PING = b": ping\n\n"
 """A comment, which clients skip: it says that the connection is alive."""
+_encode = msgspec.json.Encoder().encode
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -45,7 +51,10 @@ class CallerGone(Exception):
 
 def encode_json(value: Any) -> bytes:
     """Return a value as JSON in UTF-8. A lone surrogate becomes a question mark."""
-    return _dumps(value).encode(errors="replace")
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _dumps(value).encode(errors="replace")
 
 
 def event_of(value: Any, *, name: str | None = None) -> bytes:
@@ -65,6 +74,16 @@ class ChoiceEvents:
     def event_of(self, choice: Any) -> bytes:
         """Return the event of one choice."""
         return self._head + encode_json(choice) + self._tail
+
+
+class Answer(Protocol[Taken]):
+    """Makes an answer's events of the items that it takes."""
+
+    def push(self, item: Taken, /) -> bytes:
+        """Take the next item; return its events, which may be none."""
+
+    def finish(self) -> bytes:
+        """Return the events behind the last item's."""
 
 
 def error_event(error: HttpError) -> bytes:
@@ -103,10 +122,10 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
         task.exception()
 
 
-class EventStream(Response):
+class EventStream(Response, Generic[Item]):
     """An answer of server-sent events.
 
-    The events are closed when the answer ends: at the last one, when the caller goes, or when the caller takes nothing
+    The items are closed when the answer ends: at the last one, when the caller goes, or when the caller takes nothing
     for send_timeout_s. An error of theirs is the last event; then there is no [DONE].
     """
 
@@ -114,7 +133,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: "Primed[bytes]",
+        items: "Primed[Item]",
+        answer: Answer[Item],
         *,
         send_timeout_s: float,
         ping_s: float = STREAM_PING_S,
@@ -124,22 +144,26 @@ class EventStream(Response):
         """encode_error makes the event of an error, for an API that has another shape for it."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events = events
+        self._items = items
+        self._answer = answer
         self._send_timeout_s = send_timeout_s
         self._ping_s = ping_s
         self._encode_error = encode_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        async with contextlib.aclosing(self._events):
+        async with contextlib.aclosing(self._items):
             with contextlib.suppress(CallerGone):
-                await while_connected(Request(scope, receive), self._send(send))
+                await while_connected(Request(scope, receive), self._send(send, scope["state"].get(SEND_KEY, send)))
 
-    async def _send(self, send: Send) -> None:
-        async with _watched(send, timeout_s=self._send_timeout_s, ping_s=self._ping_s) as watch:
+    async def _send(self, send: Send, send_body: Send) -> None:
+        async with _watched(send_body, timeout_s=self._send_timeout_s, ping_s=self._ping_s) as watch:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                async for event in self._events:
+                async for item in self._items:
+                    if event := self._answer.push(item):
+                        await watch.send(event)
+                if event := self._answer.finish():
                     await watch.send(event)
             except CallerGone:
                 raise
@@ -220,15 +244,17 @@ class _SendWatch:
 
 
 async def begin_stream(
-    events: AsyncGenerator[bytes, None],
+    items: "Closable[Item]",
+    answer: Answer[Item],
     limits: RequestLimits,
     *,
     headers: Mapping[str, str] | None = None,
     encode_error: Callable[[HttpError], bytes] = error_event,
-) -> EventStream:
-    """Return events as an answer, within the gateway's limits, once it may begin; see primed and EventStream."""
+) -> EventStream[Item]:
+    """Return the events of items as an answer, within the gateway's limits, once it may begin; see primed."""
     return EventStream(
-        await primed(events),
+        await primed(items),
+        answer,
         send_timeout_s=limits.send_timeout_s,
         ping_s=limits.stream_ping_s,
         headers=headers,
@@ -236,12 +262,25 @@ async def begin_stream(
     )
 
 
-async def primed(items: AsyncGenerator[Item, None], *, within_s: float = BEGIN_S) -> "Primed[Item]":
+class Closable(Protocol[Item_co]):
+    """Items that come, until they are closed: an asynchronous generator, or an object like one."""
+
+    def __aiter__(self) -> AsyncIterator[Item_co]:
+        """Return itself."""
+
+    def __anext__(self) -> Awaitable[Item_co]:
+        """Wait for the next item."""
+
+    def aclose(self) -> Awaitable[None]:
+        """End the work on further items."""
+
+
+async def primed(items: Closable[Item], *, within_s: float = BEGIN_S) -> "Primed[Item]":
     """Wait for the first item, but no longer than this; return all items.
 
     So an error before the first item is an HTTP status, unless it comes late, and not an event.
     """
-    first = asyncio.ensure_future(anext(items))
+    first = asyncio.ensure_future(items.__anext__())
     try:
         await asyncio.wait([first], timeout=within_s)
         if first.done() and isinstance(error := first.exception(), Exception) and not _is_end(error):
@@ -260,17 +299,18 @@ def _is_end(error: Exception) -> bool:
 class Primed(Generic[Item]):
     """Items, of which the first has come or is awaited. Unlike a generator it can be closed before it is iterated."""
 
-    def __init__(self, first: "asyncio.Future[Item]", rest: AsyncGenerator[Item, None]) -> None:
+    def __init__(self, first: "asyncio.Future[Item]", rest: Closable[Item]) -> None:
         self._first: asyncio.Future[Item] | None = first
         self._rest = rest
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Item:
-        if self._first is None:
-            return await anext(self._rest)
-        item = await self._first
+    def __anext__(self) -> Awaitable[Item]:
+        return self._rest.__anext__() if self._first is None else self._begin(self._first)
+
+    async def _begin(self, first: "asyncio.Future[Item]") -> Item:
+        item = await first
         self._first = None
         return item
 
@@ -287,38 +327,45 @@ async def _let_others_run(index: int) -> None:
         await asyncio.sleep(0)
 
 
-async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+async def merged(streams: Sequence[Closable[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
     """Iterate over several streams at once: (index of the stream, item). The first error ends all.
 
     An item is taken from a stream only once the one before it was taken from here.
     """
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=1)
+    ready: list[tuple[int, Item] | BaseException | None] = []
+    news, taken = asyncio.Event(), asyncio.Event()  # taken: all that is ready now
 
-    async def pump(index: int, stream: AsyncGenerator[Item, None]) -> None:
+    async def pump(index: int, stream: Closable[Item]) -> None:
         try:
             async with contextlib.aclosing(stream):
                 async for item in stream:
-                    await queue.put((index, item))
+                    ready.append((index, item))
+                    news.set()
+                    await taken.wait()
         except Exception as error:
-            await queue.put(error)
+            ready.append(error)
         else:
-            await queue.put(None)
+            ready.append(None)
+        news.set()
 
     tasks: list[asyncio.Task[None]] = []
     try:
         for index, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(index, stream)))
             await _let_others_run(index)
-        for _ in streams:
-            while (entry := await queue.get()) is not None:
+        num_open = len(streams)
+        while num_open:
+            await news.wait()
+            news.clear()
+            (entries, ready), (waiting, taken) = (ready, []), (taken, asyncio.Event())
+            for entry in entries:
                 if isinstance(entry, BaseException):
                     raise entry
-                yield entry
+                if entry is None:
+                    num_open -= 1
+                else:
+                    yield entry
+            waiting.set()
     finally:
         for task in tasks:
             await _cancel(task)

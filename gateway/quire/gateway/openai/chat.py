@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, event_of
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
-from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
+from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
     StreamUsage,
     cache_of,
@@ -41,7 +41,6 @@ _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "response
 class ChatCompletionRequest(ConversationRequest):
     """A request as it was read."""
 
-    stream: bool
     usage: StreamUsage
     return_token_ids: bool
 
@@ -54,12 +53,14 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = read_chat(gateway, request.fields)
-    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    answer = _ChatAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
+    begun = await begin(gateway, request.caller, asked, names=_NAMES)
+    answer = _ChatAnswer(asked, begun, request, gateway.token_texts(asked.backend))
     if asked.stream:
-        return await begin_stream(answer.events(pieces), gateway.limits)
-    async with aclosing(pieces):
-        return json_response(answer.whole([piece async for piece in pieces]))
+        return await begin_stream(begun.chunks, answer, gateway.limits)
+    async with aclosing(begun.chunks) as chunks:
+        async for chunk in chunks:
+            answer.take(chunk)
+    return json_response(answer.body)
 
 
 # Reading.
@@ -220,12 +221,12 @@ class _ChatAnswer:
     """The answer to one request, as a whole or event by event."""
 
     def __init__(
-        self, asked: ChatCompletionRequest, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts
+        self, asked: ChatCompletionRequest, begun: BegunConversation, request: PostRequest, texts: TokenTexts
     ) -> None:
         self._asked = asked
-        self._prompt_token_ids = prompt_token_ids
+        self._begun = begun
         self._texts = texts
-        self._usage = TokenUsage(len(prompt_token_ids))
+        self._usage = TokenUsage(len(begun.prompt_token_ids))
         self._messages: dict[int, _Message] = {}
         self._tokens: dict[int, SampleTokens] = {}
         self._head = {
@@ -234,13 +235,15 @@ class _ChatAnswer:
             "created": request.began_s,
             "model": asked.backend.model_names[0],
         }
+        self._events = ChoiceEvents(self._head, {"usage": None} if asked.usage.at_end else {})
 
-    def _take(self, piece: Piece) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
-        """Take a piece; return its message and its new content: a delta, and log-probabilities."""
-        chunk = piece.chunk
+    def take(self, chunk: Chunk) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
+        """Take a chunk; return its message and its new content: a delta, and log-probabilities."""
         self._usage.count(chunk)
-        message = self._messages.setdefault(chunk.index, _Message())
-        delta = message.take(piece.events)
+        message = self._messages.get(chunk.index)
+        if message is None:
+            message = self._messages[chunk.index] = _Message()
+        delta = message.take(self._begun.events_of(chunk))
         logprobs = self._logprob_entries(chunk)
         message.logprobs += logprobs
         message.token_ids += chunk.token_ids
@@ -253,37 +256,36 @@ class _ChatAnswer:
         params, tokens = self._asked.params, self._tokens.get(chunk.index)
         if tokens is None:
             tokens = self._tokens[chunk.index] = self._texts.after(
-                self._prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                self._begun.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
             )
         return logprob_entries(chunk, tokens, params)
 
     def _logprobs_body(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
         return None if self._asked.params.logprobs is None else {"content": logprobs, "refusal": None}
 
-    async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events: at most one for each chunk of a sample, then the usage if asked for."""
-        usage = self._asked.usage
-        made = ChoiceEvents(self._head, {"usage": None} if usage.at_end else {})
-        async with aclosing(pieces):
-            async for piece in pieces:
-                if (choice := self._delta_choice(piece)) is None:
-                    continue
-                if usage.in_each:
-                    yield event_of({**self._head, "choices": [choice], "usage": self._usage.body})
-                else:
-                    yield made.event_of(choice)
-        if usage.at_end:
-            yield event_of({**self._head, "choices": [], "usage": self._usage.body})
-        yield DONE
+    def push(self, chunk: Chunk) -> bytes:
+        """Return the event of a chunk; nothing if the caller learns nothing of it."""
+        choice = self._delta_choice(chunk)
+        if choice is None:
+            return b""
+        if self._asked.usage.in_each:
+            return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
+        return self._events.event_of(choice)
 
-    def _delta_choice(self, piece: Piece) -> dict[str, Any] | None:
+    def finish(self) -> bytes:
+        """Return the last events: the usage if it was asked for."""
+        if not self._asked.usage.at_end:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
+
+    def _delta_choice(self, chunk: Chunk) -> dict[str, Any] | None:
         """Return new content of a sample; None if there is none for the caller."""
-        index = piece.chunk.index
+        index = chunk.index
         is_first = index not in self._messages
-        message, delta, logprobs = self._take(piece)
+        message, delta, logprobs = self.take(chunk)
         if is_first:
             delta = {"role": "assistant", "content": "", **delta}
-        shows_ids = self._asked.return_token_ids and bool(piece.chunk.token_ids)
+        shows_ids = self._asked.return_token_ids and bool(chunk.token_ids)
         if not (delta or logprobs or shows_ids or message.reason):
             return None
         choice = {
@@ -293,17 +295,16 @@ class _ChatAnswer:
             "finish_reason": message.reason,
         }
         if self._asked.return_token_ids:
-            choice["prompt_token_ids"] = self._prompt_token_ids if is_first else None
-            choice["token_ids"] = list(piece.chunk.token_ids)
+            choice["prompt_token_ids"] = self._begun.prompt_token_ids if is_first else None
+            choice["token_ids"] = list(chunk.token_ids)
         return choice
 
-    def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """The answer as one object."""
-        for piece in pieces:
-            self._take(piece)
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the answer as one object."""
         choices = [self._choice(index, self._messages[index]) for index in sorted(self._messages)]
         body = {**self._head, "choices": choices, "usage": self._usage.body}
-        return body | {"prompt_token_ids": self._prompt_token_ids} if self._asked.return_token_ids else body
+        return body | {"prompt_token_ids": self._begun.prompt_token_ids} if self._asked.return_token_ids else body
 
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:
         choice = {

@@ -1,7 +1,6 @@
 """POST /v1/completions, as OpenAI and vLLM have it. docs/reference/http.md lists its fields."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, collected, event_of, merged
 from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
-from quire.gateway.routing.backend import Backend
+from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.texts import check_length, decode_tokens, encode_texts, tokenizer_for
 from quire.gateway.token_texts import PromptToken, TokenTexts
 
@@ -69,18 +68,23 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     streams = start(gateway, request.caller, asked)
     answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend))
     if asked.stream:
-        return await begin_stream(answer.events(streams), gateway.limits)
+        if len(streams) == 1:
+            return await begin_stream(streams[0], answer, gateway.limits)
+        return await begin_stream(merged(streams), answer, gateway.limits)
     return json_response(answer.whole(await collected(streams)))
 
 
-def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[AsyncGenerator[Chunk, None]]:
+def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[Chunks]:
     """Return a stream of chunks for each prompt. Raises HttpError naming the prompt if one can't be served."""
     streams = []
     for index, prompt in enumerate(asked.prompts):
         try:
             token_ids, params = _sent(prompt, asked)
             params = gateway.within_room(asked.backend, params, len(token_ids))
-            streams.append(gateway.generate(caller, asked.backend, token_ids, params, cache=asked.cache))
+            chunks = gateway.generate(
+                caller, asked.backend, token_ids, params, cache=asked.cache, is_whole=not asked.stream
+            )
+            streams.append(chunks)
         except InvalidRequest as error:
             found = http_error_of(error)
             if not asked.generates and found.param == "allowed_token_ids":  # the prompt's last token
@@ -227,22 +231,22 @@ class _CompletionAnswer:
             "created": request.began_s,
             "model": asked.backend.model_names[0],
         }
+        self._events = ChoiceEvents(self._head, {"usage": None} if asked.usage.at_end else {})
 
-    async def events(self, streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events: one for each chunk of a sample, then the usage if it was asked for."""
-        usage = self._asked.usage
-        made = ChoiceEvents(self._head, {"usage": None} if usage.at_end else {})
-        async with aclosing(merged(streams)) as chunks:
-            async for index, chunk in chunks:
-                self._take(index, chunk)
-                choice = self._choice(index, [chunk])
-                if usage.in_each:
-                    yield event_of({**self._head, "choices": [choice], "usage": self._usage.body})
-                else:
-                    yield made.event_of(choice)
-        if usage.at_end:
-            yield event_of({**self._head, "choices": [], "usage": self._usage.body})
-        yield DONE
+    def push(self, item: Chunk | tuple[int, Chunk]) -> bytes:
+        """Return the event of a chunk, which comes with the index of its prompt if there are several."""
+        index, chunk = (0, item) if isinstance(item, Chunk) else item
+        self._take(index, chunk)
+        choice = self._choice(index, chunk)
+        if self._asked.usage.in_each:
+            return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
+        return self._events.event_of(choice)
+
+    def finish(self) -> bytes:
+        """Return the last events: the usage if it was asked for."""
+        if not self._asked.usage.at_end:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
 
     def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The answer as one object."""
@@ -250,7 +254,7 @@ class _CompletionAnswer:
             for chunk in of_prompt:
                 self._take(index, chunk)
         choices = [
-            self._choice(index, [chunk for chunk in of_prompt if chunk.index == sample])
+            self._choice(index, _joined([chunk for chunk in of_prompt if chunk.index == sample]))
             for index, of_prompt in enumerate(chunks)
             for sample in range(self._asked.params.n)
         ]
@@ -262,28 +266,27 @@ class _CompletionAnswer:
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = chunk.prompt_logprobs
 
-    def _choice(self, prompt_index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return a choice with the text of these chunks, which are all of one sample."""
+    def _choice(self, prompt_index: int, chunk: Chunk) -> dict[str, Any]:
+        """Return a choice with the text of a sample's chunk."""
         asked, prompt = self._asked, self._asked.prompts[prompt_index]
-        index = prompt_index * asked.params.n + chunks[0].index
+        index = prompt_index * asked.params.n + chunk.index
         is_first = index not in self._choices
         if is_first:
             self._choices[index] = self._begin(prompt)
-        shown = chunks if asked.generates else ()
-        text = "".join(chunk.text for chunk in shown)
+        text = chunk.text if asked.generates else ""
         if asked.echo and is_first:
             text = prompt.text + text
-        reason = chunks[-1].finish_reason
-        scored = self._scored(prompt_index, chunks) if is_first else None
+        scored = self._scored(prompt_index, chunk) if is_first else None
+        state = self._choices[index]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs_of(index, prompt, shown, scored, text, is_last=reason is not None),
-            "finish_reason": None if reason is None else reason.value,
+            "logprobs": None if state.logprobs is None else self._logprobs_of(state, prompt, chunk, scored, text),
+            "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
         }
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(prompt.token_ids) if is_first else None
-            choice["token_ids"] = [token_id for chunk in shown for token_id in chunk.token_ids]
+            choice["token_ids"] = list(chunk.token_ids) if asked.generates else []
         if asked.has_prompt_logprobs and is_first:
             choice["prompt_logprobs"] = None if scored is None else prompt_logprobs_of(scored, self._texts)
         return choice
@@ -298,33 +301,39 @@ class _CompletionAnswer:
         )
         return _Choice(CompletionLogprobs(self._texts, tokens))
 
-    def _scored(self, prompt_index: int, chunks: Sequence[Chunk]) -> Sequence[TokenLogprobs | None] | None:
+    def _scored(self, prompt_index: int, chunk: Chunk) -> Sequence[TokenLogprobs | None] | None:
         """Return the log-probabilities of all tokens of a prompt; None if there are none."""
         found, num_tokens = self._prompt_logprobs.get(prompt_index), len(self._asked.prompts[prompt_index].token_ids)
         if found is None or len(found) == num_tokens:
             return found
-        scored = [*found, *(entry for chunk in chunks for entry in chunk.logprobs or ())]  # its last one is generated
+        scored = [*found, *(chunk.logprobs or ())]  # its last one is generated
         return scored if len(scored) == num_tokens else None
 
     def _logprobs_of(
         self,
-        index: int,
+        choice: _Choice,
         prompt: Prompt,
-        chunks: Sequence[Chunk],
+        chunk: Chunk,
         scored: Sequence[TokenLogprobs | None] | None,
         text: str,
-        *,
-        is_last: bool,
-    ) -> dict[str, Any] | None:
-        choice = self._choices[index]
-        if choice.logprobs is None:
-            return None
+    ) -> dict[str, Any]:
+        assert choice.logprobs is not None
         choice.num_characters += len(text)
         of_prompt: Iterable[tuple[PromptToken, TokenLogprobs | None]] = ()
         if self._asked.echo and scored is not None:
             of_prompt = zip(self._texts.of_prompt(prompt.text, prompt.token_ids), scored, strict=True)
         return choice.logprobs.part(
-            (entry for chunk in chunks for entry in chunk.logprobs or ()),
+            (chunk.logprobs or ()) if self._asked.generates else (),
             prompt=of_prompt,
-            num_characters=choice.num_characters if is_last else None,
+            num_characters=None if chunk.finish_reason is None else choice.num_characters,
         )
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Return all chunks of a sample as one."""
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs or ()),
+    )

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.chat.conversation import Conversation, Message
@@ -29,7 +30,7 @@ from quire.gateway.http.endpoint import PostRequest, authorization_of, json_resp
 from quire.gateway.http.streams import begin_stream, encode_json, event_of
 from quire.gateway.kept_responses import KeptResponse, KeptResponses
 from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
-from quire.gateway.openai.conversations import ConversationRequest, Piece, begin
+from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
     cache_of,
     ignore_bookkeeping,
@@ -75,7 +76,6 @@ class ResponsesRequest(ConversationRequest):
     shown          fields that the answer repeats
     """
 
-    stream: bool
     items: Sequence[Item]
     custom_names: frozenset[str]
     shown: Mapping[str, Any]
@@ -119,15 +119,16 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     tenant = request.caller.tenant
     asked = read_request(gateway, request.fields, tenant=tenant)
-    prompt, pieces = await begin(gateway, request.caller, asked, names=_NAMES)
-    answer = _ResponsesAnswer(asked, prompt, request, gateway.token_texts(asked.backend))
+    begun = await begin(gateway, request.caller, asked, names=_NAMES)
+    answer = _ResponsesAnswer(asked, begun, request, gateway.token_texts(asked.backend))
     if asked.shown["store"]:
         answer.keep = lambda response: gateway.responses.keep(tenant, response)
     if asked.stream:
-        return await begin_stream(answer.events(pieces), gateway.limits, encode_error=answer.error_event)
-    async with aclosing(answer.events(pieces)) as all_events:
-        async for _ in all_events:
-            pass
+        return await begin_stream(begun.chunks, answer, gateway.limits, encode_error=answer.error_event)
+    async with aclosing(begun.chunks) as chunks:
+        async for chunk in chunks:
+            answer.push(chunk)
+    answer.finish()
     return json_response(answer.body)
 
 
@@ -351,14 +352,16 @@ class _ResponsesAnswer:
     """The answer to one request: its events, and at their end the answer whole."""
 
     def __init__(
-        self, asked: ResponsesRequest, prompt_token_ids: list[int], request: PostRequest, texts: TokenTexts
+        self, asked: ResponsesRequest, begun: BegunConversation, request: PostRequest, texts: TokenTexts
     ) -> None:
         self._asked = asked
-        self._tokens = texts.after(prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
+        self._begun = begun
+        self._tokens = texts.after(begun.prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
         self._key = response_key(request.id)
         self.keep: Callable[[KeptResponse], None] = lambda response: None
-        self._usage = TokenUsage(len(prompt_token_ids))
+        self._usage = TokenUsage(len(begun.prompt_token_ids))
         self._numbers = count()
+        self._is_begun = False
         self._open: _Text | _Reasoning | _Call | None = None
         self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens before their text comes
         self._done: list[dict[str, Any]] = []
@@ -401,19 +404,18 @@ class _ResponsesAnswer:
             "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
         }
 
-    async def events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, from response.created to response.completed or response.incomplete."""
-        async with aclosing(pieces):
-            is_begun = False
-            async for piece in pieces:
-                if not is_begun:  # an error before the first token is an HTTP status
-                    yield self._event("response.created", response=self.body)
-                    yield self._event("response.in_progress", response=self.body)
-                    is_begun = True
-                for event in self._take(piece):
-                    yield event
+    def push(self, chunk: Chunk) -> bytes:
+        """Return the events of a chunk: with the first one response.created and response.in_progress."""
+        begun = b""
+        if not self._is_begun:
+            self._is_begun = True
+            begun = b"".join(self._event(f"response.{kind}", response=self.body) for kind in ("created", "in_progress"))
+        return begun + b"".join(self._take(chunk))
+
+    def finish(self) -> bytes:
+        """Keep the answer; return its last event, response.completed or response.incomplete."""
         self._keep()
-        yield self._event(f"response.{self._status}", response=self.body)
+        return self._event(f"response.{self._status}", response=self.body)
 
     def _keep(self) -> None:
         """Keep the answer, before the caller knows that it is whole."""
@@ -430,12 +432,11 @@ class _ResponsesAnswer:
     def _event(self, kind: str, **values: Any) -> bytes:
         return event_of({"type": kind, "sequence_number": next(self._numbers), **values}, name=kind)
 
-    def _take(self, piece: Piece) -> Iterator[bytes]:
-        """Take a piece; iterate over the events of its new content."""
-        chunk = piece.chunk
+    def _take(self, chunk: Chunk) -> Iterator[bytes]:
+        """Take a chunk; iterate over the events of its new content."""
         self._usage.count(chunk)
         self._unshown += logprob_entries(chunk, self._tokens, self._asked.params)
-        for event in piece.events:
+        for event in self._begun.events_of(chunk):
             yield from self._take_event(event)
         if chunk.finish_reason is None:
             return

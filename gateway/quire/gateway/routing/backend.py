@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,19 @@ def pool_use(pool: pb.Pool) -> PoolUse:
     )
 
 
+class Chunks(Protocol):
+    """The chunks of one request, for one reader. Work begins with the first item; closing them frees everything."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Return itself."""
+
+    def __anext__(self) -> Awaitable[Chunk]:
+        """Wait for the next chunk. Raises the request's error; then the chunks have ended."""
+
+    def aclose(self) -> Awaitable[None]:
+        """End the request, if it has not ended. Not while a chunk is awaited."""
+
+
 class Backend(Protocol):
     """A served model: one engine, or a router over the engines of several pools."""
 
@@ -93,8 +106,13 @@ class Backend(Protocol):
         """Return whether a request would be computed now; False while it would wait for a service."""
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
+    ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, other errors while it is iterated."""
 
     def statistics(self) -> BackendStatistics:
@@ -190,10 +208,15 @@ class EngineBackend:
             await asyncio.sleep(WATCH_S)
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
+    ) -> Chunks:
         """Chunks of a request; see Engine.generate."""
-        return self._engine.generate(prompt_token_ids, params, cache=cache)
+        return self._engine.generate(prompt_token_ids, params, cache=cache, is_whole=is_whole)
 
     def statistics(self) -> BackendStatistics:
         """The engine's numbers."""

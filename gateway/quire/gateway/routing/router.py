@@ -12,10 +12,9 @@ A request that fails by itself is never moved: one that breaks a worker would br
 """
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -26,9 +25,7 @@ from quire.client.channel import ONCE, RETRIES, RetryPolicy
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
-from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduling.sequence import Delivered
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import TracedCacheClient, TracedWorkerClient, Tracing
 from quire.client.errors import (
@@ -42,15 +39,14 @@ from quire.client.errors import (
     Unavailable,
 )
 from quire.client.worker_client import WorkerClient
-from quire.gateway.routing.backend import BackendStatistics, PoolUse, has_outage, pool_use
+from quire.gateway.routing.backend import BackendStatistics, Chunks, PoolUse, has_outage, pool_use
 from quire.gateway.routing.choosing import OpenRequest, OutputLength, cheapest
+from quire.gateway.routing.failover import ELSEWHERE, RoutedChunks
 from quire.gateway.routing.members import Member, Members, RouterConfig
 from quire.serving.runtime_folder import given_cachemgr
 
 _log = logging.getLogger(__name__)
 
-# Reasons for which another pool may still serve a refused request.
-_ELSEWHERE = frozenset({"QUEUE_FULL", "SEQUENCE_TOO_LONG"})
 # A request that an engine failed with one of these continues in another pool.
 _MOVED = (Unavailable, LeaseLost, EpochChanged, NotFound, EngineStopped, OutOfRoom)
 # Moves of a request without a token in between.
@@ -72,33 +68,6 @@ class RouterStatistics:
     open: Mapping[str, int]
     moves: int
     unanswered: int
-
-
-@dataclass(slots=True)
-class _Progress:
-    """The tokens that the caller of a request has got, by sample."""
-
-    token_ids: list[list[int]]
-    ended: list[bool]
-
-    @classmethod
-    def of(cls, num_samples: int) -> "_Progress":
-        return cls([[] for _ in range(num_samples)], [False] * num_samples)
-
-    def take(self, chunk: Chunk) -> None:
-        self.token_ids[chunk.index] += chunk.token_ids
-        self.ended[chunk.index] = self.ended[chunk.index] or chunk.finish_reason is not None
-
-    @property
-    def has_ended(self) -> bool:
-        return all(self.ended)
-
-    @property
-    def delivered(self) -> list[Delivered] | None:
-        """None as long as there is nothing: then the request is like a new one."""
-        if not any(self.token_ids):
-            return None
-        return [Delivered(tuple(ids), has_ended) for ids, has_ended in zip(self.token_ids, self.ended, strict=True)]
 
 
 class Router:
@@ -247,14 +216,19 @@ class Router:
         self._members.set_weights(weights)
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, cache: CacheParams | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
+    ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, if no pool can serve the request."""
         token_ids, caching = list(prompt_token_ids), cache_params_of(cache)
         if params.seed is None:
             params = replace(params, seed=random.getrandbits(62))
         self._check(token_ids, params)
-        return self._generate(token_ids, params, caching)
+        return RoutedChunks(self, token_ids, params, caching, is_whole=is_whole)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         error: QuireError = EngineStopped("the router is closed")
@@ -267,58 +241,40 @@ class Router:
                 return
         raise error
 
-    async def _generate(
-        self, token_ids: list[int], params: SamplingParams, cache: CacheParams
-    ) -> AsyncGenerator[Chunk, None]:
-        loop = asyncio.get_running_loop()
-        ends_at = None if params.timeout_s is None else loop.time() + params.timeout_s
-        progress, tried, num_moves = _Progress.of(params.n), set[Member](), 0
-        while True:
-            member, num_cached = await self._place(token_ids, params, cache, without=tried)
-            request = OpenRequest(
-                member.use,
-                num_missing=len(token_ids) + sum(map(len, progress.token_ids)) - num_cached,
-                num_expected=self._lengths.expected(params.max_tokens, params.n),
-            )
-            try:
-                if ends_at is not None:
-                    params = replace(params, timeout_s=max(0.001, ends_at - loop.time()))
-                chunks = member.engine.generate(token_ids, params, cache=cache, delivered=progress.delivered)
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        request.begin_output()
-                        progress.take(chunk)
-                        num_moves = 0
-                        tried.clear()
-                        yield chunk
-                self._observe(progress)
-                return
-            except QuireError as error:
-                if progress.has_ended:
-                    return
-                if error.reason in _ELSEWHERE:
-                    tried.add(member)
-                else:
-                    tried = {member}
-                    num_moves += 1
-                if not self._goes_on_elsewhere(error, tried, num_moves):
-                    raise
-                if isinstance(error, EngineStopped):
-                    self._members.replace_stopped(member)
-                if error.reason not in _ELSEWHERE:
-                    self._moves += 1
-                    _log.warning("a request of pool %s continues in another pool: %s", member.name, error)
-            finally:
-                request.leave()
+    # For RoutedChunks.
 
-    def _observe(self, progress: _Progress) -> None:
-        for token_ids in progress.token_ids:
-            self._lengths.observe(len(token_ids))
+    async def enter(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache: CacheParams,
+        *,
+        num_delivered: int,
+        tried: set[Member],
+    ) -> tuple[Member, OpenRequest]:
+        """Choose another pool than those tried, and count the request there: num_delivered tokens are known."""
+        member, num_cached = await self._place(token_ids, params, cache, without=tried)
+        num_expected = self._lengths.expected(params.max_tokens, params.n)
+        num_missing = len(token_ids) + num_delivered - num_cached
+        return member, OpenRequest(member.use, num_missing=num_missing, num_expected=num_expected)
 
-    def _goes_on_elsewhere(self, error: QuireError, tried: set[Member], num_moves: int) -> bool:
-        if self._is_closed or num_moves > _MAX_MOVES or all(member in tried for member in self._members.values()):
+    def goes_on_elsewhere(self, error: QuireError, member: Member, *, tried: set[Member], num_moves: int) -> bool:
+        """Return whether a request that this error ended in a pool goes on in another one than those tried."""
+        if self._is_closed or num_moves > _MAX_MOVES or all(each in tried for each in self._members.values()):
             return False
-        return error.reason in _ELSEWHERE or isinstance(error, _MOVED)
+        if error.reason in ELSEWHERE:
+            return True
+        if not isinstance(error, _MOVED):
+            return False
+        if isinstance(error, EngineStopped):
+            self._members.replace_stopped(member)
+        self._moves += 1
+        _log.warning("a request of pool %s continues in another pool: %s", member.name, error)
+        return True
+
+    def observe(self, num_tokens: int) -> None:
+        """Learn from a sample that has ended how long answers are."""
+        self._lengths.observe(num_tokens)
 
     # Placement.
 

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -29,7 +29,7 @@ from quire.client.errors import QuireError
 from quire.gateway.callers import NOBODY
 from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.errors import DOMAIN, Reason, invalid, status_of
-from quire.gateway.routing.backend import EngineBackend
+from quire.gateway.routing.backend import Chunks, EngineBackend
 from quire.integrations.kv_events.follower import PoolFollower
 from quire.integrations.kv_events.replica import Change
 from quire.integrations.shepherd.events import EventBatches, Subscriber
@@ -78,7 +78,7 @@ def describe_version() -> str:
 class RunningRequest:
     """The chunks of a request, which others than their reader can end."""
 
-    def __init__(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+    def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
         self._reading: asyncio.Timeout | None = None
         self._is_ended = False
@@ -307,7 +307,7 @@ class ShepherdServicer:
         return status_of(Reason.SERVICE_AWAY, f"pool {self._pool!r} has no worker now", {"pool": self._pool})
 
     @contextlib.contextmanager
-    def _opened(self, request_id: str, chunks: AsyncGenerator[Chunk, None]) -> Iterator[RunningRequest]:
+    def _opened(self, request_id: str, chunks: Chunks) -> Iterator[RunningRequest]:
         opened = RunningRequest(chunks)
         self._open[opened] = request_id
         self._none_open.clear()

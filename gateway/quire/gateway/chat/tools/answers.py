@@ -12,6 +12,8 @@ from quire.gateway.chat.tools.harmony import Harmony
 from quire.gateway.chat.tools.source import Reader
 from quire.gateway.chat.tools.tool_format import Grammar, ToolFormat
 
+_OF_CALLS = (CallBegan, Arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
@@ -108,7 +110,7 @@ class AnswerParser:
     def _given_out(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:
-            found += self._piece(event) if isinstance(event, Text | Reasoning) else self._of_call(event)
+            found += self._of_call(event) if isinstance(event, _OF_CALLS) else self._piece(event)
         return joined(found)
 
     def _piece(self, event: Text | Reasoning) -> list[Event]:
@@ -122,7 +124,7 @@ class AnswerParser:
         if not kept:
             return []
         self._last = kind
-        return [kind(kept)]
+        return [event if kept == event.text else kind(kept)]
 
     def _of_call(self, event: CallBegan | Arguments) -> list[Event]:
         self._space = ""

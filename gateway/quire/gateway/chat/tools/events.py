@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,10 @@ class Arguments:
 Event = Text | Reasoning | CallBegan | Arguments
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
+def joined(events: list[Event]) -> list[Event]:
     """Return the same events with neighbouring pieces of one kind put together."""
+    if len(events) < 2:
+        return events
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
