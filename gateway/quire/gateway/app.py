@@ -13,7 +13,7 @@ from quire.gateway.openai import chat, completions, models, responses
 def make_app(gateway: Gateway, rules: BrowserRules) -> HttpApp:
     """Return the ASGI application of a gateway, with its rules for browsers."""
     routes: list[BaseRoute] = []
-    for module in (models, status, completions, chat, responses, messages, page):
+    for module in (completions, chat, responses, messages, models, status, page):  # the first that fits is taken
         routes += module.routes(gateway)
     routes += openapi.routes(routes)
     return HttpApp(gateway, routes, rules, error_responses={messages.PATH: errors.error_response})
