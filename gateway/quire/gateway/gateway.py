@@ -187,7 +187,7 @@ class _MeasuredChunks:
         return chunk
 
     async def aclose(self) -> None:
-        """End a request whose caller wants no more chunks."""
+        """End a request. Its caller wants no more chunks."""
         self._is_begun = True
         if self._open is not None:
             await self._end(asyncio.CancelledError())

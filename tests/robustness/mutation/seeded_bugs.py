@@ -1082,7 +1082,7 @@ BUGS = [
     gateway(
         "moves",
         "a request that moves begins anew, though its caller has tokens",
-        ("_generate", "delivered=progress.delivered", "delivered=None"),
+        ("_begin", "delivered=progress.delivered", "delivered=None"),
     ),
     gateway(
         "moves",
@@ -1092,15 +1092,16 @@ BUGS = [
     gateway(
         "moves",
         "a request with samples that have all ended is moved",
-        ("_generate", "if progress.has_ended:\n    return", "pass"),
+        ("__anext__", "if not self._progress.has_ended:\n    self._move(error)", "self._move(error)"),
     ),
     gateway(
         "moves",
         "a request that moves draws with another seed",
         (
-            "_generate",
-            "chunks = member.engine.generate(",
-            "params = replace(params, seed=(params.seed or 0) + num_moves)\nchunks = member.engine.generate(",
+            "_begin",
+            "self._chunks = self._member.engine.generate(",
+            "params = replace(params, seed=(params.seed or 0) + self._num_moves)\n"
+            "self._chunks = self._member.engine.generate(",
         ),
     ),
     # -- the batch of decodes of an engine

@@ -34,7 +34,7 @@ class ConversationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BegunConversation:
-    """A conversation whose answers are generated.
+    """A conversation while its answers are generated.
 
     chunks    of the answers; they raise HttpError
     parsers   the one of each sample
