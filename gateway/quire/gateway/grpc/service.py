@@ -4,8 +4,8 @@
         await server.announce_serving()
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=30)
 
-A stream's memory is bounded twice. A chunk is taken from the engine's mailbox only when gRPC has accepted the message
-before it, and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
+A stream's memory is bounded twice. A chunk is taken from the engine only when gRPC has accepted the message before it,
+and the engine fails a request with too many unread tokens (EngineConfig.max_unread_tokens).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Answers in pieces, as server-sent events, and cancellation of work when its caller disconnects.
 
-A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent chunks stay
-in the engine's mailbox; and the engine fails a request if its mailbox gets too full (EngineConfig.max_unread_tokens).
+A stream's memory is bounded twice. `send` returns only once the connection's buffer has room, so unsent tokens stay
+with the engine; and the engine fails a request with too many unread tokens (EngineConfig.max_unread_tokens).
 A caller that reads nothing for the gateway's send timeout is disconnected.
 
 A stream begins with its first event, or after BEGIN_S. A request that is refused sooner gets a status. Then a comment
