@@ -197,7 +197,8 @@ class Requests:
         if params.grammar is not None:
             async with self._compiling.place(params.tenant):
                 await self._check_grammar(params.grammar)
-        request_id, request = self._submit(token_ids, params, cache, delivered, is_whole=is_whole)
+        texts = await self._texts_of(token_ids, params, delivered)
+        request_id, request = self._submit(token_ids, params, cache, delivered, texts=texts, is_whole=is_whole)
         try:
             while request.has_more:
                 await request.news()
@@ -231,11 +232,12 @@ class Requests:
         beams = []
         for ended in request.search.best():
             try:
-                text = self._text_of(token_ids, request.first.params).push(ended.token_ids, ended.finish_reason)
+                text = self._text_of(token_ids, request.first.params)
+                whole = await _made(text, ended.token_ids, ended.finish_reason)
             except Exception as error:  # the tokenizer's, about this text
                 raise undeliverable(error) from error
-            beams.append(Beam(text, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
-            await asyncio.sleep(0)  # a long text takes a while, and the engine must run
+            beams.append(Beam(whole, ended.token_ids, ended.score, ended.cumulative_logprob, ended.finish_reason))
+            await asyncio.sleep(0)  # each text may take a millisecond, and the engine must run
         return BeamCompletion(tuple(token_ids), tuple(beams))
 
     def _close(self, request_id: int, request: Request) -> None:
@@ -286,15 +288,12 @@ class Requests:
         cache: CacheParams,
         delivered: abc.Sequence[Delivered] | None,
         *,
+        texts: abc.Sequence[SampleText],
         is_whole: bool,
     ) -> tuple[int, Request]:
         if self._stopped is not None:
             raise _copy_of(self._stopped)
         seed = random.getrandbits(62) if params.seed is None else params.seed
-        # Before the request is counted and submitted: what raises here leaves nothing behind.
-        texts = [self._text_of(token_ids, params) for _ in range(params.n)]
-        for text, sample in zip(texts, delivered or (), strict=False):
-            text.push(sample.token_ids, None)
         with self._entering(params.tenant, len(token_ids), is_limited=delivered is None):
             sequences = new_samples(
                 self._limits,
@@ -330,6 +329,15 @@ class Requests:
         search = BeamSearch(params, max_tokens=group.max_tokens, end_token_ids=ends)
         request = BeamRequest(group, search, times, span)
         return self._begin(request, params.timeout_s), request
+
+    async def _texts_of(
+        self, token_ids: list[int], params: SamplingParams, delivered: abc.Sequence[Delivered] | None
+    ) -> list[SampleText]:
+        """The texts of all samples behind the tokens that were delivered before."""
+        texts = [self._text_of(token_ids, params) for _ in range(params.n)]
+        for text, sample in zip(texts, delivered or (), strict=False):
+            await _made(text, sample.token_ids, None)
+        return texts
 
     def _text_of(self, token_ids: list[int], params: SamplingParams) -> SampleText:
         """The text that is to follow a prompt."""
@@ -408,6 +416,13 @@ class Requests:
     def _fail(self, request: Request, error: QuireError) -> None:
         self._end(request, FinishReason.CANCELLED)
         request.fail(error)
+
+
+async def _made(text: SampleText, token_ids: abc.Sequence[int], finish_reason: FinishReason | None) -> str:
+    """The text of more tokens. Another thread makes a long one: the engine must run."""
+    if text.takes_long(len(token_ids)):
+        return await asyncio.to_thread(text.push, token_ids, finish_reason)
+    return text.push(token_ids, finish_reason)
 
 
 def params_of(params: Params | None, fields: abc.Mapping[str, Any], kind: type[Params]) -> Params:
