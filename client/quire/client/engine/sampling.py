@@ -185,6 +185,8 @@ class SamplingParams:
 
 def checked_integer(field: str, value: Any, low: int, high: int) -> int:
     """Return an integer in this range. Raises InvalidRequest."""
+    if type(value) is int and low <= value <= high:
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise InvalidRequest.of_field(field, value, f"an integer from {low} to {high}")
     return int(value)
@@ -203,6 +205,8 @@ def _in_range(field: str, value: Any) -> float:
 
 
 def _number(field: str, value: Any, allowed: Range) -> float:
+    if type(value) is float and allowed.is_float and allowed.allows(value):
+        return value
     kind, name = (Real, "a number") if allowed.is_float else (Integral, "an integer")
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not is_number or not allowed.allows(value):

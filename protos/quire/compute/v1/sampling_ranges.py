@@ -6,7 +6,7 @@ comments. No gRPC, no torch: both sides may import this.
 
 import struct
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
@@ -16,6 +16,14 @@ class Range:
 
     text: str
     is_float: bool = True
+    least: float = field(init=False)
+    most: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the bounds."""
+        least, most = (float(bound) for bound in self.text[1:-1].split(","))
+        object.__setattr__(self, "least", least)
+        object.__setattr__(self, "most", most)
 
     def allows(self, value: float) -> bool:
         """Return whether a message can carry the value and the value that arrives is in the range. NaN is in no range.
@@ -24,10 +32,9 @@ class Range:
         """
         if self.is_float:
             value = _as_float32(value)
-        least, most = (float(bound) for bound in self.text[1:-1].split(","))
-        above = value >= least if self.text.startswith("[") else value > least
-        below = value <= most if self.text.endswith("]") else value < most
-        return above and below
+        if not self.least < value < self.most:
+            return (value == self.least and self.text[0] == "[") or (value == self.most and self.text[-1] == "]")
+        return True
 
 
 def _as_float32(value: float) -> float:
