@@ -18,6 +18,7 @@ from deadlines import DEADLINE_S
 from quire.cache.v1 import cache_service_pb2
 from quire.cli.launch import LocalServices
 from quire.client import LLM, CacheClient, Engine, EngineStopped, InvalidRequest, NotFound, SamplingParams, Unavailable
+from quire.serving.polling import EXPERIMENTS
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
@@ -58,11 +59,13 @@ def test_the_address_is_that_of_the_environment(cachemgr: str, monkeypatch: pyte
         assert llm.generate(["The input"], PARAMS)[0].samples[0].text
 
 
+@pytest.mark.parametrize("polling", ["none", EXPERIMENTS])
 @pytest.mark.parametrize("address", ["unix:{folder}/nobody.sock", "127.0.0.1:1"])
-def test_without_a_cachemgr_the_error_is_one_line_with_the_remedy(address: str, tmp_path: Path) -> None:
+def test_without_a_cachemgr_the_error_is_one_line_with_the_remedy(address: str, polling: str, tmp_path: Path) -> None:
+    """gRPC's two ways to poll say it in different words."""
     address = address.format(folder=tmp_path)
     code = "from quire.client import LLM; LLM()"
-    environment = {**os.environ, "QUIRE_CACHEMGR": address}
+    environment = {**os.environ, "QUIRE_CACHEMGR": address, "GRPC_EXPERIMENTS": polling}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

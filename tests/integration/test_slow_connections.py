@@ -12,7 +12,7 @@ import grpc
 import pytest
 from deadlines import DEADLINE_S
 
-from quire.cli import service_process
+from quire.cli import health
 from quire.client.channel import CHANNEL_OPTIONS
 from quire.worker.service import attachment
 
@@ -20,7 +20,7 @@ SERVICE, METHOD = "quire.test.Slow", "Echo"
 Options = tuple[tuple[str, int], ...]
 DIALERS: dict[str, Options] = {
     "client": CHANNEL_OPTIONS,
-    "launch": service_process._CHANNEL_OPTIONS,
+    "launch": health._CHANNEL_OPTIONS,
     "attachment": attachment.CHANNEL_OPTIONS,
 }
 # Gives a connection up after a tenth of a second: the least that gRPC allows.

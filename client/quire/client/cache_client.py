@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -26,8 +27,8 @@ from quire.client.errors import InvalidRequest, LeaseLost, ProtocolViolation, Qu
 from quire.serving.runtime_folder import given_cachemgr
 
 Response = TypeVar("Response")
-NOT_LISTENING = ("connect failed", "Failed to connect to remote host")
-"""Parts of gRPC's messages if no process listens at a unix socket, at a port."""
+NOT_LISTENING = ("connect failed", ": connect: ", "Failed to connect to remote host")
+"""Parts of gRPC's messages if no process listens at a unix socket, by its two ways to poll, and at a port."""
 _BLOCK_PAGE_SIZE = 10_000
 """The most that cachemgr gives."""
 
@@ -289,7 +290,7 @@ class CacheClient:
 
 def _no_cachemgr(address: str, said: str) -> Unavailable:
     """Return the error of an address without a cachemgr; `said` is gRPC's message, which stays in the metadata."""
-    cause = said.rpartition(": ")[2].strip(" ]")
+    cause = re.sub(r" \(\d+\)$", "", said.rpartition(": ")[2].strip(" ]"))
     return Unavailable(
         f"no cachemgr answers at {address} ({cause}): start one with `quire up PATH_OR_HUB_ID`, or give its address "
         "as the argument cachemgr or in QUIRE_CACHEMGR",

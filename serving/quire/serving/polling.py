@@ -8,4 +8,5 @@ Import it before gRPC, which reads its environment when it is imported. It has n
 
 import os
 
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
+EXPERIMENTS = "-event_engine_listener,-event_engine_client"
+os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)
