@@ -29,7 +29,7 @@ class Adapter:
 
     files     of the product
     users     tests and benchmarks that are deleted with them
-    packages  of its extra, as they are imported
+    packages  of its extra alone, as they are imported
     """
 
     extra: str
@@ -76,7 +76,7 @@ ADAPTERS = (
             "tests/integration/test_kv_events.py",
             "tests/unit/integrations/test_kv_events.py",
         ),
-        ("zmq", "msgspec"),
+        ("zmq",),
     ),
 )
 # Each begins with the names of packages that count as not installed.

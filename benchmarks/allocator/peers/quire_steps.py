@@ -30,9 +30,9 @@ from core import TTL_S, make_ledger
 from workload import BLOCK_SIZE
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
+from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.service import messages as books_messages
-from quire.cachemgr.service.grants import sign_grant
 from quire.client import SamplingParams
 from quire.client.engine import messages
 from quire.client.engine.scheduling.new_sequences import new_samples
@@ -97,7 +97,7 @@ class Quire:
     def _settle(self, before: InFlight, watch: Stopwatch) -> int:
         tokens = [SAMPLED_TOKEN] * len(before.seq_ids)
         watch.start()
-        self._pool.ledger.settle(before.report)
+        self._pool.ledger.settle(StepReport(before.report))
         watch.lap("report")
         sampled, _ = self._scheduler.on_step_done(before.step, before.seq_ids, tokens)
         watch.lap("tokens")
@@ -106,12 +106,9 @@ class Quire:
 
 def answer_plan(pool: AttachedPool, body: bytes) -> bytes:
     """The bytes of a request to those of cachemgr's answer, as the service makes it."""
-    request = cache_service_pb2.PlanStepRequest.FromString(body)
-    plan = pool.ledger.plan(books_messages.known_bytes(request), now=1.0)
-    answer = cache_service_pb2.PlanStepResponse()
-    books_messages.encode_plan(answer, plan)
-    sign_grant(plan, answer.grant, pool, lease_id=request.lease_id)
-    return answer.SerializeToString()
+    request = PlanRequest(body)
+    plan = pool.ledger.plan(request, now=1.0)
+    return books_messages.encode_plan(plan, pool, lease_id=request.lease_id)
 
 
 def in_flight(step: StepInFlight, signed: grant_pb2.SignedGrant) -> InFlight:

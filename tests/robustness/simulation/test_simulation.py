@@ -23,8 +23,8 @@ RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
 CHUNKS = 8
 VERIFY_CHUNK = 1_000
-VERIFY_CHUNKS = range(2, 4)
-NUM_NEW = 100
+VERIFY_CHUNKS = range(2, 3)
+NUM_NEW = 50
 
 
 def run_all(seeds: range) -> None:
