@@ -63,19 +63,6 @@ def event_of(value: Any, *, name: str | None = None) -> bytes:
     return head + b"data: " + encode_json(value) + b"\n\n"
 
 
-class ChoiceEvents:
-    """The events of one stream, which differ in their choice alone. Their common part is encoded once."""
-
-    def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
-        """The fields before `choices`, at least one, and those behind it."""
-        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        self._tail = (b"]," + encode_json(tail)[1:] if tail else b"]}") + b"\n\n"
-
-    def event_of(self, choice: Any) -> bytes:
-        """Return the event of one choice."""
-        return self._head + encode_json(choice) + self._tail
-
-
 class Answer(Protocol[Taken]):
     """Makes an answer's events of the items that it takes."""
 

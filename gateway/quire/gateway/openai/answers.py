@@ -1,10 +1,10 @@
-"""Parts of the answers of several endpoints: tokens used, log-probabilities, ids of calls."""
+"""Parts of the answers of several endpoints: tokens used, events of choices, log-probabilities, ids of calls."""
 
 from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.http.streams import DONE, encode_json, event_of
+from quire.gateway.openai.parameters import StreamUsage
 from quire.gateway.token_texts import PromptToken, SampleTokens, TokenTexts, id_text
 
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
@@ -39,6 +41,30 @@ class TokenUsage:
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+
+class ChoiceEvents:
+    """The events of a stream of choices, with the usage where it was asked for. Their common part is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], asked: StreamUsage, usage: TokenUsage) -> None:
+        """head has the fields before `choices`, at least one; usage counts while the stream goes on."""
+        self._head = head
+        self._asked = asked
+        self._usage = usage
+        self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._behind = (b'],"usage":null}' if asked.at_end else b"]}") + b"\n\n"
+
+    def of(self, choice: Any) -> bytes:
+        """Return the event of one choice."""
+        if self._asked.in_each:
+            return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
+        return self._before + encode_json(choice) + self._behind
+
+    def last(self) -> bytes:
+        """Return the events behind those of the choices."""
+        if not self._asked.at_end:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
 
 
 def call_id() -> str:

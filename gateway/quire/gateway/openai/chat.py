@@ -19,8 +19,8 @@ from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, event_of
-from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
+from quire.gateway.http.streams import begin_stream
+from quire.gateway.openai.answers import ChoiceEvents, TokenUsage, call_id, logprob_entries
 from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
     StreamUsage,
@@ -235,7 +235,7 @@ class _ChatAnswer:
             "created": request.began_s,
             "model": asked.backend.model_names[0],
         }
-        self._events = ChoiceEvents(self._head, {"usage": None} if asked.usage.at_end else {})
+        self._events = ChoiceEvents(self._head, asked.usage, self._usage)
 
     def take(self, chunk: Chunk) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
         """Take a chunk; return its message and its new content: a delta, and log-probabilities."""
@@ -266,17 +266,11 @@ class _ChatAnswer:
     def push(self, chunk: Chunk) -> bytes:
         """Return the event of a chunk; nothing if the caller learns nothing of it."""
         choice = self._delta_choice(chunk)
-        if choice is None:
-            return b""
-        if self._asked.usage.in_each:
-            return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
-        return self._events.event_of(choice)
+        return b"" if choice is None else self._events.of(choice)
 
     def finish(self) -> bytes:
         """Return the last events: the usage if it was asked for."""
-        if not self._asked.usage.at_end:
-            return DONE
-        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
+        return self._events.last()
 
     def _delta_choice(self, chunk: Chunk) -> dict[str, Any] | None:
         """Return new content of a sample; None if there is none for the caller."""

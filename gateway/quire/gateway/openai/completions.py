@@ -18,8 +18,8 @@ from quire.gateway.errors import http_error_of, invalid
 from quire.gateway.fields import MAX_INT32, Fields, text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import DONE, ChoiceEvents, begin_stream, collected, event_of, merged
-from quire.gateway.openai.answers import CompletionLogprobs, TokenUsage, prompt_logprobs_of
+from quire.gateway.http.streams import begin_stream, collected, merged
+from quire.gateway.openai.answers import ChoiceEvents, CompletionLogprobs, TokenUsage, prompt_logprobs_of
 from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
 from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.texts import check_length, decode_tokens, encode_texts, tokenizer_for
@@ -231,22 +231,17 @@ class _CompletionAnswer:
             "created": request.began_s,
             "model": asked.backend.model_names[0],
         }
-        self._events = ChoiceEvents(self._head, {"usage": None} if asked.usage.at_end else {})
+        self._events = ChoiceEvents(self._head, asked.usage, self._usage)
 
     def push(self, item: Chunk | tuple[int, Chunk]) -> bytes:
         """Return the event of a chunk, which comes with the index of its prompt if there are several."""
         index, chunk = (0, item) if isinstance(item, Chunk) else item
         self._take(index, chunk)
-        choice = self._choice(index, chunk)
-        if self._asked.usage.in_each:
-            return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
-        return self._events.event_of(choice)
+        return self._events.of(self._choice(index, chunk))
 
     def finish(self) -> bytes:
         """Return the last events: the usage if it was asked for."""
-        if not self._asked.usage.at_end:
-            return DONE
-        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
+        return self._events.last()
 
     def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The answer as one object."""

@@ -1,9 +1,8 @@
 """The pools of one model, with an engine on each: new pools join, others leave.
 
 Pools are listed each second, more often until there is a first one, and at once when an error shows that the list is
-old. If a pool's worker stays
-unavailable for failover_after_s, and another pool can be used, the pool's engine fails its requests, which the router
-moves.
+old. If a pool's worker stays unavailable for failover_after_s, and another pool can be used, the pool's engine fails
+its requests, which the router moves.
 """
 
 import asyncio

@@ -195,7 +195,7 @@ class Answers:
         given = set(granted.given_run_indexes)
         sequences: list[Sequence] = self._run_batch(plan, granted)
         num_batched = len(sequences)
-        samplers = dict(zip(plan.batched_ids[:num_batched], sequences, strict=True))
+        samplers = dict(zip(plan.extend_ids[:num_batched], sequences, strict=True))
         introduced: list[int] = []
         decoding: list[Sequence] = []
         is_void = False
@@ -243,9 +243,9 @@ class Answers:
         Otherwise it is disbanded, and all runs are looked at one by one: some were refused or have ended meanwhile.
         """
         queues = self._queues
-        batch, num_runs = queues.batch, len(plan.batched_ids)
+        batch, num_runs = queues.batch, plan.num_batched
         if (
-            batch.ids == plan.batched_ids
+            batch.ids == list(plan.extend_ids[:num_runs])
             and min(granted.given_run_indexes, default=num_runs) >= num_runs
             and batch.runs_in(granted.run_ids, granted.run_starts, granted.run_counts)
         ):

@@ -47,7 +47,7 @@ class Draft:
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
         self._unbatched: abc.Sequence[Sequence] = queues.unbatched
-        self._batched_ids: list[int] = []
+        self._num_batched = 0
         self._apart: abc.Sequence[Sequence] = queues.apart
         self._places = limits.num_places - queues.num_places_taken
         self._trims: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Draft:
             extend_ids=tuple(self._ids),
             extend_counts=tuple(self._counts),
             appended=self._appended,
-            batched_ids=self._batched_ids,
+            num_batched=self._num_batched,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
             admission_token_budget=self._budget if newcomers else 0,
@@ -147,14 +147,14 @@ class Draft:
         ready = [sequence for sequence in self._unbatched if sequence.num_schedulable_tokens == 1]
         batch = self._queues.batch
         if self._running is self._queues.running and not ready:
-            self._batched_ids = batch.ids.copy()
             ready = batch.members
+            self._num_batched = len(ready)
         elif self._running is self._queues.running:
             ready = sorted((*batch.members, *ready), key=by_rank)
         ready = ready[: self._budget]
         if self._queues.groups:
             ready = [sequence for sequence in ready if self._tell(sequence)]
-        self._ids = self._batched_ids.copy() or [id_of(sequence) for sequence in ready]
+        self._ids = batch.ids.copy() if self._num_batched else [id_of(sequence) for sequence in ready]
         self._counts = [1] * len(ready)
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)

@@ -130,7 +130,7 @@ class Plan:
 
     trims       tokens to keep, by id
     appended    tokens that the engine chose, by the id of a sequence that is extended
-    batched_ids    the first of extend_ids, if these are the whole batch of decodes (decode_batch.py)
+    num_batched    the first so many of extend_ids are the whole batch of decodes (decode_batch.py); 0: none are
     """
 
     release_ids: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class Plan:
     admission_token_budget: int = 0
     admission_reserve_blocks: int = 0
     sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
-    batched_ids: abc.Sequence[int] = ()
+    num_batched: int = 0
     gives_way: bool = False
     """It releases what another client of the pool may wait for, and admits nothing."""
 
