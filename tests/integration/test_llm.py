@@ -73,6 +73,11 @@ def test_without_a_cachemgr_the_error_is_one_line_with_the_remedy(address: str, 
     assert re.search(rf"no cachemgr answers at {address} \([\w ]+\): start one with `quire up PATH", last)
     assert "QUIRE_CACHEMGR" in last
     assert sum(line.startswith("  File") for line in trace) == 2, "the program's line and LLM's own"
+    command = [sys.executable, "-m", "quire.cli", "stats", "--cachemgr", address]
+    told = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    ).stderr
+    assert re.search(rf"no cachemgr answers at {address} \([\w ]+\)\.$", told, re.MULTILINE)
 
 
 def test_it_gives_what_the_engine_gives_and_closes(cachemgr: str) -> None:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
-from quire.client.channel import ONCE
+from quire.client.channel import ONCE, last_cause
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound, QuireError, Unavailable
 
@@ -196,7 +196,7 @@ def cause_of(error: QuireError) -> str:
     for sign, cause in _CAUSES.items():
         if sign in message:
             return cause
-    return message.rsplit(": ", 1)[-1].strip(" ]") or error.reason
+    return last_cause(message) or error.reason
 
 
 def describe_trouble(cachemgr: str, error: QuireError | None, age_s: float) -> str:

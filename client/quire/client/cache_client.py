@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,7 @@ from quire.client.channel import (
     RetryPolicy,
     answers,
     decode_error,
+    last_cause,
     open_channel,
     retried,
     unary,
@@ -290,10 +290,9 @@ class CacheClient:
 
 def _no_cachemgr(address: str, said: str) -> Unavailable:
     """Return the error of an address without a cachemgr; `said` is gRPC's message, which stays in the metadata."""
-    cause = re.sub(r" \(\d+\)$", "", said.rpartition(": ")[2].strip(" ]"))
     return Unavailable(
-        f"no cachemgr answers at {address} ({cause}): start one with `quire up PATH_OR_HUB_ID`, or give its address "
-        "as the argument cachemgr or in QUIRE_CACHEMGR",
+        f"no cachemgr answers at {address} ({last_cause(said)}): start one with `quire up PATH_OR_HUB_ID`, or give its "
+        "address as the argument cachemgr or in QUIRE_CACHEMGR",
         metadata={"address": address, "cause": said},
     )
 

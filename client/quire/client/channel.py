@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def decode_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
     if error.code() in _UNAVAILABLE_CODES:
         return Unavailable(message, reason=error.code().name)
     return QuireError(message, reason=error.code().name)
+
+
+def last_cause(message: str) -> str:
+    """Return the last of the causes in gRPC's message, such as "Connection refused". One way to poll adds errno."""
+    return re.sub(r" \(\d+\)$", "", message.rpartition(": ")[2].strip(" ]"))
 
 
 def decode_error(error: error_pb2.Error) -> QuireError:
