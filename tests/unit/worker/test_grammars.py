@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from text_model import END, make_tokenizer
 
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.sampling import grammars
+from quire.worker.sampling import threads as work_threads
 from quire.worker.sampling.following import Bits, Compiled, Following
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.grammar_trial import load_tokenizer, make_matcher, translate
@@ -55,6 +57,16 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     TOKENIZER.save(str(path))
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_work_of_other_tests() -> None:
+    """Wait for threads that earlier tests left to their work: they are counted in the whole process.
+
+    They have the lowest priority, so on a busy machine they end long after their tests.
+    """
+    left = work_threads._given_up | work_threads._left
+    assert not futures.wait(left, DEADLINE_S).not_done
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +310,8 @@ def test_what_does_not_match_or_is_not_known_is_an_error_that_stays(tokenizer: L
     assert "not all generated tokens" in unknown.error
 
 
-def test_tokens_given_at_the_beginning_have_to_match(patient: Grammars) -> None:
+def test_tokens_given_at_the_beginning_have_to_match(patient: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "PATIENCE_S", DEADLINE_S)  # the threads have the lowest priority
     grammar = Grammar("regex", "xy")
     following = asyncio.run(patient.follow(grammar, begins_at=4, tokens=ids_of("x")))
     assert following.consumed == 1
