@@ -74,6 +74,7 @@ UNSHOWN = {
     "quire_worker_rank_orders_total",
     "quire_worker_ranks",
     "quire_worker_sequences",
+    "quire_worker_step_gap_seconds",
     # For routers, which read them of each gateway.
     "vllm:cache_config_info",
     "vllm:kv_cache_usage_perc",

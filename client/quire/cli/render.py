@@ -19,6 +19,7 @@ from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.snapshot import Snapshot, ratio
 from quire.client.block_kinds import BlockKind, kind_of
+from quire.compute.v1 import worker_service_pb2
 
 MAX_MAP_ROWS = 16
 BARS = "▁▂▃▄▅▆▇█"
@@ -227,13 +228,20 @@ def pool_view(snapshot: Snapshot, *, rows: int = MAX_MAP_ROWS) -> RenderableType
         ("attached", "green") if pool.attached else ("not attached", "red"),
     )
     address = Text(f"worker {pool.worker_address}  epoch {pool.epoch}  term {pool.term}", style="dim", overflow="fold")
-    parts: list[RenderableType] = [heading, address, Text(), Columns(_tables(snapshot), padding=(0, 2))]
+    degraded = [_degraded_line(part) for part in snapshot.step_parts if part.degraded_reason]
+    parts: list[RenderableType] = [heading, address, *degraded, Text(), Columns(_tables(snapshot), padding=(0, 2))]
     if snapshot.statistics.layer_groups:
         parts += [Text(), layer_group_table(snapshot)]
     if rows:
         title = "Blocks by state" if snapshot.blocks else "Blocks in order of state: too many to be listed by number"
         parts += [Text(), map_panel(snapshot, title, rows=rows)]
     return Group(*parts)
+
+
+def _degraded_line(part: worker_service_pb2.StepPart) -> Text:
+    """A part of the worker's steps that is slower than it could be."""
+    text = f"DEGRADED {part.part}: {printable(part.mode)}: {printable(part.degraded_reason)}"
+    return Text(text, style="bold yellow", overflow="fold")
 
 
 def _tables(snapshot: Snapshot) -> Iterator[RenderableType]:

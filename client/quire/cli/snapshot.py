@@ -13,6 +13,7 @@ from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE, last_cause
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound, QuireError, Unavailable
+from quire.compute.v1 import worker_service_pb2
 
 # A map of more blocks than this is drawn from their counts, because a list would need too many calls.
 MAX_LISTED_BLOCKS = 65_536
@@ -38,6 +39,7 @@ class Snapshot:
     sequences      without their block tables
     blocks         all of them by id; none if there are more than MAX_LISTED_BLOCKS
     is_consistent  True if nothing changed between the first and the last of its calls
+    step_parts     how the parts of its worker's steps run; none if the worker was not asked, or did not answer
     """
 
     pool: pb.Pool
@@ -45,6 +47,7 @@ class Snapshot:
     sequences: Sequence[pb.Sequence]
     blocks: Sequence[pb.Block]
     is_consistent: bool
+    step_parts: Sequence[worker_service_pb2.StepPart] = ()
 
     @property
     def num_blocks(self) -> int:

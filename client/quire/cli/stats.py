@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -28,6 +29,9 @@ from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
 from quire.client.errors import NotFound, QuireError
+from quire.client.worker_client import WorkerClient
+
+_WORKER_TIMEOUT_S = 1.0
 
 
 def run_stats(
@@ -52,7 +56,32 @@ def run_stats(
 async def _look_once(cachemgr: str, pool: str, credentials: Credentials) -> list[Snapshot]:
     async with _reached(cachemgr, credentials) as cache:
         with answering(cachemgr):
-            return await _look(cache, pool, cachemgr)
+            return await _look(cache, pool, cachemgr, _Workers(credentials))
+
+
+class _Workers:
+    """Asks workers how the parts of their steps run. One that does not answer is not asked again in its epoch."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._silent: set[tuple[str, int]] = set()
+
+    async def add_parts(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with its worker's answer, if there is one."""
+        pool = snapshot.pool
+        key = (pool.worker_address, pool.epoch)
+        if not pool.attached or key in self._silent:
+            return snapshot
+        worker = WorkerClient(
+            pool.worker_address, credentials=self._credentials, timeout_s=_WORKER_TIMEOUT_S, retry=ONCE
+        )
+        try:
+            return replace(snapshot, step_parts=tuple((await worker.get_statistics()).step_parts))
+        except (QuireError, ValueError):  # also an address that is none here
+            self._silent.add(key)
+            return snapshot
+        finally:
+            await worker.close()
 
 
 @contextlib.asynccontextmanager
@@ -70,16 +99,17 @@ async def _watch(
     cachemgr: str, pool: str, console: Console, *, as_json: bool, interval_s: float, credentials: Credentials
 ) -> None:
     """Looks until it is cancelled. A look that fails is reported; the last result stays."""
+    workers = _Workers(credentials)
     async with _reached(cachemgr, credentials) as cache:
         with answering(cachemgr):
-            snapshots = await _look(cache, pool, cachemgr)
+            snapshots = await _look(cache, pool, cachemgr, workers)
         with _watching(console, cachemgr, as_json=as_json) as watching:
             seen_s = time.monotonic()
             watching.show(snapshots)
             while True:
                 await asyncio.sleep(interval_s)
                 try:
-                    snapshots = await _look(cache, pool, cachemgr)
+                    snapshots = await _look(cache, pool, cachemgr, workers)
                 except QuireError as error:
                     watching.tell(describe_trouble(cachemgr, error, time.monotonic() - seen_s))
                 else:
@@ -148,7 +178,7 @@ class _Printed:
             print(trouble, file=sys.stderr, flush=True)
 
 
-async def _look(cache: CacheClient, pool: str, cachemgr: str) -> list[Snapshot]:
+async def _look(cache: CacheClient, pool: str, cachemgr: str, workers: _Workers) -> list[Snapshot]:
     """A snapshot of each pool, by name."""
     names = sorted(found.name for found in await cache.list_pools())
     if pool and pool not in names:
@@ -158,7 +188,7 @@ async def _look(cache: CacheClient, pool: str, cachemgr: str) -> list[Snapshot]:
     snapshots = []
     for name in [pool] if pool else names:
         with contextlib.suppress(NotFound):  # gone since it was listed
-            snapshots.append(await take_snapshot(cache, name))
+            snapshots.append(await workers.add_parts(await take_snapshot(cache, name)))
     return snapshots
 
 
@@ -180,4 +210,5 @@ def _as_json(snapshot: Snapshot) -> dict[str, Any]:
         "statistics": as_dict(snapshot.statistics),
         "hit_ratio": snapshot.hit_ratio,
         "used_slots_ratio": snapshot.used_slots_ratio,
+        "step_parts": [as_dict(part) for part in snapshot.step_parts],
     }

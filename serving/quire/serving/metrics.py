@@ -51,10 +51,15 @@ class MetricsPage:
     """
 
     def __init__(
-        self, address: TcpAddress, read: Callable[[], Iterable[Metric]], *, security: Security | None = None
+        self,
+        address: TcpAddress,
+        read: Callable[[], Iterable[Metric]],
+        *,
+        security: Security | None = None,
+        health: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         """Serves TLS if the server's security has a certificate; then it requires client certificates as configured
-        there."""
+        there. `health` returns further lines of /healthz; it is called on any thread."""
         if security is not None:
             security.check_plaintext("--metrics-listen", address)
         registry = CollectorRegistry(auto_describe=False)
@@ -64,7 +69,7 @@ class MetricsPage:
         loop = asyncio.get_running_loop()
         registry.register(LoopCollector(lambda: (*read(), certificate_family(tls), build_family()), loop=loop))
         try:
-            self._server = MetricsServer(address, registry, tls=tls)
+            self._server = MetricsServer(address, registry, tls=tls, health=health)
         except OSError as error:
             reason = explain_bind_failure(address) or error.strerror or str(error)
             kind = AddressInUseError if reason == "Address already in use" else AddressError

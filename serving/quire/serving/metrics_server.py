@@ -1,8 +1,8 @@
 """The HTTP server of a page of metrics, for services and engines: a thread per request.
 
 /metrics is the page. /healthz answers 200 as long as the event loop runs, and 503 if the loop does not answer in
-time: this is liveness, as health.LIVENESS, and does not mean that the service has all it needs. Any other path is
-404.
+time: this is liveness, as health.LIVENESS, and does not mean that the service has all it needs. Behind "ok" a service
+may say how it runs. Any other path is 404.
 """
 
 import asyncio
@@ -37,9 +37,16 @@ class MetricsServer:
     Must be made on the running event loop. Raises OSError if it can't listen.
     """
 
-    def __init__(self, address: TcpAddress, registry: CollectorRegistry, *, tls: "ServerTls | None" = None) -> None:
+    def __init__(
+        self,
+        address: TcpAddress,
+        registry: CollectorRegistry,
+        *,
+        tls: "ServerTls | None" = None,
+        health: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._server = _PageServer(address, tls)
-        self._server.set_app(_pages(registry, asyncio.get_running_loop()))
+        self._server.set_app(_pages(registry, asyncio.get_running_loop(), health))
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.address = TcpAddress(address.host, self._server.server_port)
@@ -51,7 +58,9 @@ class MetricsServer:
         self._thread.join()
 
 
-def _pages(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> Application:
+def _pages(
+    registry: CollectorRegistry, loop: asyncio.AbstractEventLoop, health: Callable[[], Iterable[str]]
+) -> Application:
     """The application: a page for each path."""
     metrics: Application = make_wsgi_app(registry)
 
@@ -66,7 +75,7 @@ def _pages(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> Appl
             return _text(
                 "503 Service Unavailable", f"the event loop did not answer in {READ_TIMEOUT_S:g} s", start_response
             )
-        return _text("200 OK", "ok", start_response)
+        return _text("200 OK", "\n".join(("ok", *health())), start_response)
 
     return answer
 

@@ -84,7 +84,7 @@ def steps() -> list[AcceptedStep]:
 
 
 def without_times(result: StepResult) -> StepResult:
-    return replace(result, prepare_s=0.0, forward_s=0.0, sample_s=0.0)
+    return replace(result, prepare_s=0.0, forward_s=0.0, sample_s=0.0, gap_s=None)
 
 
 def test_steps_launched_ahead_say_what_steps_one_by_one_say(model: PagedModel) -> None:
@@ -330,3 +330,11 @@ def test_steps_launched_ahead_follow_grammars_as_steps_one_by_one_do(
     assert re.fullmatch("[a-c]{2}x", text)
     assert not any(each.grammar_failures for each in results)
     grammars.close()
+
+
+def test_the_gap_in_front_of_a_step_begins_when_the_one_before_has_ended(model: PagedModel) -> None:
+    one_by_one = executor(model)
+    results = [one_by_one.execute(step) for step in steps()]
+    assert results[0].gap_s is None
+    gaps = [result.gap_s for result in results[1:]]
+    assert all(gap_s is not None and gap_s >= result.prepare_s for gap_s, result in zip(gaps, results[1:], strict=True))

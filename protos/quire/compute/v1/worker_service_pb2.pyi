@@ -1044,6 +1044,7 @@ class GetStatisticsResponse(_message.Message):
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOST_COPY_TIME_FIELD_NUMBER: _builtins.int
+    STEP_PARTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The pool's epoch."""
     term: _builtins.int
@@ -1086,6 +1087,10 @@ class GetStatisticsResponse(_message.Message):
     def host_copy_time(self) -> _duration_pb2.Duration:
         """Time in these copies, all steps together."""
 
+    @_builtins.property
+    def step_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPart]:
+        """How each part of a step runs."""
+
     def __init__(
         self,
         *,
@@ -1107,14 +1112,51 @@ class GetStatisticsResponse(_message.Message):
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
         host_copy_time: _duration_pb2.Duration | None = ...,
+        step_parts: _abc.Iterable[Global___StepPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["forward_time", b"forward_time", "host_copy_time", b"host_copy_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time", "offloaded_block_count", b"offloaded_block_count", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "restored_block_count", b"restored_block_count", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time", "offloaded_block_count", b"offloaded_block_count", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "restored_block_count", b"restored_block_count", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "step_parts", b"step_parts", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class StepPart(_message.Message):
+    """How a part of a step runs on this worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DEGRADED_REASON_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """"modules", "experts", "attention", "cache", "decode", "sampler", "prompts" or
+    "kernels". More parts may come.
+    """
+    mode: _builtins.str
+    """For people: the fused modules, the kernels of attention, the steps that are CUDA
+    graphs.
+    """
+    degraded_reason: _builtins.str
+    """For people: the reason if the part runs slower than this worker was asked for.
+    Empty if it does not.
+    """
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        mode: _builtins.str = ...,
+        degraded_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded_reason", b"degraded_reason", "mode", b"mode", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepPart: _TypeAlias = StepPart  # noqa: Y015
 
 @_typing.final
 class ChecksumBlocksRequest(_message.Message):

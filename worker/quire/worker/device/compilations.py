@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class Compilations:
     """Counts what Triton compiles from `watch` on. After `expect_no_more` each compilation is a warning in the log."""
 
     def __init__(self) -> None:
+        self.on_late: Callable[[str], None] = lambda name: None
+        """Called with a kernel's name for each compilation after expect_no_more()."""
         self._num_compiled = 0
         self._num_read = 0
         self._compile_s = 0.0
@@ -57,6 +60,7 @@ class Compilations:
             self._compile_s += seconds
         if self._is_over:
             how = "read from the cache" if cache_hit else "compiled"
+            self.on_late(src.name)
             log.warning("a kernel was %s after the warm-up kernel=%s seconds=%.2f", how, src.name, seconds)
 
 

@@ -56,6 +56,7 @@ LAYOUTS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
     "GLM's": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
+_TRIAL_FAILED = "its trial failed with"
 
 
 class Unmatched(Exception):
@@ -69,6 +70,11 @@ class FusionReport:
     steps: str
     swapped: Mapping[str, tuple[int, int]]
     unmatched: Mapping[tuple[str, str], int]
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """The reasons of modules with a trial that broke off, which does not follow from their kind."""
+        return [reason for _, reason in self.unmatched if reason.startswith(_TRIAL_FAILED)]
 
     def __str__(self) -> str:
         counts = ", ".join(f"{kind} {done} of {total}" for kind, (done, total) in self.swapped.items())
@@ -140,7 +146,7 @@ class _Fusion:
         except Unmatched as error:
             reason = str(error)
         except Exception as error:
-            reason = f"its trial failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"{_TRIAL_FAILED} {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._unmatched[type(module).__name__, reason] += 1
 
     def _swap_norms(self) -> None:

@@ -11,6 +11,7 @@
     probe.py            learns each layer's attention from one forward
     packed_linear.py    packs weights for a CPU
     fingerprint.py      the identity of a block's content
+    modes.py            how each part of a step runs, and why it is not faster
     self_check.py       compares logits over the pool with those of the model's own attention
     paged_model.py      a model with the worker's attention: one step's forward
     base_model.py       the part of a model below its output layer

@@ -21,6 +21,7 @@ from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.base_model import answering, base_of
 from quire.worker.model.fingerprint import fingerprint
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
+from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
 
@@ -62,6 +63,8 @@ class PagedModel:
         self.step_kind = step_kind
         self.min_block_size = step_kind.min_block_size
         self.fusion: FusionReport | None = None
+        self.modes = Modes()
+        """How the parts of its steps run: code that leaves a fast path notes it here."""
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
@@ -89,6 +92,13 @@ class PagedModel:
     def describe_attention(self) -> str:
         """The attention kernels, for people."""
         return self.step_kind.describe(self.attention_specs)
+
+    def note_attention(self, *, is_chosen: bool = False) -> None:
+        """Note the mode of attention. On a GPU each layer should have its kernel, unless its form was chosen."""
+        how = self.describe_attention()
+        has_kernels = self.step_kind.reads_lengths_on_device(self.attention_specs)
+        is_fast = is_chosen or self.device.type != "cuda" or has_kernels
+        self.modes.note(Part.ATTENTION, how, degraded="" if is_fast else "not all layers have a kernel for it")
 
     def allocate_states(self, max_num_seqs: int) -> None:
         """Make room for the states of so many rows of a sequence table; none of them holds anything then."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from quire.worker.memory.layer_groups import LayerGroupChoice
 from quire.worker.memory.layer_spec import LayerSpec
 from quire.worker.model.cache_layout import keeps_states, probe_cache
 from quire.worker.model.cached_model import CachedModel
+from quire.worker.model.modes import Part
 from quire.worker.model.packed_linear import pack_linears
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.pinned_rope import pin_rope
@@ -59,7 +59,30 @@ def prepare_model(
     if ranks.size == 1:  # else each has a part of the rows
         check_output_rows(model)
     pin_rope(model, max_model_len)
-    _choose_experts_implementation(model)
+    experts = _choose_experts_implementation(model)
+    paged = _prepare(
+        model,
+        max_model_len=max_model_len,
+        step_kind=step_kind,
+        fused_steps=fused_steps,
+        ranks=ranks,
+        layer_groups=layer_groups,
+    )
+    if experts is not None:
+        how, reason = experts
+        paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
+    return paged
+
+
+def _prepare(
+    model: Any,
+    *,
+    max_model_len: int,
+    step_kind: type[AttentionStep],
+    fused_steps: FusedSteps | None,
+    ranks: ModelRanks,
+    layer_groups: LayerGroupChoice,
+) -> PagedModel:
     try:
         specs = probe(model)
     except OffTheInterface as off:
@@ -71,10 +94,10 @@ def prepare_model(
         return _prepare_sharded(
             model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind, layer_groups=layer_groups
         )
-    latent = latent_specs(model, specs)
+    latent, without_latents = latent_specs(model, specs), ""
     if latent is not None:
         keep_latents(model)
-        with suppress(UnsupportedModel):
+        try:
             return _prepare_paged(
                 model,
                 latent,
@@ -84,8 +107,10 @@ def prepare_model(
                 fused_steps=fused_steps,
                 layer_groups=layer_groups,
             )
+        except UnsupportedModel as refused:
+            without_latents = refused.reason
     try:
-        return _prepare_paged(
+        paged = _prepare_paged(
             model,
             specs,
             implementation=ATTENTION_NAME,
@@ -98,7 +123,12 @@ def prepare_model(
         model.set_attn_implementation("eager")
         if not keeps_states(model):
             raise
-        return _prepare_cached(model, refused.reason, max_model_len=max_model_len)
+        cached = _prepare_cached(model, refused.reason, max_model_len=max_model_len)
+        cached.modes.note(Part.CACHE, "the model's own attention over the pool", degraded=refused.reason)
+        return cached
+    if without_latents:
+        paged.modes.note(Part.CACHE, "keys and values in place of latents", degraded=without_latents)
+    return paged
 
 
 def _prepare_paged(
@@ -122,6 +152,7 @@ def _prepare_paged(
         step_kind=step_kind,
         layer_groups=layer_groups,
     )
+    paged.modes.note(Part.MODULES, "the model's own")
     if expanded is None and fused_steps is None:
         pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
@@ -151,6 +182,7 @@ def _prepare_sharded(
         layer_groups=layer_groups,
     )
     paged.fingerprint = ranks.combined(paged.fingerprint)
+    paged.modes.note(Part.MODULES, f"the model's own: {ranks.size} ranks have a part of each weight")
     _check_against_own_attention(paged)
     return paged
 
@@ -166,7 +198,9 @@ def _fuse(paged: PagedModel, model: Any, specs: Mapping[int, LayerSpec], steps: 
         swap_back(model)
         paged.min_block_size = unfused_block_size
         paged.fusion = unfused(model, error.reason)
+        paged.modes.note(Part.MODULES, "the model's own", degraded=f"fused, {error.reason}")
         return False
+    paged.modes.note(Part.MODULES, str(paged.fusion), degraded="; ".join(paged.fusion.failures))
     return True
 
 
@@ -176,6 +210,7 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
     try:
         layout = probe_cache(model)
         cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
+        cached.modes.note(Part.MODULES, "the model's own")
         _check_against_own_attention(cached)
     except UnsupportedModel as refused:
         reason = f"{why}; with its own attention over the pool, {refused.reason}"
@@ -183,11 +218,14 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
     return cached
 
 
-def _choose_experts_implementation(model: Any) -> None:
-    """Take the first way of running a mixture of experts that runs on this device; nothing for other models."""
+def _choose_experts_implementation(model: Any) -> tuple[str, str] | None:
+    """Take the first way of running a mixture of experts that runs on this device; nothing for other models.
+
+    Returns its name, and why not the ways before it.
+    """
     can_set = getattr(model, "_can_set_experts_implementation", None)
     if can_set is None or not can_set():
-        return
+        return None
     token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
     errors = []
     for implementation in ("grouped_mm", "eager"):
@@ -197,7 +235,7 @@ def _choose_experts_implementation(model: Any) -> None:
         except Exception as error:
             errors.append(f"{implementation}: {first_line(error)}")
         else:
-            return
+            return implementation, "; ".join(errors)
     raise UnsupportedModel(type(model).__name__, f"its experts do not run on {model.device.type} ({'; '.join(errors)})")
 
 

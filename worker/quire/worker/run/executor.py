@@ -93,6 +93,8 @@ class StepResult:
     host: HostCopies = field(default_factory=HostCopies)
     num_copied: int = 0
     """Blocks copied within the pool."""
+    gap_s: float | None = None
+    """From the end of the computed step before to this step's forward; None for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class Sampling:
     sampled: Sampled
     moments: tuple[Moment, Moment, Moment, Moment]
     """The times before the step, with its batch built, after the forward and after sampling."""
+    last_ended: Moment | None = None
+    """The end of the computed step before."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
     late_ids: list[int] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
@@ -159,6 +163,7 @@ class LaunchedStep:
             prepare_s=started.seconds_until(prepared),
             forward_s=prepared.seconds_until(forwarded),
             sample_s=forwarded.seconds_until(ended),
+            gap_s=None if self._sampling.last_ended is None else self._sampling.last_ended.seconds_until(prepared),
             host=host,
             num_copied=num_copied,
         )
@@ -252,6 +257,7 @@ class Executor:
         self._grammars = GrammarRows(self._table, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
+        self._last_ended: Moment | None = None
         self.profiler: StepProfiler | None = None
 
     def execute(self, step: AcceptedStep) -> StepResult:
@@ -442,11 +448,13 @@ class Executor:
         forwarded = Moment(device)
         with phase("sample"):
             sampled = self._sample(batch, logits, runs, masks) if draws is None else self._replay_sampler(batch, draws)
+        last_ended, self._last_ended = self._last_ended, Moment(device)
         return Sampling(
             seq_ids=runs.seq_ids if runs.all_sample else [runs.seq_ids[run] for run in runs.chosen],
             num_asked=self._num_asked(sampled, runs),
             sampled=sampled,
-            moments=(started, prepared, forwarded, Moment(device)),
+            moments=(started, prepared, forwarded, self._last_ended),
+            last_ended=last_ended,
             scored=[(runs.seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[

@@ -31,6 +31,7 @@ from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, check_runs
+from quire.worker.model.modes import Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
 from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
@@ -363,18 +364,31 @@ def capture_decode(
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
         decode.capture()
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
-        log.warning("decode steps run without CUDA graphs: %s", first_cause(error))
+        _note_without_graphs(model, first_cause(error), max_graph_tokens=max_graph_tokens)
         return None
     try:
         decode.capture_sampling()
         _check_sampling(decode)
     except (CannotCapture, torch.OutOfMemoryError) as error:
         decode.samples = False
+        model.modes.note(Part.SAMPLER, "without CUDA graphs", degraded=first_cause(error))
         log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", first_cause(error))
+    else:
+        model.modes.note(Part.SAMPLER, "CUDA graphs")
+    model.modes.note(Part.DECODE, f"CUDA graphs of up to {decode.buckets[-1]} sequences")
     log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
-    if max_graph_tokens:
+    if not max_graph_tokens:
+        model.modes.note(Part.PROMPTS, "without CUDA graphs: --max-graph-tokens 0")
+    else:
         decode.pieces = capture_pieces(model, pool, max_tokens=max_graph_tokens, memory=decode.memory)
     return decode
+
+
+def _note_without_graphs(model: PagedModel, reason: str, *, max_graph_tokens: int) -> None:
+    """Without graphs of decode steps there are none of samplers and prompts."""
+    log.warning("decode steps run without CUDA graphs: %s", reason)
+    for part in (Part.DECODE, Part.SAMPLER, *((Part.PROMPTS,) if max_graph_tokens else ())):
+        model.modes.note(part, "without CUDA graphs", degraded=reason)
 
 
 def measure_graphs(

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -19,12 +20,13 @@ import transformers
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device
-from quire.worker.fusion.steps import choose_steps
+from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, choose_steps
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
 from quire.worker.memory.layer_groups import describe_groups, registers_groups
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.model_source import find_tokenizer
+from quire.worker.model.modes import Modes, Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.graphs import StaticDecode, capture_decode
@@ -33,6 +35,9 @@ from quire.worker.run.ranks import ONE_RANK, OneRank
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.run.warm_up import StepSizes, warm_up
 from quire.worker.sampling.grammars import Grammars, NoGrammars, load_grammars
+
+if TYPE_CHECKING:  # it imports Triton, which a worker on a CPU does not need
+    from quire.worker.device.compilations import Compilations
 
 log = logging.getLogger("quire.worker")
 
@@ -58,7 +63,9 @@ class Loaded:
 def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     """Load, and on a GPU run steps of all kinds, so that none has to be compiled later. Raises what load raises."""
     if pick_device(config.device).type != "cuda":
-        return load(config, ranks)
+        loaded = load(config, ranks)
+        warn_of_degraded(loaded.model.modes)
+        return loaded
     # A worker on a CPU needs no Triton, which this imports.
     from quire.worker.device.compilations import Compilations, check_cache_folder
 
@@ -67,9 +74,31 @@ def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     compilations.watch()
     loaded = load(config, ranks)
     warm_up_loaded(config, loaded)
-    compilations.expect_no_more()
+    watch_late_compilations(compilations, loaded.model.modes)
     log.info("kernels: %s", compilations.statistics())
+    warn_of_degraded(loaded.model.modes)
     return loaded
+
+
+def watch_late_compilations(compilations: Compilations, modes: Modes) -> None:
+    """Note the compilations so far, and each one from now on as a reason for a slow worker: all steps wait for it."""
+    late: list[str] = []
+
+    def note_late(name: str) -> None:
+        late.append(name)
+        modes.note(
+            Part.KERNELS, str(compilations.statistics()), degraded=f"{len(late)} after the warm-up, the last is {name}"
+        )
+
+    modes.note(Part.KERNELS, str(compilations.statistics()))
+    compilations.on_late = note_late
+    compilations.expect_no_more()
+
+
+def warn_of_degraded(modes: Modes) -> None:
+    """Write a line to the log if a part of the steps runs slower than it could."""
+    if modes.degraded():
+        log.warning("DEGRADED: steps of this worker are slower than they could be: %s", modes.describe_degraded())
 
 
 def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
@@ -112,6 +141,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     )
     if model.fusion is not None:
         log.info("%s", model.fusion)
+    note_choices(config, model)
     model.allocate_states(config.max_num_seqs)
     kv_dtype = pick_kv_dtype(config.kv_dtype, model.dtype)
     check_kv_dtype(kv_dtype, device)
@@ -155,6 +185,22 @@ def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Execu
         host_pool=loaded.host_pool,
         ranks=ranks,
     )
+
+
+def note_choices(config: WorkerConfig, model: PagedModel) -> None:
+    """Note the modes that follow from flags and the device."""
+    modes, is_gpu = model.modes, model.device.type == "cuda"
+    model.note_attention(is_chosen=config.attention == "torch")
+    has_kernels = config.block_size in KERNEL_BLOCK_SIZES
+    if is_gpu and not has_kernels and config.fuse is not False and not config.has_ranks:
+        allowed = ", ".join(map(str, KERNEL_BLOCK_SIZES))
+        reason = f"--block-size {config.block_size} is not one of {allowed}"
+        modes.note(Part.MODULES, "without kernels of fused modules", degraded=reason)
+    if is_gpu and config.cuda_graphs and not config.has_ranks:
+        return  # capture_decode() notes what comes of it
+    why = f"{config.tensor_parallel_size} ranks" if config.has_ranks else "--no-cuda-graphs"
+    for part in (Part.DECODE, Part.SAMPLER, Part.PROMPTS):
+        modes.note(part, f"without CUDA graphs: {why if is_gpu else 'a CPU has none'}")
 
 
 def uses_graphs(config: WorkerConfig) -> bool:

@@ -38,6 +38,7 @@ from quire.worker.device.capture import (
 from quire.worker.device.profiling import phase
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.modes import Part
 from quire.worker.model.paged_model import PagedModel
 
 log = logging.getLogger(__name__)
@@ -327,7 +328,9 @@ def capture_pieces(model: PagedModel, pool: KVPool, *, max_tokens: int, memory: 
         pieces.capture()
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
         log.warning("mixed steps run without CUDA graphs: %s", first_cause(error))
+        model.modes.note(Part.PROMPTS, "without CUDA graphs", degraded=first_cause(error))
         return None
+    model.modes.note(Part.PROMPTS, f"CUDA graphs of up to {max_tokens} tokens, but for their attention")
     log.info("mixed steps of up to %d tokens run as CUDA graphs between their attention", max_tokens)
     return pieces
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.cache.v1 import attach_pb2
 from quire.worker.config import WorkerConfig
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, registers_groups
 from quire.worker.memory.layer_spec import Causal, Sliding
+from quire.worker.model.modes import Modes
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.loading import Loaded, dtype_name
 
@@ -24,6 +25,8 @@ class ModelDescription:
     dtype: str
     kv_dtype: str
     device: str
+    modes: Modes = field(default_factory=Modes)
+    """For GetStatistics."""
 
 
 def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> ModelDescription:
@@ -35,6 +38,7 @@ def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> Mod
         dtype=dtype_name(model.dtype),
         kv_dtype=dtype_name(pool.dtype),
         device=str(model.device),
+        modes=model.modes,
     )
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 
+from quire.worker.model.modes import Modes, Part
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.steps import Steps
 
 
-def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: str) -> Iterator[Metric]:
+def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool: str, model: str) -> Iterator[Metric]:
     """Return all metrics of a worker. Counters are since the process started."""
     # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
     yield InfoMetricFamily("quire_worker", "The worker's pool and model.", value={"pool": pool, "model": model})
@@ -43,6 +49,16 @@ def metric_families(steps: Steps, attachment: Attachment, *, pool: str, model: s
     }
     for name, (text, value) in totals.items():
         yield CounterMetricFamily(name, text, value=value)
+    text = "From the end of a step to the forward of the next one, on the device; gaps of up to 1 s."
+    gaps = HistogramMetricFamily("quire_worker_step_gap_seconds", text)
+    gaps.add_metric([], counters.gaps.buckets(), counters.gaps.sum_s)
+    yield gaps
+    text = "1 if a part of the steps runs slower than it could: the log and /healthz have the reason."
+    degraded = GaugeMetricFamily("quire_worker_degraded", text, labels=["part"])
+    slow = {mode.part for mode in modes.degraded()}
+    for part in Part:
+        degraded.add_metric([part], int(part in slow))
+    yield degraded
     present = {
         "quire_worker_ranks": ("Ranks of the worker.", ranks.num_ranks),
         "quire_worker_attached": ("Whether cachemgr's stream is open.", int(attachment.is_attached)),

@@ -19,6 +19,7 @@ from quire.worker.device.devices import pick_device, use_device
 from quire.worker.device.profiling import StepProfiler
 from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.loading import load_warm, make_executor
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import ONE_RANK
@@ -79,8 +80,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             worker_address=lambda: str(config.advertise or server.addresses[0]),
         )
         if config.server.metrics_listen is not None:
-            read = partial(metric_families, steps, attachment, pool=config.pool, model=config.model_name)
-            stack.enter_context(MetricsPage(config.server.metrics_listen, read, security=security))
+            read = partial(metric_families, steps, attachment, model.modes, pool=config.pool, model=config.model_name)
+            health = partial(health_lines, model)
+            stack.enter_context(MetricsPage(config.server.metrics_listen, read, security=security, health=health))
         servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
@@ -93,6 +95,11 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
+
+
+def health_lines(model: PagedModel) -> list[str]:
+    """Return the lines of /healthz: the mode of each part of a step, and the reason if it is degraded."""
+    return [str(mode) for mode in model.modes.all()]
 
 
 def make_watchdog(

@@ -166,6 +166,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             offloaded_block_count=counters.offloaded_blocks,
             restored_block_count=counters.restored_blocks,
             host_copy_time=duration(counters.host_copy_s),
+            step_parts=[
+                worker_service_pb2.StepPart(part=mode.part, mode=mode.how, degraded_reason=mode.degraded)
+                for mode in self._model.modes.all()
+            ],
         )
 
     @refusing

@@ -34,6 +34,7 @@ from quire.worker.run.ranks import RankLostError, RankStatistics
 from quire.worker.run.verify import OwnershipViolation
 from quire.worker.sampling.following import Following
 from quire.worker.sampling.grammars import CompilerUnavailable, GrammarRefused, Grammars, NoGrammars
+from quire.worker.service.step_gaps import StepGaps
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class StepCounters:
     offloaded_blocks: int = 0
     restored_blocks: int = 0
     forward_s: float = 0.0
+    gaps: StepGaps = field(default_factory=StepGaps)
     host_copy_s: float = 0.0
     refusals: Counter[Reason] = field(default_factory=Counter)
 
@@ -340,6 +342,8 @@ class Steps:
         counters.restored_blocks += result.host.num_restored
         counters.host_copy_s += result.host.offload_s + result.host.restore_s
         counters.forward_s += result.forward_s
+        if result.gap_s is not None:
+            counters.gaps.add(result.gap_s)
         counters.sampled_tokens += len(result.sampled_ids)
         if result.outcome is Outcome.COMPUTED:
             counters.computed += 1

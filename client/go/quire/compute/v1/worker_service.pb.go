@@ -1724,7 +1724,9 @@ type GetStatisticsResponse struct {
 	// Blocks copied from the host tier.
 	RestoredBlockCount int64 `protobuf:"varint,17,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
 	// Time in these copies, all steps together.
-	HostCopyTime  *durationpb.Duration `protobuf:"bytes,18,opt,name=host_copy_time,json=hostCopyTime,proto3" json:"host_copy_time,omitempty"`
+	HostCopyTime *durationpb.Duration `protobuf:"bytes,18,opt,name=host_copy_time,json=hostCopyTime,proto3" json:"host_copy_time,omitempty"`
+	// How each part of a step runs.
+	StepParts     []*StepPart `protobuf:"bytes,19,rep,name=step_parts,json=stepParts,proto3" json:"step_parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1885,6 +1887,80 @@ func (x *GetStatisticsResponse) GetHostCopyTime() *durationpb.Duration {
 	return nil
 }
 
+func (x *GetStatisticsResponse) GetStepParts() []*StepPart {
+	if x != nil {
+		return x.StepParts
+	}
+	return nil
+}
+
+// How a part of a step runs on this worker.
+type StepPart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "modules", "experts", "attention", "cache", "decode", "sampler", "prompts" or
+	// "kernels". More parts may come.
+	Part string `protobuf:"bytes,1,opt,name=part,proto3" json:"part,omitempty"`
+	// For people: the fused modules, the kernels of attention, the steps that are CUDA
+	// graphs.
+	Mode string `protobuf:"bytes,2,opt,name=mode,proto3" json:"mode,omitempty"`
+	// For people: the reason if the part runs slower than this worker was asked for.
+	// Empty if it does not.
+	DegradedReason string `protobuf:"bytes,3,opt,name=degraded_reason,json=degradedReason,proto3" json:"degraded_reason,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *StepPart) Reset() {
+	*x = StepPart{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StepPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StepPart) ProtoMessage() {}
+
+func (x *StepPart) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StepPart.ProtoReflect.Descriptor instead.
+func (*StepPart) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *StepPart) GetPart() string {
+	if x != nil {
+		return x.Part
+	}
+	return ""
+}
+
+func (x *StepPart) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *StepPart) GetDegradedReason() string {
+	if x != nil {
+		return x.DegradedReason
+	}
+	return ""
+}
+
 // See WorkerService.ChecksumBlocks.
 type ChecksumBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1896,7 +1972,7 @@ type ChecksumBlocksRequest struct {
 
 func (x *ChecksumBlocksRequest) Reset() {
 	*x = ChecksumBlocksRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1908,7 +1984,7 @@ func (x *ChecksumBlocksRequest) String() string {
 func (*ChecksumBlocksRequest) ProtoMessage() {}
 
 func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1921,7 +1997,7 @@ func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
@@ -1944,7 +2020,7 @@ type ChecksumBlocksResponse struct {
 
 func (x *ChecksumBlocksResponse) Reset() {
 	*x = ChecksumBlocksResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1956,7 +2032,7 @@ func (x *ChecksumBlocksResponse) String() string {
 func (*ChecksumBlocksResponse) ProtoMessage() {}
 
 func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1969,7 +2045,7 @@ func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ChecksumBlocksResponse) GetChecksums() []int64 {
@@ -2109,7 +2185,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x04step\x18\x01 \x01(\v2!.quire.compute.v1.RunStepResponseH\x00R\x04step\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x15.quire.cache.v1.ErrorH\x00R\x05errorB\b\n" +
 	"\x06answer\"\x16\n" +
-	"\x14GetStatisticsRequest\"\xc3\a\n" +
+	"\x14GetStatisticsRequest\"\xfe\a\n" +
 	"\x15GetStatisticsResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x12\n" +
 	"\x04term\x18\x02 \x01(\x03R\x04term\x12\x1a\n" +
@@ -2129,10 +2205,16 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\fforward_time\x18\x0f \x01(\v2\x19.google.protobuf.DurationR\vforwardTime\x122\n" +
 	"\x15offloaded_block_count\x18\x10 \x01(\x03R\x13offloadedBlockCount\x120\n" +
 	"\x14restored_block_count\x18\x11 \x01(\x03R\x12restoredBlockCount\x12?\n" +
-	"\x0ehost_copy_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\fhostCopyTime\x1a@\n" +
+	"\x0ehost_copy_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\fhostCopyTime\x129\n" +
+	"\n" +
+	"step_parts\x18\x13 \x03(\v2\x1a.quire.compute.v1.StepPartR\tstepParts\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"4\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"[\n" +
+	"\bStepPart\x12\x12\n" +
+	"\x04part\x18\x01 \x01(\tR\x04part\x12\x12\n" +
+	"\x04mode\x18\x02 \x01(\tR\x04mode\x12'\n" +
+	"\x0fdegraded_reason\x18\x03 \x01(\tR\x0edegradedReason\"4\n" +
 	"\x15ChecksumBlocksRequest\x12\x1b\n" +
 	"\tblock_ids\x18\x01 \x03(\x05R\bblockIds\"L\n" +
 	"\x16ChecksumBlocksResponse\x12\x1c\n" +
@@ -2179,7 +2261,7 @@ func file_quire_compute_v1_worker_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_compute_v1_worker_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(ErrorReason)(0),               // 0: quire.compute.v1.ErrorReason
 	(*GetModelRequest)(nil),        // 1: quire.compute.v1.GetModelRequest
@@ -2201,59 +2283,61 @@ var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(*RunStepsResponse)(nil),       // 17: quire.compute.v1.RunStepsResponse
 	(*GetStatisticsRequest)(nil),   // 18: quire.compute.v1.GetStatisticsRequest
 	(*GetStatisticsResponse)(nil),  // 19: quire.compute.v1.GetStatisticsResponse
-	(*ChecksumBlocksRequest)(nil),  // 20: quire.compute.v1.ChecksumBlocksRequest
-	(*ChecksumBlocksResponse)(nil), // 21: quire.compute.v1.ChecksumBlocksResponse
-	nil,                            // 22: quire.compute.v1.SamplingParameters.LogitBiasEntry
-	nil,                            // 23: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	(*v1.PoolGeometry)(nil),        // 24: quire.cache.v1.PoolGeometry
-	(*durationpb.Duration)(nil),    // 25: google.protobuf.Duration
-	(*v1.SignedGrant)(nil),         // 26: quire.cache.v1.SignedGrant
-	(*v1.Error)(nil),               // 27: quire.cache.v1.Error
+	(*StepPart)(nil),               // 20: quire.compute.v1.StepPart
+	(*ChecksumBlocksRequest)(nil),  // 21: quire.compute.v1.ChecksumBlocksRequest
+	(*ChecksumBlocksResponse)(nil), // 22: quire.compute.v1.ChecksumBlocksResponse
+	nil,                            // 23: quire.compute.v1.SamplingParameters.LogitBiasEntry
+	nil,                            // 24: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	(*v1.PoolGeometry)(nil),        // 25: quire.cache.v1.PoolGeometry
+	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
+	(*v1.SignedGrant)(nil),         // 27: quire.cache.v1.SignedGrant
+	(*v1.Error)(nil),               // 28: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
-	24, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	25, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
 	4,  // 1: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
 	3,  // 2: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
-	25, // 3: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
-	22, // 4: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	26, // 3: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
+	23, // 4: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
 	8,  // 5: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
 	3,  // 6: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
 	7,  // 7: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	26, // 8: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	27, // 8: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
 	9,  // 9: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
 	14, // 10: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
 	15, // 11: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
 	12, // 12: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
 	13, // 13: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
-	25, // 14: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	25, // 15: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	25, // 16: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	25, // 17: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	25, // 18: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	25, // 19: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	26, // 14: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	26, // 15: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	26, // 16: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	26, // 17: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	26, // 18: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	26, // 19: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
 	10, // 20: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
 	11, // 21: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	27, // 22: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	23, // 23: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	25, // 24: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	25, // 25: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	1,  // 26: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	5,  // 27: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
-	10, // 28: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	16, // 29: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	18, // 30: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	20, // 31: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 32: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	6,  // 33: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
-	11, // 34: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	17, // 35: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	19, // 36: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	21, // 37: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	32, // [32:38] is the sub-list for method output_type
-	26, // [26:32] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	28, // 22: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	24, // 23: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	26, // 24: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	26, // 25: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	20, // 26: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
+	1,  // 27: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	5,  // 28: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	10, // 29: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	16, // 30: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	18, // 31: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	21, // 32: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 33: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	6,  // 34: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	11, // 35: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	17, // 36: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	19, // 37: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	22, // 38: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	33, // [33:39] is the sub-list for method output_type
+	27, // [27:33] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }
@@ -2281,7 +2365,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_compute_v1_worker_service_proto_rawDesc), len(file_quire_compute_v1_worker_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   23,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
