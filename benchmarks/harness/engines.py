@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,6 +17,7 @@ from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcess
 from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
 from quire.client.cache_client import CacheClient
+from quire.serving.runtime import tune_garbage_collector
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.paged_model import PagedModel
 
@@ -97,11 +99,13 @@ async def one_process(setup: Setup, *, model: PagedModel | None = None) -> Async
         services.pool.ledger.reset_prefix_cache()
 
     worker = InProcessWorker(services)
+    tune_garbage_collector()  # as each service does
     try:
         async with Engine(InProcessCache(services), lambda _: worker, config=setup.engine_config()) as engine:
             yield Running(engine, forget)
     finally:
         services.close()
+        gc.unfreeze()  # else the model would never be freed
 
 
 def load(setup: Setup) -> PagedModel:

@@ -51,6 +51,8 @@ def make_executor(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Exec
         decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
     else:
         keep_freed_memory()
+        model.modes.note_without_graphs("a CPU has none")
+    model.note_attention()
     return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
 
 

@@ -41,6 +41,7 @@ class Findings:
     draw       makes the plot; None: there is none
     notes      conditions and limits of the figures, a sentence each
     file_name  of the JSON and the plot, without ending; the last word of the benchmark's name if empty
+    errors     reasons why figures do not count: the benchmark ends with status 1 after it has shown and written them
     """
 
     tables: Sequence[Table]
@@ -48,6 +49,7 @@ class Findings:
     draw: Callable[[], Figure] | None = None
     notes: Sequence[str] = ()
     file_name: str = ""
+    errors: Sequence[str] = ()
 
 
 Measure = Callable[..., Findings]
@@ -89,6 +91,8 @@ def benchmark(
         show(findings, about)
         if output is not None:
             write(findings, about, output, findings.file_name or name.split()[-1])
+        if findings.errors:
+            raise click.ClickException("\n".join(findings.errors))
 
     main.params += [click.Option([flag], is_flag=True, help=text) for flag, text in flags.items()]
     main.params += options
@@ -143,9 +147,12 @@ def write(findings: Findings, about: dict[str, Any], folder: Path, name: str) ->
 
 
 def write_json(content: dict[str, Any], path: Path) -> None:
-    """Indented, lists of numbers on one line each."""
+    """Indented, lists of numbers on one line each. The file is whole at any time: a benchmark may be killed."""
     text = json.dumps(content, indent=1)
-    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    part.replace(path)
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,3 @@
-# ruff: noqa: N803
 """The time of a call on the GPU, and the memory's best rate, both by replays of a CUDA graph."""
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
+from memory_reading import NUM_PROGRAMS, read_stream
 
 Call = Callable[[], object]
 
@@ -72,36 +69,11 @@ class DryClock:
         return [(time.perf_counter() - start) * 1e6 / len(calls)]
 
 
-@triton.jit
-def _read(
-    words_ptr,  # [num_words] int32
-    sums_ptr,  # [programs] int32
-    num_words,
-    WORDS: tl.constexpr,
-):
-    """Each program reads every so many words and adds them up, 16 bytes a load."""
-    start = tl.program_id(0).to(tl.int64) * WORDS
-    step = tl.num_programs(0).to(tl.int64) * WORDS
-    total = tl.zeros([WORDS], tl.int32)
-    for first in range(start, num_words, step):
-        total += tl.load(words_ptr + first + tl.arange(0, WORDS))
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(total, 0))
-
-
-def read_stream(words: Tensor, sums: Tensor, *, words_per_program: int = 4096) -> None:
-    """Read every word once, and write one sum per program.
-
-    words   [n]     int32, n a multiple of words_per_program
-    sums    [P]     int32, one per program
-    """
-    _read[(sums.shape[0],)](words, sums, words.shape[0], WORDS=words_per_program, num_warps=8)
-
-
 def ceilings(clock: Clock, device: torch.device, *, num_bytes: int) -> dict[str, list[float]]:
     """GB/s of a copy, both directions counted, and of reading alone: a sample per replay."""
     source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    sums = torch.empty(8 * 132, dtype=torch.int32, device=device)
+    sums = torch.empty(NUM_PROGRAMS, dtype=torch.int32, device=device)
     copies = clock.measure([lambda: target.copy_(source)])
     reads = clock.measure([lambda: read_stream(source, sums)])
     return {

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from in_process import make_executor
 from lengths import lengths_around
-from roofline import Ceilings, step_bound_s, synchronize
+from roofline import Ceilings, num_scores, step_bound_s, synchronize
+from running import Ended, run_steps, steps_in_flight
 from shapes import BLOCK_SIZE, Shape
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep
 from quire.worker.memory.kv_pool import NULL_BLOCK, bytes_per_block
 from quire.worker.model.paged_model import PagedModel
-from quire.worker.run.executor import Executor, Outcome, StepResult
+from quire.worker.run.executor import Executor, StepResult
 
 WARM_UP_STEPS = 3
 LEASE = "benchmark"
@@ -66,14 +67,23 @@ class Cell:
             num_tokens=self.num_seqs * self.new,
             num_sampled=self.num_seqs,
             num_keys=sum(self.starts) + self.num_seqs * self.new,
+            num_scores=sum(num_scores(start, self.new) for start in self.starts),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """step_ms is a sample per step, from when the executor gets it to when its tokens are read.
+    """The time of a cell's step, in two ways.
 
-    prepare_ms, forward_ms and sample_ms are the executor's own medians of the parts.
+    step_ms     steady state: from a step's tokens to those of the next one, which was launched before; a sample a step
+    lone_ms     of a step by itself: from when the executor gets it to when its tokens are read. The same on a CPU,
+                where no step is launched ahead
+    prepare_ms, forward_ms, sample_ms, gap_ms
+                in the steady state, the executor's own medians: the parts of a step, and the time from the end of the
+                step before to the forward
+    num_compiled
+                kernels compiled in measured steps
+    mode        how each part of the step ran
     """
 
     model: str
@@ -81,22 +91,31 @@ class Timing:
     cell: str
     bound_ms: float
     step_ms: list[float]
+    lone_ms: list[float]
     prepare_ms: float
     forward_ms: float
     sample_ms: float
+    gap_ms: float
     must_ms: float | None
     goal_ms: float | None
+    num_compiled: int
+    mode: dict[str, str]
 
     @property
     def median_ms(self) -> float:
         return statistics.median(self.step_ms)
 
     @property
+    def lone_median_ms(self) -> float:
+        return statistics.median(self.lone_ms)
+
+    @property
     def of_bound(self) -> float:
         return self.bound_ms / self.median_ms
 
     def describe(self) -> dict[str, Any]:
-        return asdict(self) | {"median_ms": self.median_ms, "of_bound": round(self.of_bound, 4)}
+        medians = {"median_ms": self.median_ms, "lone_median_ms": self.lone_median_ms}
+        return asdict(self) | medians | {"of_bound": round(self.of_bound, 4)}
 
 
 def fits(cell: Cell, model: PagedModel) -> bool:
@@ -117,33 +136,87 @@ def executor_for(model: PagedModel, cells: Sequence[Cell]) -> Executor:
 
 
 def measure(
-    shape: Shape, model: PagedModel, executor: Executor, cell: Cell, ceilings: Ceilings, *, num_steps: int
+    shape: Shape,
+    model: PagedModel,
+    executor: Executor,
+    cell: Cell,
+    ceilings: Ceilings,
+    *,
+    num_steps: int,
+    seconds: float,
+    mode: dict[str, str],
+    num_compiled: Callable[[], int],
 ) -> Timing:
-    """Run the cell's step num_steps times. Raises RuntimeError if the executor does not compute one."""
-    steps = make_steps(cell, WARM_UP_STEPS + num_steps, vocab_size=model.vocab_size)
-    results, seconds = [], []
-    for step in steps:
-        synchronize(model.device)
-        start = time.perf_counter()
-        results.append(computed(executor.execute(step)))
-        seconds.append(time.perf_counter() - start)
-    executor.fence_lease(LEASE)
+    """Run the cell's step num_steps times in each way, each for so many seconds at most.
 
-    def median_ms(parts: Sequence[float]) -> float:
-        return round(1e3 * statistics.median(parts[WARM_UP_STEPS:]), 4)
+    Raises RuntimeError if the executor does not compute one, or no time was left for one.
+    """
+    in_flight = steps_in_flight(executor)
+    passes = Passes(model, executor, cell, num_steps, seconds, num_compiled)
+    lone, steady = passes.run(1), passes.run(in_flight) if in_flight > 1 else None
+    ended = lone if steady is None else steady
+    if not lone or not ended:
+        raise RuntimeError(f"no step ended within {seconds:g} s")
+
+    def median_ms(part: Callable[[StepResult], float | None]) -> float:
+        return _ms(statistics.median(part(each.result) or 0.0 for each in ended))
 
     return Timing(
         model=shape.name,
         dtype=str(model.dtype).removeprefix("torch."),
         cell=cell.name,
-        bound_ms=round(1e3 * cell.bound_s(shape, model.dtype, ceilings), 4),
-        step_ms=[round(1e3 * taken, 4) for taken in seconds[WARM_UP_STEPS:]],
-        prepare_ms=median_ms([result.prepare_s for result in results]),
-        forward_ms=median_ms([result.forward_s for result in results]),
-        sample_ms=median_ms([result.sample_s for result in results]),
+        bound_ms=_ms(cell.bound_s(shape, model.dtype, ceilings)),
+        step_ms=[_ms(each.seconds) for each in ended],
+        lone_ms=[_ms(each.seconds) for each in lone],
+        prepare_ms=median_ms(lambda result: result.prepare_s),
+        forward_ms=median_ms(lambda result: result.forward_s),
+        sample_ms=median_ms(lambda result: result.sample_s),
+        gap_ms=median_ms(lambda result: result.gap_s),
         must_ms=cell.must_ms,
         goal_ms=cell.goal_ms,
+        num_compiled=passes.num_compiled,
+        mode=mode,
     )
+
+
+class Passes:
+    """Runs of a cell's steps, each from its beginning. Kernels compiled in the measured steps are counted."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        executor: Executor,
+        cell: Cell,
+        num_steps: int,
+        seconds: float,
+        num_compiled: Callable[[], int],
+    ) -> None:
+        self.num_compiled = 0
+        self._model = model
+        self._executor = executor
+        self._cell = cell
+        self._num_steps = num_steps
+        self._seconds = seconds
+        self._count = num_compiled
+
+    def run(self, in_flight: int) -> list[Ended]:
+        """Run the warm-up, then the measured steps, without those that fill the pipeline."""
+        num_filling = in_flight - 1
+        count = WARM_UP_STEPS + num_filling + self._num_steps
+        steps = make_steps(self._cell, count, vocab_size=self._model.vocab_size)
+        run = partial(
+            run_steps, self._executor, in_flight=in_flight, synchronize=partial(synchronize, self._model.device)
+        )
+        run(steps[:WARM_UP_STEPS])
+        before = self._count()
+        ended = run(steps[WARM_UP_STEPS:], seconds=self._seconds)
+        self.num_compiled += self._count() - before
+        self._executor.fence_lease(LEASE)
+        return ended[num_filling:]
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 4)
 
 
 def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[AcceptedStep]:
@@ -175,9 +248,3 @@ def make_steps(cell: Cell, count: int, *, vocab_size: int) -> list[AcceptedStep]
             given = dict(enumerate(tokens))
         steps.append(AcceptedStep(grant, given_tokens=given))
     return steps
-
-
-def computed(result: StepResult) -> StepResult:
-    if result.outcome is not Outcome.COMPUTED:
-        raise RuntimeError(f"step {result.step_number} ended {result.outcome.value}")
-    return result

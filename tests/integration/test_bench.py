@@ -189,14 +189,28 @@ def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path)
         "prompt 1 x 5 on 8",
     ]
     for step in written["steps"]:
-        assert len(step["step_ms"]) == 2
+        assert len(step["step_ms"]) == len(step["lone_ms"]) == 2
+        assert step["gap_ms"] >= step["prepare_ms"]
+        assert step["mode"] == {
+            "modules": "the model's own",
+            "attention": "torch",
+            **dict.fromkeys(("decode", "sampler", "prompts"), "without CUDA graphs: a CPU has none"),
+        }
         assert 0 < step["of_bound"] < 1
         assert step["prepare_ms"] + step["forward_ms"] + step["sample_ms"] < 1.5 * step["median_ms"]
     rows = [(served["row"], served["num_generated"]) for served in written["workloads"]]
     assert [name for name, _ in rows] == ["Quire, in one process", "transformers, continuous batching"] * 2
     assert rows[0][1] == rows[1][1] == 6
     assert all(served["tokens_per_s"] < served["bound_tokens_per_s"] for served in written["workloads"])
-    assert not written["left_out"]
+    assert not written["left_out"] + written["errors"]
+
+
+def test_single_steps_are_measured_and_written_at_once(tmp_path: Path) -> None:
+    flags = ("--cells", "tiny 3x20, tiny prompt 7 on 8", "--seconds", "5", "--json", str(tmp_path / "cells.json"))
+    written, _ = run_quick("step", tmp_path, *flags)
+    assert [step["cell"] for step in written["steps"]] == ["decode 3 x 20", "prompt 1 x 7 on 8"]
+    assert written["workloads"] == []
+    assert json.loads((tmp_path / "cells.json").read_text())["steps"] == written["steps"]
 
 
 def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ class Part(StrEnum):
     KERNELS = "kernels"
 
 
+GRAPH_PARTS = (Part.DECODE, Part.SAMPLER, Part.PROMPTS)
+"""Those that may run as CUDA graphs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How a part runs, and why it is not faster; "" if that is as it should be."""
@@ -48,6 +52,11 @@ class Modes:
     def note(self, part: Part, how: str, *, degraded: str = "") -> None:
         """Set the mode of a part; the last one counts. `degraded` is the reason why it is not faster."""
         self._modes[part] = Mode(part, how, degraded)
+
+    def note_without_graphs(self, why: str) -> None:
+        """Set the modes of a model that is to run without CUDA graphs."""
+        for part in GRAPH_PARTS:
+            self.note(part, f"without CUDA graphs: {why}")
 
     def all(self) -> Sequence[Mode]:
         """Return the modes in the order of Part, without parts that the model does not have."""

@@ -199,8 +199,7 @@ def note_choices(config: WorkerConfig, model: PagedModel) -> None:
     if is_gpu and config.cuda_graphs and not config.has_ranks:
         return  # capture_decode() notes what comes of it
     why = f"{config.tensor_parallel_size} ranks" if config.has_ranks else "--no-cuda-graphs"
-    for part in (Part.DECODE, Part.SAMPLER, Part.PROMPTS):
-        modes.note(part, f"without CUDA graphs: {why if is_gpu else 'a CPU has none'}")
+    modes.note_without_graphs(why if is_gpu else "a CPU has none")
 
 
 def uses_graphs(config: WorkerConfig) -> bool:

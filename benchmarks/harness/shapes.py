@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import click
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
@@ -20,9 +21,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration by name."""
+    """A model's configuration by name; `short` is its name in --cells."""
 
     name: str
+    short: str
     make_config: Callable[[], PretrainedConfig]
 
     @cached_property
@@ -45,6 +47,11 @@ class Shape:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Keys and values of all layers."""
         return int(2 * self.num_layers * self.config.num_key_value_heads * self.config.head_dim * dtype.itemsize)
+
+    @property
+    def attention_flops_per_score(self) -> int:
+        """Of a query and a key: their product, and the value's part of the result, in all layers and query heads."""
+        return int(4 * self.num_layers * self.config.num_attention_heads * self.config.head_dim)
 
     def load(self, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PagedModel:
         """The model with random weights on the device, ready for a pool as the worker makes it."""
@@ -78,6 +85,7 @@ def _qwen3(**sizes: Any) -> Callable[[], PretrainedConfig]:
 
 LLAMA_8B = Shape(
     "Llama-3.1-8B",
+    "8B",
     _llama(
         vocab_size=128256,
         hidden_size=4096,
@@ -91,6 +99,7 @@ LLAMA_8B = Shape(
 )
 LLAMA_1B = Shape(
     "Llama-3.2-1B",
+    "1B",
     _llama(
         vocab_size=128256,
         hidden_size=2048,
@@ -105,6 +114,7 @@ LLAMA_1B = Shape(
 )
 QWEN3_06B = Shape(
     "Qwen3-0.6B",
+    "0.6B",
     _qwen3(
         hidden_size=1024,
         intermediate_size=3072,
@@ -115,6 +125,7 @@ QWEN3_06B = Shape(
 )
 QWEN3_17B = Shape(
     "Qwen3-1.7B",
+    "1.7B",
     _qwen3(
         hidden_size=2048,
         intermediate_size=6144,
@@ -124,10 +135,13 @@ QWEN3_17B = Shape(
     ),
 )
 QWEN3_8B = Shape(
-    "Qwen3-8B", _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
+    "Qwen3-8B",
+    "Qwen3-8B",
+    _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
 )
 LLAMA_56M = Shape(
     "Llama, 56 M",
+    "56M",
     _llama(
         vocab_size=32000,
         hidden_size=512,
@@ -141,6 +155,7 @@ LLAMA_56M = Shape(
 )
 TINY = Shape(
     "tiny Llama",
+    "tiny",
     _llama(
         vocab_size=512,
         hidden_size=64,
@@ -152,3 +167,12 @@ TINY = Shape(
         max_position_embeddings=8192,
     ),
 )
+SHAPES = {shape.short: shape for shape in (LLAMA_8B, LLAMA_1B, QWEN3_06B, QWEN3_17B, QWEN3_8B, LLAMA_56M, TINY)}
+"""All shapes, by their short names."""
+
+
+def shape_of(short: str) -> Shape:
+    """Return the shape of a short name. Raises click.BadParameter."""
+    if short not in SHAPES:
+        raise click.BadParameter(f"--cells: {short!r} is not measured here: must be one of {', '.join(SHAPES)}")
+    return SHAPES[short]
