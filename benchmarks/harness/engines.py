@@ -20,6 +20,7 @@ from quire.client.cache_client import CacheClient
 from quire.serving.runtime import tune_garbage_collector
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.paged_model import PagedModel
+from quire.worker.service.step_gaps import StepGaps
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -52,10 +53,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An engine at work; `forget` empties the prefix cache."""
+    """An engine at work; `forget` empties the prefix cache. `gaps` are those between steps, in this process alone."""
 
     engine: Engine
     forget: Callable[[], Awaitable[object]]
+    gaps: StepGaps | None = None
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +104,7 @@ async def one_process(setup: Setup, *, model: PagedModel | None = None) -> Async
     tune_garbage_collector()  # as each service does
     try:
         async with Engine(InProcessCache(services), lambda _: worker, config=setup.engine_config()) as engine:
-            yield Running(engine, forget)
+            yield Running(engine, forget, services.steps.counters.gaps)
     finally:
         services.close()
         gc.unfreeze()  # else the model would never be freed

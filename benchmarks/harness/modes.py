@@ -31,9 +31,12 @@ def check_modes(model: PagedModel, *, allow_degraded: bool) -> dict[str, str]:
     return {str(mode.part): str(mode).partition(": ")[2] for mode in model.modes.all()}
 
 
-def check_parts(parts: Mapping[str, tuple[str, str]], *, allow_degraded: bool) -> dict[str, str]:
+def check_parts(parts: Mapping[str, tuple[str, str]], *, device: str, allow_degraded: bool) -> dict[str, str]:
     """Do the same for a worker that has answered: by part how it runs, and the reason if it is degraded."""
     reasons = [f"{part}: {how} (degraded: {reason})" for part, (how, reason) in parts.items() if reason]
+    modules, _ = parts.get("modules", ("", ""))
+    if device.startswith("cuda") and not reasons and (not modules.startswith("fused (") or "not fused" in modules):
+        reasons.append(f"modules: {modules or 'not known'}")
     if reasons and not allow_degraded:
         raise DegradedError("degraded: " + "; ".join(reasons))
     return {part: how + (f" (degraded: {reason})" if reason else "") for part, (how, reason) in parts.items()}

@@ -32,6 +32,11 @@ class Shape:
         return self.make_config()
 
     @property
+    def architecture(self) -> str:
+        """The class of the model, as a checkpoint names it."""
+        return {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.config.model_type]
+
+    @property
     def num_layers(self) -> int:
         return int(self.config.num_hidden_layers)
 

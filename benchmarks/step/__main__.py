@@ -122,7 +122,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends a run and a cell, and the flag about degraded models. `changed` is called after each piece."""
+    """Limits of a run and of a cell, and the flag about degraded models. `changed` is called after each piece."""
 
     minutes: float = math.inf
     cell_seconds: float = math.inf
@@ -355,7 +355,8 @@ def tables(measured: Measured) -> list[Table]:
             percent(timing.of_bound, 0),
             *("" if value is None else f"{value:g}" for value in (timing.must_ms, timing.goal_ms)),
             f"{timing.lone_median_ms:.3f}",
-            *(f"{value:.3f}" for value in (timing.gap_ms, timing.prepare_ms, timing.forward_ms, timing.sample_ms)),
+            "" if timing.gap_ms is None else f"{timing.gap_ms:.3f}",
+            *(f"{value:.3f}" for value in (timing.prepare_ms, timing.forward_ms, timing.sample_ms)),
         )
     if not measured.served:
         return [steps]

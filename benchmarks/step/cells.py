@@ -79,8 +79,8 @@ class Timing:
     lone_ms     of a step by itself: from when the executor gets it to when its tokens are read. The same on a CPU,
                 where no step is launched ahead
     prepare_ms, forward_ms, sample_ms, gap_ms
-                in the steady state, the executor's own medians: the parts of a step, and the time from the end of the
-                step before to the forward
+                in the steady state, the executor's own medians: the parts of a step, and of a decode the time from the
+                end of the step before to the forward
     num_compiled
                 kernels compiled in measured steps
     mode        how each part of the step ran
@@ -95,7 +95,7 @@ class Timing:
     prepare_ms: float
     forward_ms: float
     sample_ms: float
-    gap_ms: float
+    gap_ms: float | None
     must_ms: float | None
     goal_ms: float | None
     num_compiled: int
@@ -158,8 +158,10 @@ def measure(
     if not lone or not ended:
         raise RuntimeError(f"no step ended within {seconds:g} s")
 
-    def median_ms(part: Callable[[StepResult], float | None]) -> float:
-        return _ms(statistics.median(part(each.result) or 0.0 for each in ended))
+    def median_ms(part: Callable[[StepResult], float]) -> float:
+        return _ms(statistics.median(part(each.result) for each in ended))
+
+    gaps = [each.result.gap_s for each in ended if each.result.gap_s is not None]
 
     return Timing(
         model=shape.name,
@@ -171,7 +173,7 @@ def measure(
         prepare_ms=median_ms(lambda result: result.prepare_s),
         forward_ms=median_ms(lambda result: result.forward_s),
         sample_ms=median_ms(lambda result: result.sample_s),
-        gap_ms=median_ms(lambda result: result.gap_s),
+        gap_ms=_ms(statistics.median(gaps)) if gaps else None,
         must_ms=cell.must_ms,
         goal_ms=cell.goal_ms,
         num_compiled=passes.num_compiled,

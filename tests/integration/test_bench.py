@@ -23,7 +23,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "start"),
+    *("control-plane worker", "start", "serve-gpu"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -190,7 +190,10 @@ def test_step_measures_every_step_and_workload_against_its_bound(tmp_path: Path)
     ]
     for step in written["steps"]:
         assert len(step["step_ms"]) == len(step["lone_ms"]) == 2
-        assert step["gap_ms"] >= step["prepare_ms"]
+        if step["cell"].startswith("decode"):
+            assert step["gap_ms"] >= step["prepare_ms"]
+        else:
+            assert step["gap_ms"] is None
         assert step["mode"] == {
             "modules": "the model's own",
             "attention": "torch",
@@ -219,6 +222,23 @@ def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> No
     assert written["steps"] == written["workloads"] == []
     assert len(written["left_out"]) == 5
     assert all(left.endswith(": time") for left in written["left_out"])
+
+
+def test_both_services_are_measured_beside_one_process(tmp_path: Path) -> None:
+    written, printed = run_quick("serve-gpu", tmp_path, "--json", str(tmp_path / "cells.json"))
+    assert json.loads((tmp_path / "cells.json").read_text())["cells"] == written["cells"]
+    assert written["left_out"] == written["errors"] == []
+    assert [cell["num_streams"] for cell in written["cells"]] == [1, 4]
+    for cell in written["cells"]:
+        assert list(cell["ways"]) == list(cell["mode"]) == ["both services", "one process"]
+        assert cell["ratio"] > 0
+        for way in cell["ways"].values():
+            assert min(way["tokens_per_s"]) > 0
+            assert 0 < way["first_token_ms_p50"] <= way["first_token_ms_p99"]
+            assert 0 < way["between_tokens_ms_p50"] <= way["between_tokens_ms_p99"]
+            assert way["step_gap"]["num"] >= 5  # a step for each token but the first
+        assert all(mode["attention"] == "torch" for mode in cell["mode"].values())
+    assert "to reach: 0.95" in printed
 
 
 def test_grammars_are_measured_beside_steps_without_them(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "routing": (),
     "kernels": ("launches", "gpu"),
     "step": ("grammars", "slow-grammar"),
+    "serve-gpu": (),
     "lab": (),
     "allocator": ("schedulers",),
     "control-plane": ("restart", "kv-events", "worker"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import json
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from prometheus_client import generate_latest
+from prometheus_client.core import HistogramMetricFamily
 
 from quire.cache.v1 import grant_pb2
 from quire.cli import bench
@@ -38,6 +41,7 @@ from quire.worker.model.modes import Modes
 from quire.worker.run import executor as worker_executor
 from quire.worker.run.executor import StepResult
 from quire.worker.run.model_thread import MAX_UNCOLLECTED
+from quire.worker.service.step_gaps import StepGaps
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS / "harness")]
@@ -62,6 +66,8 @@ books, lengths, padded, replay, report = map(
 kernels, lab, prefix, pressure, serving, step, utilization = map(
     script, ("kernels", "lab", "prefix", "pressure", "serving", "step", "utilization")
 )
+serve_gpu = script("serve-gpu")
+gaps, streams = map(importlib.import_module, ("gaps", "streams"))
 windows_of_prefix, queued_prompts = script("prefix", "windows"), script("prefix", "queued-prompts")
 schedulers = script("allocator", "schedulers")
 step_drivers = importlib.import_module("step_drivers")
@@ -638,6 +644,112 @@ def test_on_a_gpu_each_module_of_the_shapes_is_fused(report_of_fusion: FusionRep
         modes.check_modes(model, allow_degraded=False)
     model.fusion = FusionReport("kernels", {"mlp": (1, 1)}, {})
     assert modes.check_modes(model, allow_degraded=False) == {}
+
+
+# -- both services ----------------------------------------------------------------------------------------------------
+
+EVENTS = b"""HTTP/1.1 200 OK\r
+\r
+data: {"choices": [{"text": "4"}], "usage": {"completion_tokens": 1}}\r
+\r
+data: {"choices": [{"text": " 5 6"}], "usage": {"completion_tokens": 3}}\r
+\r
+data: {"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}\r
+\r
+data: [DONE]\r
+"""
+
+
+@pytest.mark.parametrize("cut", [len(EVENTS) - 1, 120, 60])
+def test_a_streams_tokens_have_the_time_of_the_part_in_which_their_event_ended(cut: int) -> None:
+    stream = streams.Stream()
+    streams.read_answer(1.0, [(2.0, EVENTS[:cut]), (5.0, EVENTS[cut:])], stream)
+    assert (stream.num_tokens, len(stream.times)) == (3, 2)
+    ends = [found.end() for found in streams.EVENT.finditer(EVENTS)][:2]
+    assert stream.times == [2.0 if end <= cut else 5.0 for end in ends]
+    assert stream.first_token_s == stream.times[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 503 Busy\r\n\r\n{}", "the server answered b'HTTP/1.1 503"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"code": "x"}}\r\n', "a stream ended with"),
+    ],
+)
+def test_an_answer_that_is_an_error_fails_the_stream(answer: bytes, message: str) -> None:
+    with pytest.raises(streams.StreamFailed, match=re.escape(message)):
+        streams.read_answer(0.0, [(1.0, answer)], streams.Stream())
+
+
+def test_streams_that_are_open_when_the_time_is_over_count_with_the_tokens_that_they_have() -> None:
+    async def ask(prompt: Sequence[int], num_new: int, stream: Any) -> None:
+        count = num_new if prompt[0] else 1
+        stream.times += [float(number) for number in range(count)]
+        stream.num_tokens += count
+        if not prompt[0]:
+            await asyncio.Event().wait()
+
+    def tokens(num_new: int, *firsts: int) -> list[int]:
+        ran = asyncio.run(streams.run_streams(ask, [[first] for first in firsts], num_new, seconds=0.05))
+        return [stream.num_tokens for stream in ran]
+
+    assert tokens(3, 1, 0) == [3, 1]
+    with pytest.raises(streams.StreamFailed, match="a stream had 0 of 0 tokens"):
+        tokens(0, 1)
+
+
+def test_gaps_are_those_since_the_last_look_and_their_quantiles_lie_within_buckets() -> None:
+    counted = StepGaps()
+    counted.add(5.0)
+    before = gaps.gaps_of_buckets(counted.buckets(), counted.sum_s)
+    for _ in range(98):
+        counted.add(15e-6)
+    for _ in range(2):
+        counted.add(3.0)
+    after = gaps.gaps_of_buckets(counted.buckets(), counted.sum_s)
+    found = after.since(before).describe()
+    assert found["num"] == 100
+    assert found["mean_us"] == pytest.approx(60_014.7)
+    assert 10 < found["p50_us"] < 20
+    assert found["p99_us"] == 1e6  # of the last limit: it has none above
+    assert after.since(after).describe() == {"num": 0}
+
+
+def test_a_workers_page_has_its_gaps() -> None:
+    counted = StepGaps()
+    counted.add(15e-6)
+    family = HistogramMetricFamily(gaps.NAME, "a text")
+    family.add_metric([], counted.buckets(), counted.sum_s)
+    registry = SimpleNamespace(collect=lambda: [family])
+    page = generate_latest(registry).decode()  # type: ignore[arg-type]
+    assert gaps.gaps_of_page(page) == gaps.gaps_of_buckets(counted.buckets(), counted.sum_s)
+
+
+def test_a_degraded_worker_is_an_error_unless_it_is_allowed() -> None:
+    fused = {"modules": ("fused (kernels): mlp 28 of 28", "")}
+    slow = fused | {"decode": ("without CUDA graphs", "out of memory")}
+    assert modes.check_parts(fused, device="cuda:0", allow_degraded=False) == {
+        "modules": "fused (kernels): mlp 28 of 28"
+    }
+    with pytest.raises(modes.DegradedError, match="degraded: decode: without CUDA graphs"):
+        modes.check_parts(slow, device="cuda:0", allow_degraded=False)
+    assert "out of memory" in modes.check_parts(slow, device="cuda:0", allow_degraded=True)["decode"]
+    for how in ("the model's own", "fused (kernels): mlp 27 of 28; not fused: 1 MLP: odd"):
+        with pytest.raises(modes.DegradedError, match="degraded: modules: "):
+            modes.check_parts({"modules": (how, "")}, device="cuda:0", allow_degraded=False)
+        assert modes.check_parts({"modules": (how, "")}, device="cpu", allow_degraded=False)
+
+
+def test_the_services_of_a_gpu_are_measured_with_every_number_of_streams() -> None:
+    plan = serve_gpu.plan_for("cuda", quick=False)
+    assert [(shape.short, count) for shape, count in plan.cells] == [
+        (short, count) for short in ("0.6B", "8B") for count in (1, 32, 128, 256)
+    ]
+    few = serve_gpu.chosen(plan, "8B 1, 0.6B 256")
+    assert [(shape.short, count) for shape, count in few.cells] == [("8B", 1), ("0.6B", 256)]
+    setup = few.setup(Path("model"), few.cells[1][0], "cuda")
+    assert setup.num_blocks >= 256 * (plan.longest // 16 + 1)
 
 
 # -- lab --------------------------------------------------------------------------------------------------------------

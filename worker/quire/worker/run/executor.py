@@ -94,7 +94,8 @@ class StepResult:
     num_copied: int = 0
     """Blocks copied within the pool."""
     gap_s: float | None = None
-    """From the end of the computed step before to this step's forward; None for the first."""
+    """From the end of the computed step before to this step's forward; None if it continues no sequence with the token
+    sampled last: then there may have been nothing to do between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Sampling:
     moments: tuple[Moment, Moment, Moment, Moment]
     """The times before the step, with its batch built, after the forward and after sampling."""
     last_ended: Moment | None = None
-    """The end of the computed step before."""
+    """The end of the computed step before, if this one continues a sequence."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
     late_ids: list[int] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)
@@ -454,7 +455,7 @@ class Executor:
             num_asked=self._num_asked(sampled, runs),
             sampled=sampled,
             moments=(started, prepared, forwarded, self._last_ended),
-            last_ended=last_ended,
+            last_ended=last_ended if len(step.given_tokens) < len(runs.rows) else None,
             scored=[(runs.seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[

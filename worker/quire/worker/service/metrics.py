@@ -49,7 +49,7 @@ def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool:
     }
     for name, (text, value) in totals.items():
         yield CounterMetricFamily(name, text, value=value)
-    text = "From the end of a step to the forward of the next one, on the device; gaps of up to 1 s."
+    text = "From the end of a step to the forward of the next one that continues a sequence, on the device."
     gaps = HistogramMetricFamily("quire_worker_step_gap_seconds", text)
     gaps.add_metric([], counters.gaps.buckets(), counters.gaps.sum_s)
     yield gaps
