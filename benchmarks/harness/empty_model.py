@@ -9,6 +9,7 @@ from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_groups import group_layers
 from quire.worker.memory.layer_spec import Causal, LayerSpec
 from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.modes import Modes
 from quire.worker.model.paged_model import PagedModel
 
 VOCABULARY = 64
@@ -41,6 +42,7 @@ class EmptyModel(PagedModel):
         self.fingerprint = "empty"
         self.min_block_size = 1
         self.fusion = None
+        self.modes = Modes()
         self.allocate_states(0)
         self._logits = torch.zeros(max_num_seqs, VOCABULARY)
 

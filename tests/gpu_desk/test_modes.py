@@ -13,6 +13,7 @@ from model_zoo import save
 
 from quire.worker.device.capture import CannotCapture
 from quire.worker.fusion.steps import KernelSteps
+from quire.worker.memory import kv_pool
 from quire.worker.model.modes import Part
 from quire.worker.run import graphs, pieces
 from quire.worker.run.loading import Loaded, load_warm
@@ -78,6 +79,14 @@ def test_a_block_size_without_kernels_is_degraded(model: Path) -> None:
         found = reasons(start(model, dtype="bfloat16", block_size=48))
     assert found[Part.MODULES] == "--block-size 48 is not one of 16, 32, 64, 128"
     assert found.keys() == {Part.MODULES, Part.ATTENTION, *GRAPHS}
+
+
+def test_blocks_that_the_kernel_of_copies_does_not_take_are_degraded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_pool, "_block_runs", lambda tensors: None)
+    with FakeGPU():
+        assert reasons(start(model, dtype="bfloat16")) == {Part.COPIES: "the kernel does not take blocks of such sizes"}
 
 
 def test_what_flags_turn_off_is_not_degraded(model: Path) -> None:

@@ -28,6 +28,7 @@ from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
 from quire.worker.memory.layer_spec import Causal, LayerSpec, Mask
 from quire.worker.memory.state_slots import StateKey, StateSpec
 from quire.worker.memory.step_batch import StepBatch
+from quire.worker.model.modes import Modes
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.sampling.constraints import NUM_REMEMBERED
 from quire.worker.sampling.parameters import SamplingParams
@@ -181,6 +182,7 @@ class DigestModel(PagedModel):
         self.fingerprint = f"digest:{function}"
         self.min_block_size = 1
         self.fusion = None
+        self.modes = Modes()
         if function.has_states:
             self.state_specs = {_STATE: StateSpec((1,), torch.int64)}
         self.allocate_states(0)

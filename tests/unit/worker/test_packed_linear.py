@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.worker.model import preparing
-from quire.worker.model.packed_linear import PackedLinear, pack_linears
+from quire.worker.model.packed_linear import PackedLinear, Packing, pack_linears
 from quire.worker.model.preparing import prepare_model
 
 CAN_PACK = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -33,7 +33,7 @@ def test_a_packed_layer_says_what_the_layer_said(kind: str, shape: tuple[int, ..
     rows = torch.randn(*shape, 96, dtype=torch.bfloat16)
     with torch.inference_mode():
         expected = parent(rows)
-        assert pack_linears(parent) == CAN_PACK
+        assert pack_linears(parent) == Packing(int(CAN_PACK))
         found = parent(rows)
     assert found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
@@ -46,14 +46,14 @@ class Router(nn.Linear):
 @pytest.mark.parametrize("layer", [nn.Linear(8, 8), Router(8, 8).to(torch.bfloat16)], ids=["float32", "a subclass"])
 def test_what_is_not_known_to_gain_is_left(layer: nn.Module) -> None:
     parent = nn.Sequential(layer)
-    assert pack_linears(parent) == 0
+    assert pack_linears(parent).num_packed == 0
     assert parent[0] is layer
 
 
 def test_a_product_that_is_not_right_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: rows.new_zeros(*rows.shape[:-1], self.out_features))
     parent = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16))
-    assert pack_linears(parent) == 0
+    assert pack_linears(parent) == Packing(0, num_different=int(CAN_PACK))
     assert type(parent[0]) is nn.Linear
 
 
@@ -70,7 +70,7 @@ def test_a_packed_model_says_what_the_model_says(name: str, monkeypatch: pytest.
         return num_packed(own), model.fingerprint, run(model, prompts, 8, block_size=BLOCK_SIZE, forced=sequences)[1]
 
     count, fingerprint, found = logits()
-    monkeypatch.setattr(preparing, "pack_linears", lambda model: 0)
+    monkeypatch.setattr(preparing, "pack_linears", lambda model: Packing(0))
     none, plain_fingerprint, expected = logits()
     assert (count > 0, none) == (CAN_PACK, 0)
     assert fingerprint == plain_fingerprint

@@ -1132,8 +1132,8 @@ class StepPart(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DEGRADED_REASON_FIELD_NUMBER: _builtins.int
     part: _builtins.str
-    """"modules", "experts", "attention", "cache", "decode", "sampler", "prompts" or
-    "kernels". More parts may come.
+    """"modules", "experts", "attention", "cache", "decode", "sampler", "prompts",
+    "copies" or "kernels". More parts may come.
     """
     mode: _builtins.str
     """For people: the fused modules, the kernels of attention, the steps that are CUDA

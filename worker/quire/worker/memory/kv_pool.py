@@ -83,6 +83,11 @@ class KVPool:
         """[B, ...] each: what has to be moved to move a block."""
         self._runs = _block_runs(self.block_tensors) if kernels_run_on(self.device) and places else None
 
+    @property
+    def copies_by_kernel(self) -> bool:
+        """True if one launch copies blocks; else torch copies them tensor by tensor."""
+        return self._runs is not None
+
     def _allocate_one(self, places: Mapping[int, KeptPerToken]) -> list[Tensor]:
         if not _have_one_geometry(places):
             raise ValueError("the layers differ in kv heads or head dims: they do not fit one tensor")

@@ -24,6 +24,7 @@ class Part(StrEnum):
     DECODE = "decode"
     SAMPLER = "sampler"
     PROMPTS = "prompts"
+    COPIES = "copies"
     KERNELS = "kernels"
 
 

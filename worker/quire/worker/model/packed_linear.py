@@ -7,6 +7,7 @@ float32 it does not pay: for a single row PyTorch's other product is faster.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,24 +42,41 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Pack the weights of a model's linear layers on a CPU, in place; return how many.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Linear layers that were packed, and those that could have been but for their results."""
+
+    num_packed: int
+    num_different: int = 0
+
+
+def pack_linears(model: nn.Module) -> Packing:
+    """Pack the weights of a model's linear layers on a CPU, in place.
 
     Layers stay as they are where that is not possible, or the result would differ by more than rounding: another device
     or dtype, a class of its own, a processor without bfloat16 products. A tied weight stays with the embedding, and its
     packed copy takes as much memory again.
     """
-    num_packed = 0
+    num_packed = num_different = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _pack(child)
+            try:
+                packed = _pack(child)
+            except _Different:
+                num_different += 1
+                continue
             if packed is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
-    return num_packed
+    return Packing(num_packed, num_different)
+
+
+class _Different(Exception):
+    """The packed layer's result differs by more than rounding."""
 
 
 def _pack(module: nn.Module) -> PackedLinear | None:
+    """Return the packed layer, None if it can't be packed here. Raises _Different."""
     weight = _weight(module)
     if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.numel():
         return None
@@ -71,7 +89,9 @@ def _pack(module: nn.Module) -> PackedLinear | None:
             agrees = _agrees(packed, weight, bias)
         except (RuntimeError, AttributeError):  # built without oneDNN, or without this operation
             return None
-    return packed if agrees else None
+    if not agrees:
+        raise _Different
+    return packed
 
 
 def _weight(module: nn.Module) -> Tensor | None:

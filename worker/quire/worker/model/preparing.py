@@ -27,8 +27,8 @@ from quire.worker.memory.layer_groups import LayerGroupChoice
 from quire.worker.memory.layer_spec import LayerSpec
 from quire.worker.model.cache_layout import keeps_states, probe_cache
 from quire.worker.model.cached_model import CachedModel
-from quire.worker.model.modes import Part
-from quire.worker.model.packed_linear import pack_linears
+from quire.worker.model.modes import Modes, Part
+from quire.worker.model.packed_linear import Packing, pack_linears
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.pinned_rope import pin_rope
 from quire.worker.model.probe import probe
@@ -152,12 +152,19 @@ def _prepare_paged(
         step_kind=step_kind,
         layer_groups=layer_groups,
     )
-    paged.modes.note(Part.MODULES, "the model's own")
+    packing = Packing(0)
     if expanded is None and fused_steps is None:
-        pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
+        packing = pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
+    _note_packing(paged.modes, packing)
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
     return paged
+
+
+def _note_packing(modes: Modes, packing: Packing) -> None:
+    how = f", {packing.num_packed} linear layers packed" if packing.num_packed else ""
+    different = f"packed, {packing.num_different} linear layers gave other results" if packing.num_different else ""
+    modes.note(Part.MODULES, f"the model's own{how}", degraded=different)
 
 
 def _prepare_sharded(

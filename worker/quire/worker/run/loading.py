@@ -158,6 +158,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if model.has_recurrent_state:
         log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
     pool = model.make_pool(num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype)
+    note_copies(model.modes, pool)
     decode = None
     if device.type == "cuda" and uses_graphs(config):
         decode = capture_decode(
@@ -200,6 +201,16 @@ def note_choices(config: WorkerConfig, model: PagedModel) -> None:
         return  # capture_decode() notes what comes of it
     why = f"{config.tensor_parallel_size} ranks" if config.has_ranks else "--no-cuda-graphs"
     modes.note_without_graphs(why if is_gpu else "a CPU has none")
+
+
+def note_copies(modes: Modes, pool: KVPool) -> None:
+    """Note how blocks are copied, if the pool is on a GPU and has any bytes."""
+    if pool.device.type != "cuda" or not pool.bytes_per_block:
+        return
+    if pool.copies_by_kernel:
+        modes.note(Part.COPIES, "by a kernel")
+    else:
+        modes.note(Part.COPIES, "tensor by tensor", degraded="the kernel does not take blocks of such sizes")
 
 
 def uses_graphs(config: WorkerConfig) -> bool:

@@ -1897,8 +1897,8 @@ func (x *GetStatisticsResponse) GetStepParts() []*StepPart {
 // How a part of a step runs on this worker.
 type StepPart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "modules", "experts", "attention", "cache", "decode", "sampler", "prompts" or
-	// "kernels". More parts may come.
+	// "modules", "experts", "attention", "cache", "decode", "sampler", "prompts",
+	// "copies" or "kernels". More parts may come.
 	Part string `protobuf:"bytes,1,opt,name=part,proto3" json:"part,omitempty"`
 	// For people: the fused modules, the kernels of attention, the steps that are CUDA
 	// graphs.
