@@ -117,6 +117,16 @@ def test_all_programs_of_a_decode_fit_the_gpu_at_once(shape: Shape) -> None:
     assert programs <= H100.limits.num_multiprocessors * code.programs_per_multiprocessor, code.summary()
 
 
+@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_1B, replace(LLAMA_1B, block_size=128), GPT_OSS])
+def test_decode_of_a_16_bit_cache_is_limited_by_memory_alone(shape: Shape) -> None:
+    """Below 0.35 instructions a cycle and scheduler at full bandwidth: 0.46 with tiles of 64 keys of 64 dims."""
+    launch, code = compile_decode(shape, H100)
+    share = instructions_per_cycle(launch, code, shape)
+    print(f"{share:.2f} instructions a cycle and scheduler")
+    assert share < 0.35
+    assert code.spills == 0, code.summary()
+
+
 @pytest.mark.parametrize("head_dim", [64, 120, 128, 256])
 def test_decode_of_an_fp8_cache_leaves_time_for_waiting(head_dim: int) -> None:
     """Below 0.7 instructions a cycle and scheduler at full bandwidth: 1.1 with keys as bfloat16, more than there is."""

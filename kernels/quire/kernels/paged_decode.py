@@ -21,6 +21,7 @@ At the whole bandwidth of an H200 (4.3 TB/s, 132 multiprocessors of 4 schedulers
 dims takes, as compiled for sm_90 and not timed, so many instructions a cycle and scheduler:
 
     bfloat16 keys, 64 a tile                            0.27
+    the same of 64 dims, 64 and 128 a tile              0.46 and 0.28
     fp8 keys as bfloat16, 64 a tile                     1.11    more than there is
     fp8 keys as float16, 64 a tile                      0.88
     and values in pairs, 64 a tile                      0.58    the same with fp8 queries, which sm_90 unpacks too
@@ -77,6 +78,13 @@ _BLOCK_N_AND_STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     256: ((64, 3), (32, 3)),
     512: ((32, 3), (16, 3)),
     1024: ((16, 3), (16, 2)),
+}
+# Tried before those, by the same and by the bytes of an element in memory. A tile has instructions that do not grow
+# with its keys, so that keys with few bytes need many a tile.
+_LONG_TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (128, 1): ((128, 4), (128, 3)),
+    (256, 1): ((128, 3),),
+    (128, 2): ((128, 3),),
 }
 # Shared memory of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
 _OTHER_SHARED_BYTES = 10 << 10
@@ -275,8 +283,9 @@ def decode_variant(
     block_m = _block_m(heads_per_kv * max_q_len, row_bytes)
     block_n, num_stages = _block_n_and_stages(
         row_bytes,
+        kv_itemsize=kv_itemsize,
         shared_row_bytes=next_power_of_2(head_dim) * kv_itemsize,
-        doubled=kv_itemsize == 1 and dtype.itemsize == 2 and row_bytes <= 256 and block_m == 16 and not has_alibi,
+        long_tiles=dtype.itemsize == 2 and block_m == 16 and not (kv_itemsize == 1 and has_alibi),
         limits=limits,
     )
     constants = {
@@ -312,17 +321,16 @@ def _block_m(rows: int, row_bytes: int) -> int:
 
 
 def _block_n_and_stages(
-    row_bytes: int, *, shared_row_bytes: int, doubled: bool, limits: DeviceLimits
+    row_bytes: int, *, kv_itemsize: int, shared_row_bytes: int, long_tiles: bool, limits: DeviceLimits
 ) -> tuple[int, int]:
     """Keys of a tile, and stages: one fewer tiles of keys and of values are on the way.
 
     The most that leave room for RESIDENT programs in shared memory: where that is 99 KB, tiles of half the size.
-    doubled: twice the keys are tried first, as keys of fp8 take half the bytes. With more than 16 rows of queries, more
-    than 128 dims, or with ALiBi, that spills.
+    long_tiles: those of _LONG_TILES too. With more than 16 rows of queries, or with ALiBi over fp8, they spill or take
+    nearly all registers.
     """
-    choices = _BLOCK_N_AND_STAGES[max(128, row_bytes)]
-    if doubled:
-        choices = (*((2 * block_n, num_stages) for block_n, num_stages in choices), *choices)
+    size = max(128, row_bytes)
+    choices = (*(_LONG_TILES.get((size, kv_itemsize), ()) if long_tiles else ()), *_BLOCK_N_AND_STAGES[size])
     for block_n, num_stages in choices:
         tiles_bytes = 2 * (num_stages - 1) * block_n * shared_row_bytes
         if tiles_bytes + _OTHER_SHARED_BYTES <= limits.shared_memory_of_two:
