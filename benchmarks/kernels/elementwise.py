@@ -219,7 +219,14 @@ class Jobs:
             plan = decode_plan(tensors)
             num_bytes = sum(
                 each.nbytes
-                for each in (plan.splits, plan.program_bounds, plan.seq_splits, plan.positions, plan.slot_mapping)
+                for each in (
+                    plan.programs,
+                    plan.splits,
+                    plan.token_splits,
+                    plan.tickets,
+                    plan.positions,
+                    plan.slot_mapping,
+                )
             )
             call = partial(decode_plan, tensors, out=plan)
             yield Job("build_decode_plan", tensors.cell.name, num_bytes, [call])

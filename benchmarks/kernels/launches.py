@@ -2,7 +2,7 @@
 
     quire bench kernels launches
 
-Attention over the pool is left out: it is the same for both, a decode kernel and its combine. On a GPU torch's profiler
+Attention over the pool is left out: it is the same for both, a decode kernel. On a GPU torch's profiler
 counts; elsewhere this is an estimate from the operations that a step calls: see count_operations().
 """
 

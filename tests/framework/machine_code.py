@@ -245,6 +245,29 @@ def count(instructions: tuple[Instruction, ...], pattern: str) -> int:
     return sum(1 for each in instructions if matcher.match(each.opcode))
 
 
+def loads_before(instructions: tuple[Instruction, ...], pattern: str) -> int:
+    """Loads from global memory that wait for one another before the first instruction of that opcode has its operands.
+
+    Read in the order of addresses, without jumps: a register holds what was written to it last, shared memory whatever
+    was written anywhere in it.
+    """
+    depths: dict[str, int] = {}
+    for each in instructions:
+        named = re.findall(r"\bU?[RP]\d+\b", each.operands)
+        if re.match(pattern, each.opcode):
+            return max((depths.get(name, 0) for name in named), default=0)
+        if re.match(r"STS", each.opcode):
+            depths["shared"] = max(depths.get(name, 0) for name in ("shared", *named))
+        if re.match(r"(ST|BAR|BRA|RED)", each.opcode) or not named:
+            continue
+        sources = [*named[1:], *(["shared"] if each.opcode.startswith("LDS") else [])]
+        depth = max((depths.get(name, 0) for name in sources), default=0) + bool(re.match(r"LDG\b", each.opcode))
+        kind, number = re.findall(r"\D+|\d+", named[0])
+        width = 4 if ".128" in each.opcode else 2 if re.search(r"\.64|WIDE", each.opcode) else 1
+        depths |= {f"{kind}{int(number) + offset}": depth for offset in range(width)}
+    raise ValueError(f"no instruction like {pattern}")
+
+
 def compile_launch(launch: Launch) -> MachineCode:
     """Compile for the launch's GPU, and read the machine code, once. Half a second to several; Triton caches it too."""
     known = (launch.gpu.arch, launch.key)

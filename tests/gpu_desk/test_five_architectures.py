@@ -16,7 +16,7 @@ from compiled_attention import LONG, META, SHORT, check_fast, check_fits, compil
 from kernel_batch import Batch, Shape
 from machine_code import A100, B200, GPU, GPUS, H100, L4, RTX_5090, compile_launch, recorded
 
-from quire.kernels.paged_decode import RESIDENT
+from quire.kernels.decode_plan import RESIDENT
 
 FP8 = torch.float8_e4m3fn
 LLAMA = Shape(32, 8, 128)
@@ -81,7 +81,7 @@ def test_attention_in_float32_fits(gpu: GPU, head_dim: int) -> None:
 
 
 SMALL: dict[str, Callable[[Batch], object]] = {
-    "plan and combine": lambda batch: batch.decode(batch.plan()),
+    "plan": Batch.plan,
     "merge": Batch.merge,
     "write": Batch.write,
     "prologue": Batch.prologue,

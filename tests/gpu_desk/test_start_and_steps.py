@@ -38,7 +38,6 @@ CAPTURED = [name for name in FAMILIES if name not in LATENT]
 ATTENTION_KERNELS = {
     "decode_plan_kernel",
     "paged_decode_kernel",
-    "combine_kernel",
     "paged_prefill_kernel",
     "merge_states_kernel",
 }

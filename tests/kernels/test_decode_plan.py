@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
-from quire.kernels.decode_plan import TILE, DecodePlan, build_decode_plan
+from quire.kernels.decode_plan import RECORD, RESIDENT, TILE, DecodePlan, build_decode_plan
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 32  # per table
@@ -48,8 +48,14 @@ def build(
     )
 
 
+def bounds_of(plan: DecodePlan) -> list[int]:
+    """The first split of each program, and one past the last of all."""
+    columns = dict(zip(RECORD, plan.programs.t().tolist(), strict=True))
+    return [*columns["split"], columns["end_split"][-1]]
+
+
 def splits_of(plan: DecodePlan) -> list[tuple[int, int, int]]:
-    return [tuple(split) for split in plan.splits[: plan.program_bounds[-1]].tolist()]
+    return [tuple(split) for split in plan.splits[: bounds_of(plan)[-1], :3].tolist()]
 
 
 def tiles_of(splits: Sequence[tuple[int, int, int]]) -> int:
@@ -57,7 +63,7 @@ def tiles_of(splits: Sequence[tuple[int, int, int]]) -> int:
 
 
 def tiles_of_programs(plan: DecodePlan) -> list[int]:
-    splits, bounds = splits_of(plan), plan.program_bounds.tolist()
+    splits, bounds = splits_of(plan), bounds_of(plan)
     return [tiles_of(splits[begin:end]) for begin, end in pairwise(bounds)]
 
 
@@ -70,15 +76,21 @@ def check(
     chunk: int | None = None,
 ) -> None:
     reference.check_decode_plan(
-        splits_of(plan),
-        plan.program_bounds.tolist(),
-        [(first, count) for first, count in plan.seq_splits.tolist()],
+        plan.programs.tolist(),
+        plan.splits.tolist(),
         seq_lens=list(seq_lens),
         q_lens=[1] * len(seq_lens) if q_lens is None else list(q_lens),
         tile=TILE,
         window=window,
         chunk=chunk,
     )
+    counts = [0] * len(seq_lens)
+    for seq, _, _ in splits_of(plan):
+        counts[seq] += 1
+    repeats = [1] * len(seq_lens) if q_lens is None else list(q_lens)
+    tokens = [count for count, times in zip(counts, repeats, strict=True) for _ in range(times)]
+    assert plan.token_splits.tolist() == tokens + [0] * (plan.layout.num_tokens - len(tokens))
+    assert not plan.tickets.any()
 
 
 lengths = st.lists(
@@ -92,20 +104,28 @@ lengths = st.lists(
 @given(
     seq_lens=lengths,
     num_programs=st.integers(1, 9),
-    min_split=st.sampled_from([1, 64, 128]),
+    min_split=st.sampled_from([1, 64, 128, 256]),
+    min_spread=st.sampled_from([1, 64, 128]),
     window=st.sampled_from([None, 1, 20, 64, 65, 200]),
     chunk=st.sampled_from([None, 32, 100]),
 )
 def test_every_program_has_an_equal_run(
-    device: torch.device, seq_lens: list[int], num_programs: int, min_split: int, window: int | None, chunk: int | None
+    device: torch.device,
+    seq_lens: list[int],
+    num_programs: int,
+    min_split: int,
+    min_spread: int,
+    window: int | None,
+    chunk: int | None,
 ) -> None:
-    plan = build(
-        seq_lens, device, num_programs=num_programs, min_split=min_split, window=window, chunk=chunk
-    )  # fmt: skip
+    split = {"min_split": min_split, "min_spread": min_spread}
+    plan = build(seq_lens, device, num_programs=num_programs, window=window, chunk=chunk, **split)
     check(plan, seq_lens, window=window, chunk=chunk)
-    assert plan.program_bounds[-1] <= plan.max_splits
+    assert bounds_of(plan)[-1] <= plan.max_splits
     loads = tiles_of_programs(plan)
-    run = max(-(-min_split // TILE), -(-sum(loads) // num_programs))
+    once = -(-sum(loads) // max(num_programs // RESIDENT, 1))
+    least = min(-(-min_split // TILE), max(-(-min_spread // TILE), once))
+    run = max(least, -(-sum(loads) // num_programs))
     busy = [load for load in loads if load]
     assert loads == busy + [0] * (num_programs - len(busy))
     assert all(load == run for load in busy[:-1])
@@ -134,7 +154,7 @@ def test_fixed_splits_depend_on_their_sequence_alone(
             if mine
             else True
         )
-    bounds = plan.program_bounds.tolist()
+    bounds = bounds_of(plan)
     counts = [end - begin for begin, end in pairwise(bounds)]
     assert max(counts) - min(counts) <= 1
 
@@ -152,8 +172,8 @@ def test_more_programs_and_splits_than_lanes(device: torch.device) -> None:
     tables = torch.zeros(1, 1200, dtype=torch.int32, device=device)
     plan = build_decode_plan(seq_lens, block_tables=tables, block_size=16, num_programs=400, min_split=1)
     assert splits_of(plan) == [(0, TILE * i, min(TILE * (i + 1), 300 * TILE - 1)) for i in range(300)]
-    assert plan.program_bounds.tolist() == [*range(300), *[300] * 101]
-    assert plan.seq_splits.tolist() == [[0, 300]]
+    assert bounds_of(plan) == [*range(300), *[300] * 101]
+    assert plan.splits[:, 5].tolist()[:300] == [300] * 300
 
 
 @pytest.mark.sample
@@ -164,13 +184,36 @@ def test_long_and_short_sequences_load_programs_alike(device: torch.device) -> N
 
 
 def test_short_sequences_share_a_program_up_to_min_split(device: torch.device) -> None:
-    assert tiles_of_programs(build([1] * 6, device, num_programs=6, min_split=192)) == [3, 3, 0, 0, 0, 0]
+    assert tiles_of_programs(build([1] * 6, device, num_programs=6, min_split=192, min_spread=192)) == [
+        *(3, 3),
+        *(0, 0, 0, 0),
+    ]
+
+
+def test_splits_are_shorter_while_some_multiprocessors_have_no_program(device: torch.device) -> None:
+    """Two programs run on each: 8 programs fill 4 of them once."""
+
+    def loads(num_tiles: int, **options: int) -> list[int]:
+        return [
+            load for load in tiles_of_programs(build([num_tiles * TILE], device, num_programs=8, **options)) if load
+        ]
+
+    assert loads(4) == [1, 1, 1, 1]
+    assert loads(4, min_spread=128) == [2, 2]
+    assert loads(5) == [2, 2, 1]
+    assert loads(8) == [2, 2, 2, 2]
+
+
+def test_records_of_more_head_tiles_than_lanes(device: torch.device) -> None:
+    plan = build([5, 7, 0], device, max_head_tiles=300)
+    assert plan.tickets.shape == (3, 300)
+    check(plan, [5, 7, 0])
 
 
 def test_no_keys_at_all(device: torch.device) -> None:
     plan = build([0, 0], device, num_programs=3)
-    assert plan.program_bounds.tolist() == [0] * 4
-    assert [count for _, count in plan.seq_splits.tolist()] == [0, 0]
+    assert bounds_of(plan) == [0] * 4
+    check(plan, [0, 0])
 
 
 @pytest.mark.parametrize("q_lens", [None, [1, 5, 0, 300, 2, 3]], ids=["one", "ragged"])
@@ -181,10 +224,10 @@ def test_tokens_get_their_positions_and_slots(device: torch.device, q_lens: list
     for seq, (seq_len, count) in enumerate(zip(seq_lens, q_lens or [1] * 6, strict=True)):
         for position in range(seq_len - count, seq_len):
             slot = (1000 * (seq + 1) + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
-            expected.append((seq, max(position, 0), slot if position >= 0 else -1))
-    expected += [(-1, 0, -1)] * (0 if q_lens is None else 2)
-    found = zip(plan.token_seqs.tolist(), plan.positions.tolist(), plan.slot_mapping.tolist(), strict=True)
-    assert list(found) == expected
+            expected.append((max(position, 0), slot if position >= 0 else -1))
+    expected += [(0, -1)] * (0 if q_lens is None else 2)
+    assert list(zip(plan.positions.tolist(), plan.slot_mapping.tolist(), strict=True)) == expected
+    check(plan, seq_lens, q_lens)
     assert plan.positions.dtype == plan.slot_mapping.dtype == torch.int64
 
 
@@ -204,10 +247,10 @@ def test_the_first_query_of_a_sequence_decides_what_a_window_shows(device: torch
 
 def test_a_plan_is_written_again_in_place(device: torch.device) -> None:
     plan = build([LONGEST, 1, 30], device)
-    addresses = [tensor.data_ptr() for tensor in (plan.splits, plan.program_bounds, plan.slot_mapping)]
+    addresses = [tensor.data_ptr() for tensor in (plan.programs, plan.splits, plan.slot_mapping)]
     again = build([5, 0, 90], device, out=plan)
     assert again is plan
-    assert addresses == [tensor.data_ptr() for tensor in (plan.splits, plan.program_bounds, plan.slot_mapping)]
+    assert addresses == [tensor.data_ptr() for tensor in (plan.programs, plan.splits, plan.slot_mapping)]
     check(plan, [5, 0, 90])
     assert plan.positions.tolist() == [4, 0, 89]
 
@@ -218,6 +261,8 @@ def test_a_plan_is_written_again_in_place(device: torch.device) -> None:
         ({"block_size": 24}, "block_size=24"),
         ({"num_programs": 0}, "num_programs=0 is below 1"),
         ({"min_split": 0}, "min_split=0 is below 1"),
+        ({"min_spread": 0}, "min_spread=0 is below 1"),
+        ({"max_head_tiles": 0}, "max_head_tiles=0 is below 1"),
         ({"fixed_split": 0}, "fixed_split=0 is below 1"),
         ({"window": 0}, "window=0 is below 1"),
         ({"chunk": 0}, "chunk=0 is below 1"),
@@ -245,7 +290,8 @@ def test_refuses_what_does_not_fit(device: torch.device, change: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_programs": 5}, "out.splits has shape"),
+        ({"num_programs": 5}, "out.programs has shape"),
+        ({"max_head_tiles": 5}, "out.tickets has shape"),
         ({"window": 9}, "window=9, but out was made for None"),
         ({"fixed_split": 64}, "out.splits has shape"),
     ],

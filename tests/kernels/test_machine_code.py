@@ -7,6 +7,7 @@ Such a bug is silent otherwise: the results stay right, and the kernel reads at 
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 from compiled_attention import LONG, META, SHORT, compile_decode, instructions_per_cycle
 from kernel_batch import LAYOUTS, Batch, Shape
-from machine_code import H100, Launch, MachineCode, compile_launch, recorded
+from machine_code import A100, B200, GPU, H100, Launch, MachineCode, compile_launch, loads_before, recorded
+
+from quire.kernels.merge_states import PARTS_AT_ONCE
 
 FP8 = torch.float8_e4m3fn
 ALL = os.environ.get("QUIRE_MACHINE_CODE") == "all"
@@ -117,6 +120,47 @@ def test_all_programs_of_a_decode_fit_the_gpu_at_once(shape: Shape) -> None:
     assert programs <= H100.limits.num_multiprocessors * code.programs_per_multiprocessor, code.summary()
 
 
+@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_1B, replace(LLAMA_1B, block_size=128), GPT_OSS])
+def test_decode_of_a_16_bit_cache_is_limited_by_memory_alone(shape: Shape) -> None:
+    """Below 0.35 instructions a cycle and scheduler at full bandwidth: 0.46 with tiles of 64 keys of 64 dims."""
+    launch, code = compile_decode(shape, H100)
+    share = instructions_per_cycle(launch, code, shape)
+    print(f"{share:.2f} instructions a cycle and scheduler")
+    assert share < 0.35
+    assert code.spills == 0, code.summary()
+
+
+def test_decode_attention_is_one_launch() -> None:
+    batch = decode_batch(LLAMA_8B)
+    names = [launch.name for launch in recorded(lambda: [batch.decode(plan) for plan in [batch.plan()] * 2])]
+    assert names == ["decode_plan_kernel", "paged_decode_kernel", "paged_decode_kernel"]
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "llama-8b-block-64", "llama-1b", "gemma2"])
+def test_two_loads_wait_for_each_other_before_the_first_keys_of_a_decode(name: str) -> None:
+    """A program's record, then the block table: about 0.6 us each."""
+    _, code = compile_decode(SHAPES[name], H100)
+    assert loads_before(code.instructions, "LDGSTS") == 2
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+def test_a_ticket_is_taken_after_all_stores_and_before_all_loads_of_partial_results(gpu: GPU) -> None:
+    """By one thread, between barriers of all; what others have stored is not read from the level 1 cache."""
+    _, code = compile_decode(LLAMA_8B, gpu)
+    opcodes = [each.opcode for each in code.instructions]
+    (taken,) = [index for index, opcode in enumerate(opcodes) if opcode.startswith("ATOMG.E.ADD.STRONG.GPU")]
+
+    def nearest(pattern: str, indexes: range) -> int:
+        return next(index for index in indexes if re.match(pattern, opcodes[index]))
+
+    before, after = range(taken, -1, -1), range(taken, len(opcodes))
+    fence = nearest("MEMBAR", before)
+    assert nearest("STG", before) < nearest("BAR.SYNC", before) < fence < taken
+    assert taken < nearest("CCTL.IVALL", after) < nearest("BAR.SYNC", after) < nearest("LDG", after)
+    rows = [index for index in after if re.match(r"LDG\..*128", opcodes[index])]
+    assert rows[PARTS_AT_ONCE - 2] < nearest("FFMA", range(rows[0], len(opcodes))), "parts are loaded one by one"
+
+
 @pytest.mark.parametrize("head_dim", [64, 120, 128, 256])
 def test_decode_of_an_fp8_cache_leaves_time_for_waiting(head_dim: int) -> None:
     """Below 0.7 instructions a cycle and scheduler at full bandwidth: 1.1 with keys as bfloat16, more than there is."""
@@ -149,7 +193,6 @@ def test_prefill_uses_warpgroup_matrix_instructions(name: str, num_tokens: int) 
 
 SMALL: dict[str, Callable[[Batch], object]] = {
     "decode_plan": Batch.plan,
-    "combine": lambda batch: batch.decode(batch.plan()),
     "merge_states": Batch.merge,
     "write_kv": Batch.write,
     "qkv_prologue": Batch.prologue,

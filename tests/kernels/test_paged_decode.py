@@ -1,4 +1,4 @@
-"""paged_decode() and its combine() against the float64 reference.
+"""paged_decode() against the float64 reference, and its merge of partial results against the same in NumPy.
 
 Every slot that no query sees is NaN, and so are results before the call; table entries that must not be read name a
 block far outside the pool.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.combine import max_split_sequences
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
-from quire.kernels.merge_states import merge_states
-from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
+from quire.kernels.launching import INTERPRET
+from quire.kernels.merge_states import PARTS_AT_ONCE, merge_states
+from quire.kernels.paged_decode import num_decode_programs, num_head_tiles, paged_decode, workspace_size
 
 NAN = float("nan")
 UNREADABLE = 2**30
@@ -364,6 +365,86 @@ def test_equal_inputs_give_equal_bits(device: torch.device) -> None:
     assert torch.equal(case.run()[0], case.run()[0])
 
 
+def merge_in_order(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """One row of partial results [K, D] and their lses [K], merged by the arithmetic of two launches of before."""
+    highest, weight_sum = np.float32(-np.inf), np.float32(0)
+    total = np.zeros(outs.shape[1], np.float32)
+    for part_outs, part_lses in zip(outs.split(PARTS_AT_ONCE), lses.split(PARTS_AT_ONCE), strict=True):
+        missing = PARTS_AT_ONCE - len(part_lses)
+        lse = np.pad(part_lses.numpy(), (0, missing), constant_values=-np.inf)
+        rows = np.pad(part_outs.numpy(), ((0, missing), (0, 0)))
+        rows[lse == -np.inf] = 0
+        new_highest = np.maximum(highest, lse.max())
+        shift = np.float32(0) if new_highest == -np.inf else new_highest
+        weights, decay = np.exp2(lse - shift), np.exp2(highest - shift)
+        total = total * decay + (weights[:, None] * rows).sum(0)
+        weight_sum = weight_sum * decay + weights.sum()
+        highest = new_highest
+    divisor = weight_sum if weight_sum > 0 else np.float32(1)
+    return torch.from_numpy(total / divisor), torch.tensor(highest + np.log2(divisor))
+
+
+SPLIT_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "groups": ({"seq_lens": [300, 17, 200, 0], "heads_per_kv": 4, "num_kv_heads": 2}, {}),
+    "more than are merged at once": ({"seq_lens": [64 * 35, 70]}, {"fixed_split": 64}),
+    "queries": ({"seq_lens": [8, 267, 3, 0], "q_lens": [8, 8, 0, 1], "num_pads": 2, "heads_per_kv": 9}, {}),
+    "window and sinks": ({"seq_lens": [20, 330], "q_lens": [3, 8], "sinks": True, "window": 170}, {}),
+    "fp8": ({"seq_lens": [64, 350], "kv_dtype": FP8, "num_kv_heads": 2, "softcap": 2.0}, {}),
+    "256 dims": ({"seq_lens": [200, 9], "head_dim": 256}, {}),
+    "80 and 96 dims": ({"seq_lens": [200, 9], "head_dim": 80, "head_dim_v": 96}, {}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options"), SPLIT_CASES.values(), ids=SPLIT_CASES)
+def test_partial_results_are_merged_in_the_order_of_keys(
+    device: torch.device, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """To the bit as two launches did it, in the interpreter; a GPU's exp2 and its sums differ from NumPy's."""
+    case = make_case(device, **arguments)
+    plan = case.plan(**options)
+    num_tokens, num_heads = case.q.shape[:2]
+    head_dim, sizes = case.v_pool.shape[3], plan.layout
+    workspace = torch.full((workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim),), NAN, device=device)
+    out, lse = (each.cpu() for each in case.run(plan=plan, workspace=workspace))
+    num_partials = sizes.max_splits * sizes.max_q_len * num_heads * head_dim
+    outs = workspace[:num_partials].view(sizes.max_splits, sizes.max_q_len, num_heads, head_dim).cpu()
+    lses = workspace[num_partials:].view(sizes.max_splits, sizes.max_q_len, num_heads).cpu()
+    bounds = range(num_tokens + 1) if case.cu_seqlens_q is None else case.cu_seqlens_q.tolist()
+    records = {row[0]: (row[4], row[5]) for row in plan.splits[: plan.programs[-1, 6]].tolist()}
+    assert max(count for _, count in records.values()) > 1
+    for seq, (first, count) in records.items():
+        for token in range(bounds[seq], bounds[seq + 1]) if count > 1 else ():
+            for head in range(num_heads):
+                places = (slice(first, first + count), token - bounds[seq], head)
+                expected, expected_lse = merge_in_order(outs[places], lses[places])
+                if INTERPRET:
+                    assert torch.equal(out[token, head], expected.to(out.dtype))
+                    assert lse[token, head] == expected_lse
+                else:
+                    assert (out[token, head].double() - expected).abs().max() <= 1e-5
+    assert not plan.tickets.any()
+
+
+@pytest.mark.sample
+def test_who_comes_last_changes_no_bit_and_every_layer_finds_all_tickets(device: torch.device) -> None:
+    """Programs that begin in another order; a plan used by one layer after the other, with idle programs and pads."""
+    case = make_case(device, [300, 0, 17, 200, 0], heads_per_kv=4, num_kv_heads=2, num_programs=9)
+    plan = case.plan()
+    first = case.run(plan=plan)
+    for order in (range(9), reversed(range(9)), (4, 8, 1, 0, 7, 3, 2, 6, 5)):
+        shuffled = replace(plan, programs=plan.programs[torch.tensor(list(order), device=device)])
+        for found, expected in zip(case.run(plan=shuffled), first, strict=True):
+            assert torch.equal(found, expected)
+        assert not plan.tickets.any()
+
+
+def test_a_plan_for_fewer_head_tiles_is_refused(device: torch.device) -> None:
+    case = make_case(device, [300, 17], num_kv_heads=3)
+    assert torch.equal(case.run(plan=case.plan(max_head_tiles=3))[0], case.run()[0])
+    with pytest.raises(ValueError, match="3 head tiles, but plan was made for 2"):
+        case.run(plan=case.plan(max_head_tiles=2))
+
+
 @pytest.mark.parametrize("window", [None, 150])
 def test_fixed_splits_give_equal_bits_in_any_batch(device: torch.device, window: int | None) -> None:
     case = make_case(device, [300, 17, 128, 129], dtype=torch.float16, window=window)
@@ -488,11 +569,5 @@ def test_programs_fill_the_multiprocessors_twice() -> None:
     sizes["head_dim"] = 256
     assert num_decode_programs(num_query_heads=32, num_kv_heads=1, max_q_len=8, **sizes) == 16
     assert num_decode_programs(num_query_heads=300, num_kv_heads=300, **sizes) == 1
-
-
-def test_combine_has_programs_for_split_sequences_alone() -> None:
-    """Of 256 sequences 33 programs split at most 32; of fewer, any. With fixed splits, any that has more than one."""
-    assert max_split_sequences(num_seqs=256, max_splits=256 + 33 - 1) == 32
-    assert max_split_sequences(num_seqs=4, max_splits=4 + 33 - 1) == 4
-    assert max_split_sequences(num_seqs=256, max_splits=256 * 3) == 256
-    assert max_split_sequences(num_seqs=256, max_splits=256) == 0
+    assert num_head_tiles(num_query_heads=32, num_kv_heads=1, head_dim=256, kv_itemsize=2, max_q_len=8) == 16
+    assert num_head_tiles(num_query_heads=32, num_kv_heads=8, head_dim=128, kv_itemsize=2) == 8

@@ -10,6 +10,9 @@ where a run crosses from one sequence to the next, or ends inside one, the keys 
     programs    |00000|11111|22222|33333|       5 tiles each
     splits      |aaaaa|aaaaa|aa|bbb|ccccc|      program 2 has two of them
 
+All that a program needs before it can ask for its first keys' blocks is one record of 32 bytes, so that two loads that
+wait for each other are in front of these keys: the record, and the block table.
+
 Lengths never reach the host, and one launch serves all layers with the same mask. The equal runs are those of HPC-Ops'
 and of stream-K schedules, found here without sorting or locks: where a sequence's tiles begin in the row says which
 splits it has, so each sequence writes its own.
@@ -39,13 +42,31 @@ from quire.kernels.launching import (
 # A multiple of the tiles of the attention kernel, so that a plan serves layers of any head dim; where its tile has 128
 # keys, the last tile of a split may be half empty.
 TILE = 64
+
+# Programs that run on a multiprocessor at a time. Two of any variant of 16-bit or fp8 keys fit. On an H200, with 64
+# bytes or more per key and head, they have at least 48 KB on the way, where 29 KB cover the latency of its memory.
+RESIDENT = 2
+
+# Keys: a program with fewer is not worth starting; and while there are fewer programs than multiprocessors.
 MIN_SPLIT = 128
+MIN_SPREAD = 64
+
+# The columns of a record of 32 bytes. The split that it describes: its sequence, the first key, one past the last key,
+# and its number. All of the sequence's: the number of the first, and how many. And one past a program's last split.
+RECORD = ("seq", "begin", "end", "split", "first_split", "num_splits", "end_split", "unused")
+
+# Head tiles of a plan by default: kv heads times tiles of a kv head's rows, of any model's decode steps.
+MAX_HEAD_TILES = 128
 
 # A window or chunk that hides nothing, and that an int32 position can be reduced by.
 UNBOUNDED = 2**30
 
 _TILE = tl.constexpr(TILE)
 _LANES = tl.constexpr(128)
+_RESIDENT = tl.constexpr(RESIDENT)
+_RECORD = tl.constexpr(len(RECORD))
+_SPLIT = tl.constexpr(RECORD.index("split"))
+_END_SPLIT = tl.constexpr(RECORD.index("end_split"))
 _INT64 = ("positions", "slot_mapping")
 
 
@@ -57,6 +78,7 @@ class PlanLayout(NamedTuple):
     num_programs: int
     max_splits: int
     max_q_len: int
+    max_head_tiles: int
     window: int | None
     chunk: int | None
     causal: bool
@@ -67,22 +89,23 @@ class PlanLayout(NamedTuple):
 class DecodePlan:
     """The keys that each program attends to, and the slots of the step's tokens.
 
-    Sizes: n sequences, N query tokens, P programs per kv head, W the most splits there can be.
-        splits          [W, 3]      int32, (sequence, first key, one past the last key), in the order of sequences
-        program_bounds  [P+1]       int32, program p has splits program_bounds[p] .. program_bounds[p + 1] - 1
-        seq_splits      [n, 2]      int32, (first split, number of splits) of each sequence
-        token_seqs      [N]         int32, the sequence of each token, -1 for a pad
+    Sizes: n sequences, N query tokens, P programs per kv head, W the most splits there can be, T max_head_tiles.
+        programs        [P, 8]      int32, a RECORD of each program's first split; split == end_split if it has none,
+                                    and then the other columns hold anything
+        splits          [W, 8]      int32, a RECORD of each split in the order of sequences and keys, without end_split
+        token_splits    [N]         int32, the number of splits of each token's sequence, 0 for a pad
+        tickets         [n, T]      int32, 0 but while attention runs: the splits of a sequence that are done, by head
+                                    tile. Attention leaves zeros for the next layer
         positions       [N]         int64, 0 for a pad
         slot_mapping    [N]         int64, -1 for a pad
     The layout has these sizes, and max_q_len, window, chunk and causal as they were given. A first key is a multiple
-    of TILE, so up to TILE - 1 keys before the first visible one belong to a split. Splits and bounds of no program
-    hold anything.
+    of TILE, so up to TILE - 1 keys before the first visible one belong to a split. Splits of no program hold anything.
     """
 
+    programs: Tensor
     splits: Tensor
-    program_bounds: Tensor
-    seq_splits: Tensor
-    token_seqs: Tensor
+    token_splits: Tensor
+    tickets: Tensor
     positions: Tensor
     slot_mapping: Tensor
     layout: PlanLayout
@@ -105,10 +128,12 @@ def build_decode_plan(
     cu_seqlens_q: Tensor | None = None,
     num_tokens: int | None = None,
     max_q_len: int = 1,
+    max_head_tiles: int = MAX_HEAD_TILES,
     window: int | None = None,
     chunk: int | None = None,
     causal: bool = True,
     min_split: int = MIN_SPLIT,
+    min_spread: int = MIN_SPREAD,
     fixed_split: int | None = None,
     out: DecodePlan | None = None,
 ) -> DecodePlan:
@@ -120,9 +145,12 @@ def build_decode_plan(
         cu_seqlens_q    [n+1]   int32; sequence i has queries cu[i] .. cu[i+1] - 1, its last tokens; tokens from cu[n]
                                 on are pads. None for one query each
         num_tokens      N, needed with cu_seqlens_q; num_programs P, from paged_decode.num_decode_programs()
+        max_head_tiles  T, the most kv heads times tiles of rows of a layer that uses the plan; from
+                        paged_decode.num_head_tiles() where they may be more
         window, chunk, causal   which keys a query sees, as in paged_attention of the reference; without causal a
                                 query sees all keys of its sequence
         min_split       keys, a program with fewer is not worth starting; rounded up to TILE
+        min_spread      the same while the programs are fewer than P / RESIDENT, so that some multiprocessors have none
         fixed_split     keys, rounded up to TILE: every sequence is split at multiples of it from its first visible
                         tile, so that its result does not depend on the rest of the batch; None for equal runs
         out             a plan to write again, made by a call with the same arguments but for the tensors' contents:
@@ -140,7 +168,13 @@ def build_decode_plan(
     _check_tensors(seq_lens, block_tables, cu_seqlens_q)
     _check_visibility(window=window, chunk=chunk, causal=causal)
     require_in("block_size", block_size, BLOCK_SIZES)
-    for name, value in (("num_programs", num_programs), ("min_split", min_split), ("max_q_len", max_q_len)):
+    for name, value in {
+        "num_programs": num_programs,
+        "min_split": min_split,
+        "min_spread": min_spread,
+        "max_q_len": max_q_len,
+        "max_head_tiles": max_head_tiles,
+    }.items():
         require_at_least(name, value, 1)
     require_at_least("num_tokens", num_tokens, 0)
     max_splits = num_seqs + num_programs - 1
@@ -155,6 +189,7 @@ def build_decode_plan(
         num_programs=num_programs,
         max_splits=max_splits,
         max_q_len=max_q_len,
+        max_head_tiles=max_head_tiles,
         window=window,
         chunk=chunk,
         causal=causal,
@@ -163,8 +198,8 @@ def build_decode_plan(
     plan = _empty_plan(layout) if out is None else _reusable(out, layout)
     decode_plan_kernel[(num_seqs,)](
         seq_lens, cu_seqlens_q, block_tables,
-        plan.splits, plan.program_bounds, plan.seq_splits, plan.token_seqs, plan.positions, plan.slot_mapping,
-        num_seqs, num_tokens, num_programs, run, block_tables.stride(0),
+        plan.programs, plan.splits, plan.token_splits, plan.tickets, plan.positions, plan.slot_mapping,
+        num_seqs, num_tokens, num_programs, max_head_tiles, run, ceil_div(min_spread, TILE), block_tables.stride(0),
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
         BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None, num_warps=4,
     )  # fmt: skip
@@ -173,10 +208,10 @@ def build_decode_plan(
 
 def _shapes(layout: PlanLayout) -> dict[str, tuple[int, ...]]:
     return {
-        "splits": (layout.max_splits, 3),
-        "program_bounds": (layout.num_programs + 1,),
-        "seq_splits": (layout.num_seqs, 2),
-        "token_seqs": (layout.num_tokens,),
+        "programs": (layout.num_programs, len(RECORD)),
+        "splits": (layout.max_splits, len(RECORD)),
+        "token_splits": (layout.num_tokens,),
+        "tickets": (layout.num_seqs, layout.max_head_tiles),
         "positions": (layout.num_tokens,),
         "slot_mapping": (layout.num_tokens,),
     }
@@ -254,27 +289,48 @@ def _first_and_count(begin, tiles, run):
     return first, tl.where(tiles > 0, tl.cdiv(begin + tiles, run) - first, 0)
 
 
+@triton.jit
+def _share_begin(program, total_splits, num_programs):
+    """The first of a program's equal share of the splits."""
+    return (program.to(tl.int64) * total_splits // num_programs).to(tl.int32)
+
+
+@triton.jit
+def _store_records(rows_ptr, seq, first_key, end_key, split, first_split, num_splits, mask):
+    """Store all columns of records but the last two, in the order of RECORD."""
+    tl.store(rows_ptr, tl.zeros_like(split) + seq, mask=mask)
+    tl.store(rows_ptr + 1, first_key, mask=mask)
+    tl.store(rows_ptr + 2, end_key, mask=mask)
+    tl.store(rows_ptr + 3, split, mask=mask)
+    tl.store(rows_ptr + 4, tl.zeros_like(split) + first_split, mask=mask)
+    tl.store(rows_ptr + 5, tl.zeros_like(split) + num_splits, mask=mask)
+
+
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "num_programs", "run", "table_stride", "window", "chunk"],
+    do_not_specialize=[
+        "num_seqs", "num_tokens", "num_programs", "max_head_tiles", "run", "spread", "table_stride", "window", "chunk",
+    ],
     do_not_specialize_on_alignment=[
-        "seq_lens_ptr", "cu_seqlens_q_ptr", "block_tables_ptr", "splits_ptr", "program_bounds_ptr", "seq_splits_ptr",
-        "token_seqs_ptr", "positions_ptr", "slot_mapping_ptr",
+        "seq_lens_ptr", "cu_seqlens_q_ptr", "block_tables_ptr", "programs_ptr", "splits_ptr", "token_splits_ptr",
+        "tickets_ptr", "positions_ptr", "slot_mapping_ptr",
     ],
 )  # fmt: skip
 def decode_plan_kernel(
     seq_lens_ptr,  # [n]
     cu_seqlens_q_ptr,  # [n+1], None if not RAGGED
     block_tables_ptr,  # [n, M]
-    splits_ptr,  # [W, 3]
-    program_bounds_ptr,  # [P+1]
-    seq_splits_ptr,  # [n, 2]
-    token_seqs_ptr,  # [N]
+    programs_ptr,  # [P, 8]
+    splits_ptr,  # [W, 8]
+    token_splits_ptr,  # [N]
+    tickets_ptr,  # [n, T]
     positions_ptr,  # [N]
     slot_mapping_ptr,  # [N]
     num_seqs,
     num_tokens,
     num_programs,
+    max_head_tiles,  # T
     run,  # tiles: the least of a program, or those of a split if FIXED
+    spread,  # the same while the programs are fewer than multiprocessors
     table_stride,
     window,
     chunk,
@@ -290,6 +346,8 @@ def decode_plan_kernel(
         _, tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, base + lanes, num_seqs, window, chunk, RAGGED)
         total_tiles += tl.sum(tiles)
     if not FIXED:
+        once = tl.maximum(num_programs // _RESIDENT, 1)
+        run = tl.minimum(run, tl.maximum(spread, tl.cdiv(total_tiles, once)))
         run = tl.maximum(run, tl.cdiv(total_tiles, num_programs))
 
     begin = 0
@@ -309,29 +367,44 @@ def decode_plan_kernel(
     first_tile, num_tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, seq, num_seqs, window, chunk, RAGGED)
     first_run, num_splits = _first_and_count(begin, num_tiles, run)
     seq_len = tl.load(seq_lens_ptr + seq)
-    tl.store(seq_splits_ptr + 2 * seq, first_split)
-    tl.store(seq_splits_ptr + 2 * seq + 1, num_splits)
     for base in range(0, num_splits, _LANES):
         split = base + lanes
         mine = split < num_splits
         run_begin = (first_run + split) * run
         first_key = (tl.maximum(run_begin, begin) - begin + first_tile) * _TILE
         end_key = tl.minimum((run_begin + run - begin + first_tile) * _TILE, seq_len)
-        row = splits_ptr + 3 * (first_split + split)
-        tl.store(row, tl.zeros_like(split) + seq, mask=mine)
-        tl.store(row + 1, first_key, mask=mine)
-        tl.store(row + 2, end_key, mask=mine)
-        if not FIXED:
-            tl.store(program_bounds_ptr + first_run + split, first_split + split, mask=mine & (run_begin >= begin))
+        number = first_split + split
+        if FIXED:
+            # The last program whose share of the splits does not begin behind this one.
+            program = (((number.to(tl.int64) + 1) * num_programs - 1) // total_splits).to(tl.int32)
+            begins = mine & (_share_begin(program, total_splits, num_programs) == number)
+        else:
+            program = first_run + split
+            begins = mine & (run_begin >= begin)
+            tl.store(programs_ptr + _RECORD * (program - 1) + _END_SPLIT, number, mask=begins & (program > 0))
+        _store_records(splits_ptr + _RECORD * number, seq, first_key, end_key, number, first_split, num_splits, mine)
+        _store_records(
+            programs_ptr + _RECORD * program, seq, first_key, end_key, number, first_split, num_splits, begins
+        )
 
     if seq == 0:
         num_runs = 0 if FIXED else tl.cdiv(total_tiles, run)
-        for base in range(0, num_programs + 1, _LANES):
+        for base in range(0, num_programs, _LANES):
             program = base + lanes
-            bound = tl.zeros_like(program) + total_splits
+            exists = program < num_programs
+            end_split = tl.zeros_like(program) + total_splits
+            ends = exists & (program >= num_runs - 1)
+            idle = exists & (program >= num_runs)
             if FIXED:
-                bound = (program.to(tl.int64) * total_splits // num_programs).to(tl.int32)
-            tl.store(program_bounds_ptr + program, bound, mask=(program >= num_runs) & (program <= num_programs))
+                end_split = _share_begin(program + 1, total_splits, num_programs)
+                idle = exists & (_share_begin(program, total_splits, num_programs) == end_split)
+            tl.store(programs_ptr + _RECORD * program + _SPLIT, end_split, mask=idle)
+            tl.store(programs_ptr + _RECORD * program + _END_SPLIT, end_split, mask=ends)
+    for base in range(0, max_head_tiles, _LANES):
+        head_tile = base + lanes
+        tl.store(
+            tickets_ptr + seq * max_head_tiles + head_tile, tl.zeros_like(head_tile), mask=head_tile < max_head_tiles
+        )
 
     q_len = _count_queries(cu_seqlens_q_ptr, seq, seq < num_seqs, RAGGED)
     first_token = seq
@@ -345,13 +418,13 @@ def decode_plan_kernel(
         real = mine & (position >= 0)
         block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
         slot = tl.where(real, block_id * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(token_seqs_ptr + first_token + query, tl.zeros_like(query) + seq, mask=mine)
+        tl.store(token_splits_ptr + first_token + query, tl.zeros_like(query) + num_splits, mask=mine)
         tl.store(positions_ptr + first_token + query, tl.maximum(position, 0).to(tl.int64), mask=mine)
         tl.store(slot_mapping_ptr + first_token + query, slot, mask=mine)
     if seq == num_seqs - 1:
         for base in range(first_token + q_len, num_tokens, _LANES):
             token = base + lanes
             mine = token < num_tokens
-            tl.store(token_seqs_ptr + token, tl.full([_LANES], -1, tl.int32), mask=mine)
+            tl.store(token_splits_ptr + token, tl.zeros([_LANES], tl.int32), mask=mine)
             tl.store(positions_ptr + token, tl.zeros([_LANES], tl.int64), mask=mine)
             tl.store(slot_mapping_ptr + token, tl.full([_LANES], -1, tl.int64), mask=mine)

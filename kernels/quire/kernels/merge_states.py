@@ -34,7 +34,10 @@ from quire.kernels.launching import (
     stride_unit,
 )
 
-_PARTS_AT_ONCE = tl.constexpr(16)
+# Parts of a row that are loaded together.
+PARTS_AT_ONCE = 16
+
+_PARTS_AT_ONCE = tl.constexpr(PARTS_AT_ONCE)
 
 
 def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
@@ -43,7 +46,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: 
     Sizes: K parts, N tokens, H heads, D head dim of values.
         outs        [K, N, H, D]    fp32/fp16/bf16, D contiguous
         lses        [K, N, H]       float32, contiguous, base 2: log2 of the sum of 2 ** (score * log2(e)) over a
-                                    part's keys; -inf for a part without keys: its outs are then not read
+                                    part's keys; -inf for a part without keys: its outs may hold anything
         out         [N, H, D]       where to write, any floating dtype and strides, D contiguous; by default of outs'
                                     dtype, new
         lse         [N, H]          where to write the merged lses, float32, contiguous, or None
@@ -100,36 +103,43 @@ def merge_variant(*, head_dim: int, has_lse: bool, stride_unit: int) -> Variant:
 
 @triton.jit
 def merge_rows(
-    outs_ptr, lses_ptr, num_parts, out_stride, lse_stride,
+    outs_ptr, lses_ptr, out_starts, lse_starts, owned, num_parts, out_stride, lse_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row: part i lies at outs_ptr + i * out_stride, its lse at lses_ptr + i * lse_stride, strides int64.
+    """Merge rows [R]: part i of a row lies at outs_ptr + its out_start + i * out_stride, its lse alike.
 
-    Returns the row [BLOCK_D] in float32 and its lse.
+    Strides are int64, or int32 if PARTS_AT_ONCE of them fit. Returns the rows [R, BLOCK_D] in float32 and their lses
+    [R]; zeros and -inf where not owned. PARTS_AT_ONCE parts are on their way together: a part counts for nothing if its
+    lse is -inf, whatever it holds.
     """
     parts = tl.arange(0, _PARTS_AT_ONCE)
     dims = tl.arange(0, BLOCK_D)
-    highest = float("-inf")
-    weight_sum = 0.0
-    total = tl.zeros([BLOCK_D], tl.float32)
+    highest = tl.full(out_starts.shape, float("-inf"), tl.float32)
+    weight_sum = tl.zeros_like(highest)
+    total = tl.zeros([out_starts.shape[0], BLOCK_D], tl.float32)
     for base in range(0, num_parts, _PARTS_AT_ONCE):
-        part = (base + parts).to(tl.int64)
-        lse = tl.load(lses_ptr + part * lse_stride, mask=part < num_parts, other=float("-inf"))
-        present = lse > float("-inf")
-        rows = tl.load(
-            outs_ptr + part[:, None] * out_stride + dims[None, :],
-            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        loaded = owned[:, None] & (base + parts < num_parts)[None, :]
+        lses = tl.load(lses_ptr + lse_starts[:, None] + (parts * lse_stride)[None, :], mask=loaded, other=float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(lses, 1))
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(lse - shift)
         decay = tl.exp2(highest - shift)
-        total = total * decay + tl.sum(weights[:, None] * rows.to(tl.float32), 0)
-        weight_sum = weight_sum * decay + tl.sum(weights, 0)
+        weight_sum = weight_sum * decay + tl.sum(tl.exp2(lses - shift[:, None]), 1)
+        group = tl.zeros_like(total)
+        for part in tl.static_range(_PARTS_AT_ONCE):
+            present = owned & (base + part < num_parts)
+            lse = tl.load(lses_ptr + lse_starts + part * lse_stride, mask=present, other=float("-inf"))
+            rows = tl.load(
+                outs_ptr + (out_starts + part * out_stride)[:, None] + dims[None, :],
+                mask=present[:, None] & (dims < HEAD_DIM)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            group += tl.exp2(lse - shift)[:, None] * tl.where((lse > float("-inf"))[:, None], rows, 0.0)
+        total = total * decay[:, None] + group
         highest = new_highest
+        outs_ptr += _PARTS_AT_ONCE * out_stride
+        lses_ptr += _PARTS_AT_ONCE * lse_stride
     divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
-    return total / divisor, highest + tl.log2(divisor)
+    return total / divisor[:, None], highest + tl.log2(divisor)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_rows", "outs_part_stride"])
@@ -154,15 +164,15 @@ def merge_states_kernel(
     outs_token_stride = in_units(outs_token_stride, STRIDE_UNIT)
     outs_head_stride = in_units(outs_head_stride, STRIDE_UNIT)
     out_token_stride, out_head_stride = in_units(out_token_stride, STRIDE_UNIT), in_units(out_head_stride, STRIDE_UNIT)
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     head = tl.program_id(1)
     lse_row = token * tl.num_programs(1) + head
     row, lse = merge_rows(
-        outs_ptr + token * outs_token_stride + head * outs_head_stride, lses_ptr + lse_row,
+        outs_ptr, lses_ptr, token * outs_token_stride + head * outs_head_stride, lse_row, token >= 0,
         num_parts, outs_part_stride, num_rows, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
-    target = out_ptr + token * out_token_stride + head * out_head_stride + dims
-    tl.store(target, round_to(row, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    targets = out_ptr + (token * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
+    tl.store(targets, round_to(row, out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
     if HAS_LSE:
         tl.store(lse_ptr + lse_row, lse)

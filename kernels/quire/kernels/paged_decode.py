@@ -12,7 +12,9 @@ way to each multiprocessor at all times:
     no masks        on scores, but in tiles that some query sees a part of; these are in the same loop, so that their
                     keys are on the way early too
 
-Programs that have a sequence to themselves write its result, others a partial one, which combine() merges.
+Programs that have a sequence to themselves write its result. Others write a partial one and take a ticket; the one that
+takes a sequence's last ticket merges its partial results in the order of keys, whoever came last, and puts the tickets
+back. Nobody waits for another, and one launch does it all. A kv head and a tile of its rows have tickets of their own.
 
 Keys of fp8 bring half the bytes, so what is done to each counts twice. They become float16, which takes one instruction
 for two (bfloat16 takes eight), and so do queries and weights. Values are loaded as pairs: as a matrix operand a thread
@@ -21,6 +23,7 @@ At the whole bandwidth of an H200 (4.3 TB/s, 132 multiprocessors of 4 schedulers
 dims takes, as compiled for sm_90 and not timed, so many instructions a cycle and scheduler:
 
     bfloat16 keys, 64 a tile                            0.27
+    the same of 64 dims, 64 and 128 a tile              0.46 and 0.28
     fp8 keys as bfloat16, 64 a tile                     1.11    more than there is
     fp8 keys as float16, 64 a tile                      0.88
     and values in pairs, 64 a tile                      0.58    the same with fp8 queries, which sm_90 unpacks too
@@ -36,8 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.combine import combine, prepare_combine
-from quire.kernels.decode_plan import TILE, UNBOUNDED, DecodePlan, PlanLayout, first_visible
+from quire.kernels.decode_plan import RECORD, RESIDENT, TILE, UNBOUNDED, DecodePlan, PlanLayout, first_visible
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -66,10 +68,7 @@ from quire.kernels.launching import (
     round_to,
     stride_unit,
 )
-
-# Programs that run on a multiprocessor at a time. Two of any variant of 16-bit or fp8 keys fit. On an H200, with 64
-# bytes or more per key and head, they have at least 48 KB on the way, where 29 KB cover the latency of its memory.
-RESIDENT = 2
+from quire.kernels.merge_states import PARTS_AT_ONCE, merge_rows
 
 # By the bytes of a key in registers: keys of a tile and stages, the first choice first.
 _BLOCK_N_AND_STAGES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -78,10 +77,28 @@ _BLOCK_N_AND_STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     512: ((32, 3), (16, 3)),
     1024: ((16, 3), (16, 2)),
 }
+# Tried before those, by the same and by the bytes of an element in memory. A tile has instructions that do not grow
+# with its keys, so that keys with few bytes need many a tile.
+_LONG_TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (128, 1): ((128, 4), (128, 3)),
+    (256, 1): ((128, 3),),
+    (128, 2): ((128, 3),),
+}
 # Shared memory of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
 _OTHER_SHARED_BYTES = 10 << 10
 
+# Elements of partial results that a program loads at a time: 64 registers of 4 warps.
+_MERGED_ELEMENTS = 8192
+# Of a multiprocessor.
+_SM_REGISTERS = 65_536
+# Tokens without keys that are cleared at a time.
+CLEARED_TOKENS = 32
+
 _TILE = tl.constexpr(TILE)
+_RECORD = tl.constexpr(len(RECORD))
+_SPLIT = tl.constexpr(RECORD.index("split"))
+_END_SPLIT = tl.constexpr(RECORD.index("end_split"))
+_CLEARED_TOKENS = tl.constexpr(CLEARED_TOKENS)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
@@ -130,8 +147,9 @@ def paged_decode(
     Rows of sequences without keys and of tokens of no sequence become exactly 0, their lse -inf. Slots that no query
     sees are not read. Raises ValueError if a shape, dtype, stride or device does not fit. Cost: reads visible keys and
     values from memory once; a kv head with more than 64 rows of queries and heads (16 where a key takes more than 256
-    bytes) reads them again from the L2 cache. Two launches, no sync, no allocation with out and workspace. Equal
-    inputs give equal bits; with a plan of fixed_split also whatever else is in the batch.
+    bytes) reads them again from the L2 cache. One launch, no sync, no allocation with out and workspace. Equal
+    inputs give equal bits; with a plan of fixed_split also whatever else is in the batch. Calls with the same plan
+    must not run at the same time: they share its tickets.
     """
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
     decode = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse, workspace), plan.layout, softcap)
@@ -139,25 +157,26 @@ def paged_decode(
         out = q.new_empty(*q.shape[:2], v_pool.shape[3])
     if workspace is None:
         workspace = q.new_empty(decode.workspace_size, dtype=torch.float32)
-    partial_lses = workspace[decode.num_partials :]
     window, chunk = plan.layout.window, plan.layout.chunk
     paged_decode_kernel[decode.launch.grid](
-        q, k_pool, v_pool, out, lse, workspace, partial_lses,
-        plan.splits, plan.program_bounds, plan.seq_splits, *sources,
+        q, k_pool, v_pool, out, lse, workspace, workspace[decode.num_partials :],
+        plan.programs, plan.splits, plan.token_splits, plan.tickets, *sources,
         scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        *decode.launch.strides, **decode.launch.options,
+        plan.layout.num_tokens, plan.layout.max_head_tiles, *decode.launch.strides, **decode.launch.options,
     )  # fmt: skip
-    combine(workspace, partial_lses, plan=plan, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse, launch=decode.combine)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """A call of paged_decode as it was checked and chosen; num_partials is W * Q * Hq * Dv of combine()."""
+    """A call of paged_decode as it was checked and chosen.
+
+    The workspace holds partial results [W, Q, Hq, Dv], which are num_partials, and behind them their lses [W, Q, Hq],
+    of W splits and at most Q queries of a sequence.
+    """
 
     launch: Launch
-    combine: Launch
     num_partials: int
     workspace_size: int
 
@@ -207,15 +226,17 @@ def _prepare(
         limits=device_limits(q.device),
     )
     row_tiles = ceil_div(num_heads // num_kv_heads * plan.max_q_len, variant.constants["BLOCK_M"])
+    if num_kv_heads * row_tiles > plan.max_head_tiles:
+        raise ValueError(f"{num_kv_heads * row_tiles} head tiles, but plan was made for {plan.max_head_tiles}")
     return _Decode(
         launch=Launch(
             grid=(plan.num_programs, num_kv_heads, row_tiles),
             strides=(
                 block_tables.stride(0), *q.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3], *out.strides[:2],
             ),
-            options=variant.options,
+            # Else ptxas may make room for three programs by spilling while it merges.
+            options={**variant.options, "maxnreg": min(255, _SM_REGISTERS // (RESIDENT * 32 * variant.num_warps))},
         ),
-        combine=prepare_combine(out, plan=plan, ragged=cu_seqlens_q is not None, has_lse=lse is not None),
         num_partials=plan.max_splits * plan.max_q_len * num_heads * head_dim_v,
         workspace_size=size,
     )  # fmt: skip
@@ -234,9 +255,22 @@ def num_decode_programs(
 
     head_dim is the greater one of keys and values, kv_itemsize the bytes of an element of the pool.
     """
+    tiles = num_head_tiles(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kv_itemsize=kv_itemsize,
+        max_q_len=max_q_len,
+    )
+    return max(1, num_multiprocessors(device) * RESIDENT // tiles)
+
+
+def num_head_tiles(
+    *, num_query_heads: int, num_kv_heads: int, head_dim: int, kv_itemsize: int, max_q_len: int = 1
+) -> int:
+    """Kv heads times tiles of a kv head's rows: the max_head_tiles of build_decode_plan(). See num_decode_programs."""
     rows = num_query_heads // num_kv_heads * max_q_len
-    row_tiles = ceil_div(rows, _block_m(rows, _row_bytes(head_dim, kv_itemsize)))
-    return max(1, num_multiprocessors(device) * RESIDENT // (num_kv_heads * row_tiles))
+    return num_kv_heads * ceil_div(rows, _block_m(rows, _row_bytes(head_dim, kv_itemsize)))
 
 
 def workspace_size(plan: DecodePlan, *, num_query_heads: int, head_dim: int) -> int:
@@ -275,8 +309,9 @@ def decode_variant(
     block_m = _block_m(heads_per_kv * max_q_len, row_bytes)
     block_n, num_stages = _block_n_and_stages(
         row_bytes,
+        kv_itemsize=kv_itemsize,
         shared_row_bytes=next_power_of_2(head_dim) * kv_itemsize,
-        doubled=kv_itemsize == 1 and dtype.itemsize == 2 and row_bytes <= 256 and block_m == 16 and not has_alibi,
+        long_tiles=dtype.itemsize == 2 and block_m == 16 and not (kv_itemsize == 1 and has_alibi),
         limits=limits,
     )
     constants = {
@@ -288,6 +323,7 @@ def decode_variant(
         "BLOCK_SIZE": block_size,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
+        "MERGED_ROWS": _merged_rows(heads_per_kv * max_q_len, head_dim_v),
         "MAX_Q_LEN": max_q_len,
         "RAGGED": ragged,
         "CAUSAL": causal,
@@ -311,18 +347,22 @@ def _block_m(rows: int, row_bytes: int) -> int:
     return min(64 if row_bytes <= 256 else 16, max(16, next_power_of_2(rows)))
 
 
+def _merged_rows(rows: int, head_dim: int) -> int:
+    """Rows that are merged at a time: a power of two that divides those of a tile, which are at least 16."""
+    return min(16, next_power_of_2(rows), max(1, _MERGED_ELEMENTS // (PARTS_AT_ONCE * next_power_of_2(head_dim))))
+
+
 def _block_n_and_stages(
-    row_bytes: int, *, shared_row_bytes: int, doubled: bool, limits: DeviceLimits
+    row_bytes: int, *, kv_itemsize: int, shared_row_bytes: int, long_tiles: bool, limits: DeviceLimits
 ) -> tuple[int, int]:
     """Keys of a tile, and stages: one fewer tiles of keys and of values are on the way.
 
     The most that leave room for RESIDENT programs in shared memory: where that is 99 KB, tiles of half the size.
-    doubled: twice the keys are tried first, as keys of fp8 take half the bytes. With more than 16 rows of queries, more
-    than 128 dims, or with ALiBi, that spills.
+    long_tiles: those of _LONG_TILES too. With more than 16 rows of queries, or with ALiBi over fp8, they spill or take
+    nearly all registers.
     """
-    choices = _BLOCK_N_AND_STAGES[max(128, row_bytes)]
-    if doubled:
-        choices = (*((2 * block_n, num_stages) for block_n, num_stages in choices), *choices)
+    size = max(128, row_bytes)
+    choices = (*(_LONG_TILES.get((size, kv_itemsize), ()) if long_tiles else ()), *_BLOCK_N_AND_STAGES[size])
     for block_n, num_stages in choices:
         tiles_bytes = 2 * (num_stages - 1) * block_n * shared_row_bytes
         if tiles_bytes + _OTHER_SHARED_BYTES <= limits.shared_memory_of_two:
@@ -380,6 +420,71 @@ def _check_results(
         require_contiguous("workspace", workspace)
         require_at_least("len(workspace)", workspace.shape[0], workspace_size)
     require_same_device(q=q, out=out, lse=lse, workspace=workspace)
+
+
+@triton.jit
+def _load_record(record_ptr):
+    """The split that a record describes: its sequence, keys, the sequence's first split, and the number of them."""
+    seq, begin, end = tl.load(record_ptr), tl.load(record_ptr + 1), tl.load(record_ptr + 2)
+    return seq, begin, end, tl.load(record_ptr + 4), tl.load(record_ptr + 5)
+
+
+@triton.jit
+def _store_result(
+    out_ptr, lse_ptr, result, lse, tokens, heads, owned, num_heads, out_token_stride, out_head_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    dims = tl.arange(0, BLOCK_D)
+    targets = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
+    stored = owned[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(targets, round_to(result, out_ptr.dtype.element_ty), mask=stored)
+    if HAS_LSE:
+        tl.store(lse_ptr + tokens * num_heads + heads, lse, mask=owned)
+
+
+@triton.jit
+def _merge_splits(
+    out_ptr, lse_ptr, partial_outs_ptr, partial_lses_ptr, first_split, num_splits, first_token, q_len,
+    kv_head, num_heads, out_token_stride, out_head_stride,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MAX_Q_LEN: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge all splits of a sequence, in their order, into the rows of out that belong to this program's tile."""
+    split_stride = MAX_Q_LEN * num_heads
+    first_partial = first_split.to(tl.int64) * split_stride
+    begin = tl.program_id(2) * BLOCK_M
+    for first_row in range(begin, tl.minimum(begin + BLOCK_M, q_len * HEADS_PER_KV), MERGED_ROWS):
+        rows = first_row + tl.arange(0, MERGED_ROWS)
+        queries = rows // HEADS_PER_KV
+        heads = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
+        owned = queries < q_len
+        partial_rows = queries * num_heads + heads
+        result, lse = merge_rows(
+            partial_outs_ptr + first_partial * HEAD_DIM, partial_lses_ptr + first_partial, partial_rows * HEAD_DIM,
+            partial_rows, owned, num_splits, split_stride * HEAD_DIM, split_stride, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+        _store_result(
+            out_ptr, lse_ptr, result, lse, (first_token + queries).to(tl.int64), heads, owned, num_heads,
+            out_token_stride, out_head_stride, HEAD_DIM, BLOCK_D, HAS_LSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _clear_tokens(
+    out_ptr, lse_ptr, token_splits_ptr, base, num_tokens, kv_head, num_heads, out_token_stride, out_head_stride,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Make the rows of a kv head 0, and their lses -inf, for those of the tokens from `base` on that see no key."""
+    tokens = base + tl.arange(0, _CLEARED_TOKENS)
+    empty = (tokens < num_tokens) & (tl.load(token_splits_ptr + tokens, mask=tokens < num_tokens, other=1) == 0)
+    if tl.max(empty.to(tl.int32), 0) > 0:
+        nothing = tl.zeros([_CLEARED_TOKENS, BLOCK_D], tl.float32)
+        minus_inf = tl.full([_CLEARED_TOKENS], float("-inf"), tl.float32)
+        for head in range(kv_head * HEADS_PER_KV, (kv_head + 1) * HEADS_PER_KV):
+            _store_result(
+                out_ptr, lse_ptr, nothing, minus_inf, tokens.to(tl.int64), head, empty, num_heads,
+                out_token_stride, out_head_stride, HEAD_DIM, BLOCK_D, HAS_LSE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -452,10 +557,10 @@ def _score(products, scales, softcap, slopes, distances, HAS_SOFTCAP: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window", "chunk"],
+    do_not_specialize=["table_stride", "window", "chunk", "num_tokens", "max_head_tiles"],
     do_not_specialize_on_alignment=[
-        "splits_ptr", "program_bounds_ptr", "seq_splits_ptr", "block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr",
-        "sinks_ptr", "alibi_slopes_ptr", "lse_ptr", "partial_lses_ptr",
+        "programs_ptr", "splits_ptr", "token_splits_ptr", "tickets_ptr", "block_tables_ptr", "seq_lens_ptr",
+        "cu_seqlens_q_ptr", "sinks_ptr", "alibi_slopes_ptr", "lse_ptr", "partial_lses_ptr",
     ],
 )  # fmt: skip
 def paged_decode_kernel(
@@ -466,9 +571,10 @@ def paged_decode_kernel(
     lse_ptr,  # [N, Hq], None if not HAS_LSE
     partial_outs_ptr,  # [W, Q, Hq, Dv]
     partial_lses_ptr,  # [W, Q, Hq]
-    splits_ptr,  # [W, 3]
-    program_bounds_ptr,  # [P+1]
-    seq_splits_ptr,  # [n, 2]
+    programs_ptr,  # [P, 8]
+    splits_ptr,  # [W, 8]
+    token_splits_ptr,  # [N]
+    tickets_ptr,  # [n, T]
     block_tables_ptr,  # [n, M]
     seq_lens_ptr,  # [n]
     cu_seqlens_q_ptr,  # [n+1], None if not RAGGED
@@ -479,6 +585,8 @@ def paged_decode_kernel(
     softcap,
     window,
     chunk,
+    num_tokens,
+    max_head_tiles,  # T
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -498,6 +606,7 @@ def paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
     MAX_Q_LEN: tl.constexpr,
     RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -531,12 +640,14 @@ def paged_decode_kernel(
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads)
 
-    for split in range(tl.load(program_bounds_ptr + program), tl.load(program_bounds_ptr + program + 1)):
-        seq = tl.load(splits_ptr + 3 * split)
-        begin = tl.multiple_of(tl.load(splits_ptr + 3 * split + 1), _TILE)
-        end = tl.load(splits_ptr + 3 * split + 2)
-        first_split = tl.load(seq_splits_ptr + 2 * seq)
-        num_splits = tl.load(seq_splits_ptr + 2 * seq + 1)
+    tickets_ptr += kv_head * tl.num_programs(2) + tl.program_id(2)
+    record_ptr = programs_ptr + _RECORD * program
+    seq, begin, end, first_split, num_splits = _load_record(record_ptr)
+    end_split = tl.load(record_ptr + _END_SPLIT)
+    for split in range(tl.load(record_ptr + _SPLIT), end_split):
+        next_record_ptr = splits_ptr + _RECORD * tl.minimum(split + 1, end_split - 1)
+        next_seq, next_begin, next_end, next_first_split, next_num_splits = _load_record(next_record_ptr)
+        begin = in_units(begin, _TILE)
         seq_len = tl.load(seq_lens_ptr + seq)
         table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
         last_block = (end - 1) // BLOCK_SIZE
@@ -617,15 +728,32 @@ def paged_decode_kernel(
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
         result = total * (v_scale / divisor)[:, None]
         lse = highest + tl.log2(divisor)
-        stored = owned[:, None] & (dims_v < HEAD_DIM_V)[None, :]
         if num_splits == 1:
-            out_rows = tokens * out_token_stride + heads * out_head_stride
-            tl.store(
-                out_ptr + out_rows[:, None] + dims_v[None, :], round_to(result, out_ptr.dtype.element_ty), mask=stored
-            )
-            if HAS_LSE:
-                tl.store(lse_ptr + tokens * num_heads + heads, lse, mask=owned)
+            _store_result(
+                out_ptr, lse_ptr, result, lse, tokens, heads, owned, num_heads, out_token_stride, out_head_stride,
+                HEAD_DIM_V, BLOCK_DV, HAS_LSE,
+            )  # fmt: skip
         else:
+            stored = owned[:, None] & (dims_v < HEAD_DIM_V)[None, :]
             partial_rows = (tl.cast(split, tl.int64) * MAX_Q_LEN + queries) * num_heads + heads
             tl.store(partial_outs_ptr + partial_rows[:, None] * HEAD_DIM_V + dims_v[None, :], result, mask=stored)
             tl.store(partial_lses_ptr + partial_rows, lse, mask=owned)
+            tl.debug_barrier()  # all threads have stored their part before one of them takes the ticket
+            ticket_ptr = tickets_ptr + seq * max_head_tiles
+            if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(ticket_ptr, 0)
+                _merge_splits(
+                    out_ptr, lse_ptr, partial_outs_ptr, partial_lses_ptr, first_split, num_splits, first_token, q_len,
+                    kv_head, num_heads, out_token_stride, out_head_stride, HEADS_PER_KV, HEAD_DIM_V, BLOCK_DV,
+                    BLOCK_M, MERGED_ROWS, MAX_Q_LEN, HAS_LSE,
+                )  # fmt: skip
+        seq, begin, end, first_split, num_splits = next_seq, next_begin, next_end, next_first_split, next_num_splits
+
+    # Those with the fewest splits first: with few keys they have none.
+    if tl.program_id(2) == 0:
+        first_cleared = (tl.num_programs(0) - 1 - program) * _CLEARED_TOKENS
+        for base in range(first_cleared, num_tokens, tl.num_programs(0) * _CLEARED_TOKENS):
+            _clear_tokens(
+                out_ptr, lse_ptr, token_splits_ptr, base, num_tokens, kv_head, num_heads,
+                out_token_stride, out_head_stride, HEADS_PER_KV, HEAD_DIM_V, BLOCK_DV, HAS_LSE,
+            )  # fmt: skip

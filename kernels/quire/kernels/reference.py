@@ -166,9 +166,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_decode_plan(
-    splits: list[tuple[int, int, int]],
-    program_bounds: list[int],
-    seq_splits: list[tuple[int, int]],
+    programs: list[list[int]],
+    splits: list[list[int]],
     *,
     seq_lens: list[int],
     q_lens: list[int],
@@ -178,27 +177,29 @@ def check_decode_plan(
 ) -> None:
     """Raises AssertionError unless the splits hold each sequence's keys once and each program's are a run of them.
 
-    A split is (sequence, first key, one past the last key); program p has splits program_bounds[p] up to
-    program_bounds[p + 1], sequence i seq_splits[i] = (first, number). Splits begin at multiples of `tile`, a
-    sequence's first one at the tile of the first key that its first query sees, and its last ends at its length.
+    Both are rows of decode_plan.RECORD. Splits begin at multiples of `tile`, a sequence's first one at the tile of the
+    first key that its first query sees, and its last ends at its length. Program p has splits from its own up to the
+    next program's, and its record is that of its first split.
     """
-    assert program_bounds[0] == 0
-    assert program_bounds == sorted(program_bounds)
-    count = program_bounds[-1]
-    assert count == sum(number for _, number in seq_splits)
-    expected_first = 0
-    for seq, (first, number) in enumerate(seq_splits):
-        assert first == expected_first
-        expected_first += number
-        visible = visible_keys(max(seq_lens[seq] - q_lens[seq], 0), window=window, chunk=chunk)
-        begin = visible[0] // tile * tile
-        for split in splits[first : first + number]:
-            assert split[0] == seq
-            assert split[1] == begin
-            assert split[1] % tile == 0
-            assert split[2] > split[1]
-            begin = split[2]
-        assert begin == seq_lens[seq] if seq_lens[seq] else number == 0
+    bounds = [row[3] for row in programs] + [programs[-1][6]]
+    assert bounds[0] == 0
+    assert bounds == sorted(bounds)
+    for row, end in zip(programs, bounds[1:], strict=True):
+        assert row[6] == end
+        assert row[3] == end or row[:6] == splits[row[3]][:6]
+    first = 0
+    for seq, seq_len in enumerate(seq_lens):
+        mine = [row for row in splits[first : bounds[-1]] if row[0] == seq]
+        begin = visible_keys(max(seq_len - q_lens[seq], 0), window=window, chunk=chunk)[0] // tile * tile
+        for number, row in enumerate(mine, start=first):
+            assert row[1] == begin
+            assert row[1] % tile == 0
+            assert row[2] > row[1]
+            assert row[3:6] == [number, first, len(mine)]
+            begin = row[2]
+        assert begin == seq_len if seq_len else not mine
+        first += len(mine)
+    assert first == bounds[-1]
 
 
 def copy_blocks(pool: Tensor, *, sources: Tensor, targets: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Attention of a step in Triton's kernels; quire.worker.attention.torch_attention is the same in torch.
 
-Sequences with one query go through the decode kernels, under a work list that all layers with the same mask share, and
+Sequences with one query go through the decode kernel, under a work list that all layers with the same mask share, and
 the others through the prefill kernel; a step of both is two launches a layer. Lengths are read on the device: nothing
 here depends on numbers of the host, except which sequences have one query, so a step of fixed sizes can be captured.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.cache_write import write_kv
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
 from quire.kernels.launching import BLOCK_SIZES, MAX_HEAD_DIM
-from quire.kernels.paged_decode import num_decode_programs, paged_decode
+from quire.kernels.paged_decode import num_decode_programs, num_head_tiles, paged_decode
 from quire.kernels.paged_prefill import paged_prefill
 from quire.worker.attention.torch_attention import AttentionStep, Workspace
 from quire.worker.device.transfer import indices
@@ -53,6 +53,7 @@ class _Decoding:
     """The arguments of a layer's decode kernel that are the same in all steps."""
 
     num_programs: int
+    num_head_tiles: int
     window: int | None
     chunk: int | None
 
@@ -158,6 +159,7 @@ class TritonAttentionStep(AttentionStep):
                 block_tables=part.block_tables[0],  # only for slots in the plan, which are not used
                 block_size=self.pool.block_size,
                 num_programs=decoding.num_programs,
+                max_head_tiles=decoding.num_head_tiles,
                 window=decoding.window,
                 chunk=decoding.chunk,
             )
@@ -167,14 +169,13 @@ class TritonAttentionStep(AttentionStep):
 @lru_cache(maxsize=MAX_LAYERS)
 def _decoding(spec: LayerSpec, kv_itemsize: int, device: torch.device) -> _Decoding:
     window, chunk = _bounds(spec.mask)
-    num_programs = num_decode_programs(
-        num_query_heads=spec.num_query_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=max(spec.k_head_dim, spec.v_head_dim),
-        kv_itemsize=kv_itemsize,
-        device=device,
-    )
-    return _Decoding(num_programs, window, chunk)
+    sizes = {
+        "num_query_heads": spec.num_query_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": max(spec.k_head_dim, spec.v_head_dim),
+        "kv_itemsize": kv_itemsize,
+    }
+    return _Decoding(num_decode_programs(**sizes, device=device), num_head_tiles(**sizes), window, chunk)
 
 
 def _divide(batch: StepBatch) -> tuple[_Part | None, _Part | None]:
