@@ -7,6 +7,7 @@ interpreter. Both compute in float32 and round once, at the end.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.worker.attention.torch_attention import Slots, write_kv
+from quire.worker.fusion.projection import Projection
 
 # As in quire.kernels.launching, which only a process with Triton can import.
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
@@ -50,8 +52,14 @@ class FusedSteps(Protocol):
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
+        """The product [T, N] of x [T, C], or of its norm, with a weight [N, C], and the bias."""
+
+    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+        """silu(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up."""
+
+    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        """Add the product to the residual [T, N], in place, and return None; or return it, for the next norm to add."""
 
     def qkv_prologue(
         self,
@@ -73,7 +81,28 @@ class FusedSteps(Protocol):
         """
 
 
-class TorchSteps:
+class LibraryProducts(ABC):
+    """Matrix products by the library of the device, each in a launch of its own."""
+
+    @abstractmethod
+    def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """See FusedSteps.add_rmsnorm."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+
+    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
+        return F.linear(x if norm is None else self.add_rmsnorm(x, norm), projection.weight, projection.bias)
+
+    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+        return self.silu_mul(self.linear(x, gate_up, norm))
+
+    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        return self.linear(x, projection)
+
+
+class TorchSteps(LibraryProducts):
     """The fused steps in torch, for devices without Triton."""
 
     name = "torch"
@@ -111,7 +140,7 @@ class TorchSteps:
         return qk[:, :num_query_heads]
 
 
-class KernelSteps:
+class KernelSteps(LibraryProducts):
     """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
     name = "kernels"
