@@ -82,3 +82,16 @@ def test_kernels_run_where_triton_does(device: torch.device) -> None:
     assert choose_steps(device, block_size=16, wanted=False) is None
     assert choose_steps(device, block_size=8, wanted=None) is None
     assert isinstance(choose_steps(device, block_size=8, wanted=True), TorchSteps)
+
+
+def test_who_decides_whose_products_run(device: torch.device) -> None:
+    """There is no table for the interpreter."""
+    names = {}
+    for products in ("auto", "own", "library"):
+        steps = choose_steps(device, block_size=16, wanted=None, products=products)  # type: ignore[arg-type]
+        assert steps is not None
+        names[products] = steps.name
+    assert names["own"] == "kernels, own products"
+    assert names["library"] == "kernels"
+    if device.type == "cpu":
+        assert names["auto"] == "kernels"

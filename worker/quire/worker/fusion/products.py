@@ -65,14 +65,21 @@ class OwnWhereMeasured:
     """Own kernels for the products of a table; it has those that a measurement found faster."""
 
     def __init__(self, table: Mapping[ProductKey, TableEntry]) -> None:
-        """Raises TypeError if a tiling of the table has other fields than Tiling."""
-        self._tilings = {key: Tiling(**entry.tiling) for key, entry in table.items()}
+        """Raises ValueError, naming the product, if a tiling of the table has other fields than Tiling."""
+        self._tilings = {key: _tiling(entry) for key, entry in table.items()}
 
     def tiling(self, kind: ProductKind, x: Tensor, weight: Tensor) -> Tiling | None:
         num_rows = next(count for count in ROW_COUNTS if count >= x.shape[0])
         num_outputs = weight.shape[0] // 2 if kind.is_gated else weight.shape[0]
         dtype = str(x.dtype).removeprefix("torch.")
         return self._tilings.get(ProductKey(kind, num_outputs, x.shape[1], dtype, num_rows))
+
+
+def _tiling(entry: TableEntry) -> Tiling:
+    try:
+        return Tiling(**entry.tiling)
+    except TypeError as error:
+        raise ValueError(f"the tiling of product {entry.key} in the table of products: {error}") from error
 
 
 class OwnProducts:
