@@ -35,6 +35,7 @@ VERIFY = (
     "robustness/fuzz",
     "gpu_desk/test_first_hour.py",
     "gpu_desk/test_five_architectures.py",
+    "gpu_desk/test_own_products.py",
     "gpu_desk/test_pieces.py",
     "gpu_desk/test_start_and_steps.py",
     "gpu_desk/test_warm_up.py",

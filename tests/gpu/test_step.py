@@ -259,7 +259,9 @@ async def generate(address: str, prompts: list[list[int]]) -> list[Completion]:
         return await engine.complete(prompts, params) + await engine.complete(prompts, params)
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-cuda-graphs",), ("--attention", "torch")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [(), ("--no-cuda-graphs",), ("--attention", "torch"), ("--products", "own")], ids=" ".join
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_tokens_through_both_services_equal_generate(
     family: str, flags: tuple[str, ...], tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

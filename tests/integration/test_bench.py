@@ -28,6 +28,7 @@ WITHOUT_PLOT = {
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
     "kernels gpu": "tests/kernels/test_benchmark.py",
+    "kernels products": "tests/kernels/test_benchmark.py",
 }
 """Tests of parts that do not run here."""
 

@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from quire.worker.fusion.product_table import read_table
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMAND = [sys.executable, str(BENCHMARKS / "harness/run.py"), str(BENCHMARKS / "kernels/gpu.py")]
+PRODUCTS = [*COMMAND[:2], str(BENCHMARKS / "kernels/products.py")]
 """As `make gpu-bench-kernels` runs it, also where Quire is not installed."""
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -34,7 +38,30 @@ def test_a_quick_run_measures_every_row_and_writes_what_it_measured(tmp_path: Pa
     assert (tmp_path / "kernels_decode.svg").stat().st_size > 0
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run(COMMAND, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+@pytest.mark.skipif(not INTERPRET, reason="the quick run is interpreted")
+def test_a_quick_run_of_products_compares_each_and_writes_a_table_that_the_worker_reads(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [*PRODUCTS, "--quick", "--output", str(tmp_path), "--write-table", str(table)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    results = json.loads((tmp_path / "products.json").read_text())
+    assert results["dry"]
+    kinds = {(each["kind"], each["num_rows"]) for each in results["products"]}
+    assert kinds == set(product(("plain", "norm", "gated", "norm+gated", "residual"), (1, 16)))
+    forms = {own["tiling"]["form"] for each in results["products"] for own in each["own"]}
+    assert forms == {"gemv", "dot"}
+    faster = [each for each in results["products"] if each["is_own_faster"]]
+    assert all(min(own["taken_us"] for own in each["own"]) < 0.96 * each["library_us"] for each in faster)
+    assert len(read_table("no GPU", table)) == len(faster)
+
+
+def test_a_quick_run_does_not_write_into_the_workers_table() -> None:
+    done = subprocess.run([*PRODUCTS, "--quick", "--write-table"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--quick measures nothing that the worker's table could have" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", [COMMAND, PRODUCTS], ids=["kernels", "products"])
+def test_without_a_gpu_it_says_so(command: list[str]) -> None:
+    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "no GPU" in done.stderr

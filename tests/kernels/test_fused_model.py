@@ -8,6 +8,7 @@ import torch
 from paged_run import run
 
 from quire.kernels.launching import BLOCK_SIZES
+from quire.worker.fusion.products import OwnEverywhere, OwnProducts
 from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, KernelSteps, TorchSteps, choose_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
@@ -20,12 +21,13 @@ ALL = (NUM_LAYERS, NUM_LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
-def prepare(name: str, device: torch.device, dtype: torch.dtype, *, fused: bool) -> PagedModel:
-    """With fewer layers than the zoo's: a program takes the interpreter some milliseconds."""
+def prepare(name: str, device: torch.device, dtype: torch.dtype, *, fused: bool, own: bool = False) -> PagedModel:
+    """With fewer layers than the zoo's: a program takes the interpreter some milliseconds. own: products, too."""
     model = zoo.build(name).to(dtype).to(device)
     model.model.layers = model.model.layers[:NUM_LAYERS]
     model.config.num_hidden_layers = NUM_LAYERS
-    return prepare_model(model, max_model_len=MAX_MODEL_LEN, fused_steps=KernelSteps() if fused else None)
+    steps = KernelSteps(OwnProducts(OwnEverywhere()) if own else None)
+    return prepare_model(model, max_model_len=MAX_MODEL_LEN, fused_steps=steps if fused else None)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -49,6 +51,20 @@ def test_a_fused_model_in_bfloat16(device: torch.device) -> None:
     assert bool(logits.isfinite().all())
 
 
+@pytest.mark.usefixtures("small_device")
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral"])
+def test_own_products_say_what_the_modules_of_a_model_say(name: str, device: torch.device) -> None:
+    """Biases, norms behind a half, an MLP that is not fused; in whatever form a product has there."""
+    own = prepare(name, device, torch.float32, fused=True, own=True)
+    assert own.fusion is not None
+    assert own.fusion.steps == "kernels, own products"
+    assert own.fusion.swapped["layer"] == ALL
+    tokens, expected = run(prepare(name, device, torch.float32, fused=False), PROMPTS, NEW_TOKENS, block_size=16)
+    greedy, actual = run(own, PROMPTS, NEW_TOKENS, block_size=16)
+    assert greedy == tokens
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
 def test_heads_that_kernels_do_not_take_run_as_they_are(device: torch.device) -> None:
     """Head dim 12 is no multiple of 8: the rest is fused."""
     fused = prepare("odd_heads", device, torch.float32, fused=True)
@@ -66,3 +82,16 @@ def test_kernels_run_where_triton_does(device: torch.device) -> None:
     assert choose_steps(device, block_size=16, wanted=False) is None
     assert choose_steps(device, block_size=8, wanted=None) is None
     assert isinstance(choose_steps(device, block_size=8, wanted=True), TorchSteps)
+
+
+def test_who_decides_whose_products_run(device: torch.device) -> None:
+    """There is no table for the interpreter."""
+    names = {}
+    for products in ("auto", "own", "library"):
+        steps = choose_steps(device, block_size=16, wanted=None, products=products)  # type: ignore[arg-type]
+        assert steps is not None
+        names[products] = steps.name
+    assert names["own"] == "kernels, own products"
+    assert names["library"] == "kernels"
+    if device.type == "cpu":
+        assert names["auto"] == "kernels"

@@ -10,6 +10,8 @@ In the order in which a step runs them:
     offload.py          copies of blocks to the host tier and back
     decode_plan.py      the work list of a step's decode attention
     add_rmsnorm.py      the norm before each half of a layer
+    skinny_linear.py    products of few rows, with norm in front, gate or residual behind
+    skinny_tiling.py    their division among programs
     rope_table.py       cosines and sines by position
     qkv_prologue.py     norm, rope and cache write, between the QKV projection and attention
     cache_write.py      keys and values to their slots, where there is no prologue

@@ -288,5 +288,6 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         revision=None,
         trust_remote_code=False,
         fuse=None,
+        products="auto",
         tensor_parallel_size=settings.num_ranks,
     )

@@ -43,6 +43,7 @@ class WorkerConfig:
     revision: str | None
     trust_remote_code: bool
     fuse: bool | None
+    products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
 
     @property

@@ -15,6 +15,7 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
 ATTENTION_NAMES = ("auto", "torch", "triton")
 LAYER_GROUP_NAMES = ("auto", "one")
+PRODUCT_NAMES = ("auto", "own", "library")
 MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -204,6 +205,13 @@ OWN_FLAGS: list[Flag] = [
         default=None,
         show_default="where there is a GPU",
         help="Run the layers of a model in fewer, fused operations, if their kind is known.",
+    ),
+    option(
+        "--products",
+        type=click.Choice(PRODUCT_NAMES),
+        default="auto",
+        help="Matrix products of up to 128 tokens in fused layers on a GPU. auto: Quire's own kernels where they were "
+        "measured to be faster on this GPU, else cuBLAS. own: own kernels wherever they run. library: cuBLAS.",
     ),
     option(
         "--tensor-parallel-size",

@@ -3,7 +3,10 @@
     fuse.py         finds the modules that can be fused, tries and swaps them
     trial.py        compares a replacement with the module's own forward
     modules.py      the replacements: norms, MLPs, attention, layers
-    steps.py        the operations between their matrix products, in Triton or in torch
+    steps.py        their matrix products and the operations between them, in Triton or in torch
+    products.py     products of few rows in kernels of our own
+    product_table.py    which of those are faster than the library's, by measurement
+    projection.py   the weights of one product
 
 A module that no replacement fits runs as it is.
 """

@@ -33,12 +33,12 @@ from quire.worker.fusion.modules import (
     FusedMLP,
     FusedNorm,
     Half,
-    Projection,
     ResidualStream,
     SkippedRotary,
     has_own_forward,
     swap,
 )
+from quire.worker.fusion.projection import Projection
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
@@ -185,7 +185,7 @@ class _Fusion:
         rows = self._trial.rows(gate_up[0].in_features)
         with torch.inference_mode():
             expected = module(rows)
-        fused = FusedMLP(module, Projection(gate_up), down[0], steps=self._steps)
+        fused = FusedMLP(module, Projection(gate_up), Projection(down), steps=self._steps)
         if self._trial.differ(self._trial.run(fused, rows), expected):
             raise Unmatched("its result is another than silu(gate) * up gives")
         return fused
@@ -207,7 +207,7 @@ class _Fusion:
         parts = AttentionParts(
             layer_idx=layer_idx,
             qkv=Projection(qkv),
-            output=output[0],
+            output=Projection(output),
             norms=norms,
             rope=None,
             scaling=spec.scaling if asked.scaling is None else asked.scaling,

@@ -4,64 +4,33 @@ A replacement is set as `module.forward` on the instance. The module, its name a
 projection replaces them by views of itself. Outside of a step the replacement calls the module's own forward, so the
 self-check compares with transformers' own model.
 
-Launches of a Llama layer, one a line, attention apart:
+Launches of a Llama layer, one a line, attention apart. Behind them those where products of few rows are kernels of our
+own, with the norm in front and the residual behind (quire.worker.fusion.products):
 
     add_rmsnorm     the last layer's MLP result to the residual, and the norm of the sum
-    linear          merged QKV
-    qkv_prologue    qk-norm, rope, keys and values to the pool
-    linear          output projection
+    linear          merged QKV                                                              norm, merged QKV
+    qkv_prologue    qk-norm, rope, keys and values to the pool                              the same
+    linear          output projection                                                       and the residual
     add_rmsnorm     attention's result to the residual, and the norm of the sum
-    linear          merged gate and up
+    linear          merged gate and up                                                      norm, gate and up, SiLU
     silu_mul
-    linear          down projection; added by the next norm
+    linear          down projection; added by the next norm                                 and the residual
 
-So between layers there are two tensors where transformers has one: see ResidualStream.
+So between layers there may be two tensors where transformers has one: see ResidualStream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.worker.attention.torch_attention import AttentionStep, running_step
+from quire.worker.attention.torch_attention import running_step
 from quire.worker.device.profiling import phase
+from quire.worker.fusion.projection import Projection
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
-
-
-class Projection:
-    """Several nn.Linear over one input as one matrix product: rows of the weights one after the other.
-
-    The modules' parameters become views of the merged ones, so that nothing is held twice; a module without a bias
-    beside one that has it gets zeros here and none of its own. Cost: for its duration, a copy of these weights.
-    """
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.weight: Tensor = linears[0].weight
-        self.bias: Tensor | None = linears[0].bias
-        if len(linears) > 1:
-            self._merge(linears)
-
-    def _merge(self, linears: Sequence[nn.Linear]) -> None:
-        sizes = [linear.out_features for linear in linears]
-        self.weight = torch.cat([linear.weight.detach() for linear in linears])
-        for linear, rows in zip(linears, torch.split(self.weight, sizes), strict=True):
-            linear.weight.data = rows
-        if all(linear.bias is None for linear in linears):
-            return
-        self.bias = torch.cat(
-            [self.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
-        ).detach()
-        for linear, part in zip(linears, torch.split(self.bias, sizes), strict=True):
-            if linear.bias is not None:
-                linear.bias.data = part
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 class ResidualStream:
@@ -109,7 +78,7 @@ class FusedNorm:
 class FusedMLP:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, module: nn.Module, gate_up: Projection, down: nn.Module, *, steps: FusedSteps) -> None:
+    def __init__(self, module: nn.Module, gate_up: Projection, down: Projection, *, steps: FusedSteps) -> None:
         self._own = module.forward
         self._gate_up = gate_up
         self._down = down
@@ -118,9 +87,16 @@ class FusedMLP:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         if running_step() is None:
             return self._own(hidden_states)  # type: ignore[no-any-return]
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        result: Tensor = self._down(self._steps.silu_mul(self._gate_up(rows)))
+        result = self.apply(_rows(hidden_states), None)
         return result.view(*hidden_states.shape[:-1], -1)
+
+    def apply(self, rows: Tensor, norm: Norm | None) -> Tensor:
+        """The result [T, C] of rows [T, C], or of their norm."""
+        return self._steps.linear(self._steps.gated(rows, self._gate_up, norm), self._down)
+
+    def add_to(self, residual: Tensor, rows: Tensor, norm: Norm | None) -> Tensor | None:
+        """Add apply() to the residual [T, C], in place, and return None; or return it, for the next norm to add."""
+        return self._steps.add_linear(residual, self._steps.gated(rows, self._gate_up, norm), self._down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +105,7 @@ class AttentionParts:
 
     layer_idx: int
     qkv: Projection
-    output: nn.Module
+    output: Projection
     norms: tuple[Norm, Norm] | None
     rope: Rope | None
     scaling: float
@@ -146,16 +122,27 @@ class FusedAttention:
         self._steps = steps
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if running_step() is None:
+            return self._own(hidden_states, *arguments, **keywords)
+        return self.apply(_rows(hidden_states), None).view(*hidden_states.shape[:-1], -1), None
+
+    def apply(self, rows: Tensor, norm: Norm | None) -> Tensor:
+        """The result [T, C] of rows [T, C], or of their norm; within a step."""
+        with phase(f"attention {self._parts.layer_idx}"):
+            return self._steps.linear(self._attend(rows, norm), self._parts.output)
+
+    def add_to(self, residual: Tensor, rows: Tensor, norm: Norm | None) -> Tensor | None:
+        """Add apply() to the residual [T, C], in place, and return None; or return it, for the next norm to add."""
+        with phase(f"attention {self._parts.layer_idx}"):
+            return self._steps.add_linear(residual, self._attend(rows, norm), self._parts.output)
+
+    def _attend(self, rows: Tensor, norm: Norm | None) -> Tensor:
         step = running_step()
         if step is None:
-            return self._own(hidden_states, *arguments, **keywords)
-        with phase(f"attention {self._parts.layer_idx}"):
-            return self._run(step, hidden_states), None
-
-    def _run(self, step: AttentionStep, hidden_states: Tensor) -> Tensor:
+            raise RuntimeError("fused attention runs within a step alone")
         parts, pool = self._parts, step.pool
         q = self._steps.qkv_prologue(
-            parts.qkv(hidden_states.view(-1, hidden_states.shape[-1])),
+            self._steps.linear(rows, parts.qkv, norm),
             pool.k(parts.layer_idx),
             pool.v(parts.layer_idx),
             slot_mapping=step.slot_mapping(parts.layer_idx),
@@ -164,8 +151,7 @@ class FusedAttention:
             norms=parts.norms,
         )
         result = step.attend(parts.layer_idx, q, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks)
-        output: Tensor = parts.output(result.flatten(1))
-        return output.view(*hidden_states.shape[:-1], -1)
+        return result.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +183,40 @@ class FusedLayer:
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Any:
         if running_step() is None:
             return self._own(hidden_states, **keywords)
-        left = self._stream.take(hidden_states)
-        residual = hidden_states if left is None else left
-        result = self._enter(self._attention, None if left is None else hidden_states, residual)
-        result = self._attention.block(hidden_states=result, **keywords)[0]
-        result = self._enter(self._mlp, self._leave(self._attention, result), residual)
-        result = self._mlp.block(result)
-        if isinstance(result, tuple):  # experts, and how tokens were sent to them
-            result = result[0]
-        result = self._leave(self._mlp, result.view(residual.shape))
-        return self._stream.leave(result, residual) if self.leaves else residual.add_(result)
+        residual = self._stream.take(hidden_states)
+        left: Tensor | None = hidden_states
+        if residual is None:
+            residual, left = hidden_states, None
+
+        def attend(x: Tensor) -> Any:
+            return self._attention.block(hidden_states=x, **keywords)
+
+        left = self._run_half(self._attention, residual, left, attend)
+        left = self._run_half(self._mlp, residual, left, self._mlp.block)
+        if left is None:
+            return residual
+        return self._stream.leave(left, residual) if self.leaves else residual.add_(left)
+
+    def _run_half(
+        self, half: Half, residual: Tensor, left: Tensor | None, call: Callable[[Tensor], Any]
+    ) -> Tensor | None:
+        """Add `left`, the result before this half, to the residual, and run the half on it; `call` if it is not fused.
+
+        Returns the half's own result, in the residual's shape, or None if it is in the residual already.
+        """
+        fused = vars(half.block).get("forward")
+        if not isinstance(fused, (FusedAttention, FusedMLP)):
+            result = call(self._enter(half, left, residual))
+            if isinstance(result, tuple):  # attention weights; experts, and how tokens were sent to them
+                result = result[0]
+            return self._leave(half, result.view(residual.shape))
+        norm = half.before if left is None else None  # in front of the product, where nothing has to be added
+        rows = _rows(residual if norm is not None else self._enter(half, left, residual))
+        if half.after is None:
+            own = fused.add_to(_rows(residual), rows, norm)
+        else:
+            own = fused.apply(rows, norm)
+        return None if own is None else self._leave(half, own.view(residual.shape))
 
     def _enter(self, half: Half, result: Tensor | None, residual: Tensor) -> Tensor:
         """Add the result before this half, if there is one, to the residual; return the half's input."""
@@ -231,6 +241,11 @@ class SkippedRotary:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._own(*arguments, **keywords) if running_step() is None else (None, None)
+
+
+def _rows(hidden_states: Tensor) -> Tensor:
+    """[T, C], a view: what is added to it is added to the hidden states."""
+    return hidden_states.view(-1, hidden_states.shape[-1])
 
 
 STAND_INS = (FusedNorm, FusedMLP, FusedAttention, FusedLayer, SkippedRotary)

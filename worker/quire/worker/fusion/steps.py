@@ -7,14 +7,22 @@ interpreter. Both compute in float32 and round once, at the end.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.worker.attention.torch_attention import Slots, write_kv
+from quire.worker.fusion.product_table import ProductKind, read_table
+from quire.worker.fusion.projection import Projection
+
+if TYPE_CHECKING:  # it imports Triton
+    from quire.worker.fusion.products import OwnProducts
+
+ProductSource = Literal["auto", "own", "library"]
 
 # As in quire.kernels.launching, which only a process with Triton can import.
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
@@ -50,8 +58,14 @@ class FusedSteps(Protocol):
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
+        """The product [T, N] of x [T, C], or of its norm, with a weight [N, C], and the bias."""
+
+    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+        """silu(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up."""
+
+    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        """Add the product to the residual [T, N], in place, and return None; or return it, for the next norm to add."""
 
     def qkv_prologue(
         self,
@@ -73,7 +87,28 @@ class FusedSteps(Protocol):
         """
 
 
-class TorchSteps:
+class LibraryProducts(ABC):
+    """Matrix products by the library of the device, each in a launch of its own."""
+
+    @abstractmethod
+    def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """See FusedSteps.add_rmsnorm."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+
+    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
+        return F.linear(x if norm is None else self.add_rmsnorm(x, norm), projection.weight, projection.bias)
+
+    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+        return self.silu_mul(self.linear(x, gate_up, norm))
+
+    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        return self.linear(x, projection)
+
+
+class TorchSteps(LibraryProducts):
     """The fused steps in torch, for devices without Triton."""
 
     name = "torch"
@@ -111,21 +146,48 @@ class TorchSteps:
         return qk[:, :num_query_heads]
 
 
-class KernelSteps:
+class KernelSteps(LibraryProducts):
     """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
-    name = "kernels"
     min_block_size = KERNEL_BLOCK_SIZES[0]
 
-    def __init__(self) -> None:
+    def __init__(self, products: OwnProducts | None = None) -> None:
+        """products: those that run in kernels of our own; None for none."""
         # Here and not above: TRITON_INTERPRET is read when triton is imported, and a CPU needs no Triton.
         from quire.kernels.add_rmsnorm import add_rmsnorm
         from quire.kernels.qkv_prologue import qkv_prologue
         from quire.kernels.silu_mul import silu_mul
 
+        self.name = "kernels" if products is None else "kernels, own products"
         self._add_rmsnorm = add_rmsnorm
         self._qkv_prologue = qkv_prologue
         self._silu_mul = silu_mul
+        self._products = products
+
+    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
+        if self._products is None:
+            return super().linear(x, projection, norm)
+        if norm is not None:
+            done = self._products.run(ProductKind.NORM, x, projection, norm_weight=norm.weight, eps=norm.eps)
+            return self.linear(self.add_rmsnorm(x, norm), projection) if done is None else done
+        done = self._products.run(ProductKind.PLAIN, x, projection)
+        return super().linear(x, projection) if done is None else done
+
+    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+        if self._products is None:
+            return super().gated(x, gate_up, norm)
+        if norm is not None:
+            done = self._products.run(ProductKind.NORM_GATED, x, gate_up, norm_weight=norm.weight, eps=norm.eps)
+            return self.gated(self.add_rmsnorm(x, norm), gate_up) if done is None else done
+        done = self._products.run(ProductKind.GATED, x, gate_up)
+        return super().gated(x, gate_up) if done is None else done
+
+    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        if self._products is not None and (
+            self._products.run(ProductKind.RESIDUAL, x, projection, residual=residual) is not None
+        ):
+            return None
+        return self.linear(x, projection)
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return self._add_rmsnorm(x, norm.weight, eps=norm.eps, residual=residual)
@@ -158,17 +220,29 @@ class KernelSteps:
         )
 
 
-def choose_steps(device: torch.device, *, block_size: int, wanted: bool | None) -> FusedSteps | None:
+def choose_steps(
+    device: torch.device, *, block_size: int, wanted: bool | None, products: ProductSource = "auto"
+) -> FusedSteps | None:
     """The steps to fuse a model with, on this device and a pool of this block size; None if it is not to be fused.
 
     Kernels where Triton compiles or is interpreted, if they take the block size; elsewhere torch. wanted None:
-    kernels or nothing.
+    kernels or nothing. products: own ones where the table of products has this GPU's ("auto"), wherever they run, or
+    never. Raises ValueError if that table is malformed.
     """
     has_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     kernels = has_triton and block_size in KERNEL_BLOCK_SIZES
     if not (kernels if wanted is None else wanted):
         return None
-    return KernelSteps() if kernels else TorchSteps()
+    return _kernel_steps(device, products) if kernels else TorchSteps()
+
+
+def _kernel_steps(device: torch.device, products: ProductSource) -> KernelSteps:
+    table = read_table(torch.cuda.get_device_name(device)) if products == "auto" and device.type == "cuda" else {}
+    if products != "own" and not table:
+        return KernelSteps()
+    from quire.worker.fusion.products import OwnEverywhere, OwnProducts, OwnWhereMeasured
+
+    return KernelSteps(OwnProducts(OwnEverywhere() if products == "own" else OwnWhereMeasured(table)))
 
 
 def _rmsnorm(x: Tensor, norm: Norm) -> Tensor:

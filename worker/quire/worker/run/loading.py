@@ -135,7 +135,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         step_kind=pick_attention(config.attention, device, block_size=config.block_size),
-        fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse),
+        fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse, products=config.products),
         ranks=ranks,
         layer_groups=config.layer_groups,
     )
