@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     BLOCK_SIZES,
     ceil_div,
@@ -166,7 +167,8 @@ def build_decode_plan(
         plan.splits, plan.program_bounds, plan.seq_splits, plan.token_seqs, plan.positions, plan.slot_mapping,
         num_seqs, num_tokens, num_programs, run, block_tables.stride(0),
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None, num_warps=4,
+        BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None,
+        **dependent_options(decode_plan_kernel, seq_lens.device), num_warps=4,
     )  # fmt: skip
     return plan
 
@@ -281,7 +283,9 @@ def decode_plan_kernel(
     BLOCK_SIZE: tl.constexpr,
     FIXED: tl.constexpr,
     RAGGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     seq = tl.program_id(0)
     lanes = tl.arange(0, _LANES)
 

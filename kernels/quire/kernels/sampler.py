@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     ceil_div,
@@ -222,7 +223,9 @@ def survey_kernel(
     stride_row,
     COUNTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     place = row * num_chunks + chunk
@@ -254,7 +257,9 @@ def pick_kernel(
     tokens_ptr,  # [B]
     num_chunks,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0)
     tl.store(tokens_ptr + row, _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS))
 
@@ -304,7 +309,9 @@ def bracket_kernel(
     HAS_TOP_P: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     k, p, widest = _load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P)
@@ -363,7 +370,9 @@ def collect_kernel(
     stride_row,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     place = row * num_chunks + chunk
@@ -621,7 +630,9 @@ def choose_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PIECE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     token = _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS)
@@ -705,6 +716,7 @@ def argmax(logits: Tensor, *, workspace: SamplerWorkspace, out: Tensor | None = 
         tokens,
         workspace.num_chunks,
         CHUNKS=constexprs["CHUNKS"],
+        **dependent_options(pick_kernel, logits.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -758,18 +770,19 @@ def sample(
     _launch_survey(logits, workspace, temperature)
     bracket_kernel[(num_rows,)](
         temperature, *given, workspace.greatest, workspace.cells, workspace.lowest, workspace.num_candidates,
-        workspace.offsets, *sizes, CHUNKS=constexprs["CHUNKS"], **filters, **options,
+        workspace.offsets, *sizes, CHUNKS=constexprs["CHUNKS"], **filters,
+        **dependent_options(bracket_kernel, logits.device), **options,
     )  # fmt: skip
     collect_kernel[grid](
         logits, temperature, workspace.greatest, workspace.lowest, workspace.num_candidates, workspace.offsets,
         workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens, *sizes, logits.stride(0),
-        **constexprs, **options,
+        **constexprs, **dependent_options(collect_kernel, logits.device), **options,
     )  # fmt: skip
     choose_kernel[(num_rows,)](
         logits, temperature, seeds, positions, *given, workspace.greatest, workspace.likeliest,
         workspace.num_candidates, workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens,
         workspace.thresholds, tokens, *sizes, logits.stride(0), **filters, **constexprs, PIECE=PIECE,
-        num_warps=_CHOOSE_WARPS, num_stages=num_stages,
+        **dependent_options(choose_kernel, logits.device), num_warps=_CHOOSE_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return tokens
 
@@ -822,6 +835,7 @@ def _launch_survey(logits: Tensor, workspace: SamplerWorkspace, temperature: Ten
         logits.stride(0),
         COUNTS=temperature is not None,
         CHUNK=constexprs["CHUNK"],
+        **dependent_options(survey_kernel, logits.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )

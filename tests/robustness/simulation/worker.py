@@ -272,6 +272,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         attention="torch",
         layer_groups=settings.layer_groups,
         cuda_graphs=False,
+        dependent_launch=None,
         max_graph_tokens=0,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
