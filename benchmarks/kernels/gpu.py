@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.progress import Progress
 from timing import Clock, DryClock, GraphClock, ceilings
 
+from quire.kernels.dependent_launch import IS_DEFAULT, use_dependent_launches
+
 GRIDS = ("decode", "prefill", "elementwise")
 CEILING_BYTES = 4 << 30
 DRY_CEILING_BYTES = 1 << 18
@@ -91,9 +93,16 @@ class Run:
 @click.option("--grid", type=click.Choice((*GRIDS, "all")), default="all", show_default=True, help="What is measured.")
 @click.option("--minutes", default=9.0, show_default=True, help="For each attention grid: no further cell then.")
 @click.option("--quick", "dry", is_flag=True, help="On a CPU, tiny, in Triton's interpreter: whether everything runs.")
+@click.option(
+    "--dependent-launch/--no-dependent-launch",
+    default=IS_DEFAULT,
+    show_default=True,
+    help="Start kernels while those in front of them still run.",
+)
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON and the figure.")
-def main(grid: str, minutes: float, dry: bool, output: Path | None) -> None:
+def main(grid: str, minutes: float, dry: bool, dependent_launch: bool, output: Path | None) -> None:
     """Measures, shows, and writes the results."""
+    use_dependent_launches(dependent_launch)
     if not dry and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here; --quick shows whether everything runs")
     results = tables.Results(command=command_line("kernels gpu", sys.argv[1:]), dry=dry)

@@ -207,6 +207,8 @@ class MachineCode:
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
     """Innermost ones, in order."""
+    ir: str
+    """Triton's own, before it is optimised for a GPU."""
 
     def count(self, pattern: str) -> int:
         """Instructions with an opcode that starts with the regular expression."""
@@ -300,6 +302,7 @@ def _compile(launch: Launch) -> MachineCode:
         num_warps=compiled.metadata.num_warps,
         instructions=instructions,
         loops=tuple(innermost_loops(instructions)),
+        ir=compiled.asm["ttir"],
     )
 
 

@@ -44,6 +44,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "attention": "auto",
             "layer_groups": "auto",
             "cuda_graphs": True,
+            "dependent_launch": None,
             "max_graph_tokens": 512,
             "products": "auto",
             "block_size": BLOCK_SIZE,

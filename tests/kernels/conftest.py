@@ -17,7 +17,7 @@ import pytest
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILE_ONLY = {"test_machine_code.py", "test_skinny_machine_code.py"}
+COMPILE_ONLY = {"test_dependent_launch.py", "test_machine_code.py", "test_skinny_machine_code.py"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

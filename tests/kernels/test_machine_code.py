@@ -230,6 +230,16 @@ def test_small_kernels_do_not_spill(name: str) -> None:
             assert code.count(r"LDG\..*\.128") > 0, f"{launch.name} loads less than 16 bytes at a time"
 
 
+def test_the_sampler_launches_few_kernels_and_two_that_read_all_logits() -> None:
+    batch = decode_batch(QWEN3_06B)
+    drawn, greedy = (
+        ["survey_kernel", "bracket_kernel", "collect_kernel", "choose_kernel"],
+        ["survey_kernel", "pick_kernel"],
+    )
+    assert [launch.name for launch in recorded(batch.sample)] == drawn + greedy
+    assert batch.logits.dtype == QWEN3_06B.dtype, "the logits are converted first"
+
+
 def step_keys(
     shape: Shape, *, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], max_blocks: int, shifted: bool = False
 ) -> set[str]:

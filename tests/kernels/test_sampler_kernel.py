@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import reference_elementwise as reference
-from quire.kernels.sampler import CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
+from quire.kernels.sampler import CAPACITY, CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
 from quire.worker.sampling import sampler as cpu
 from quire.worker.sampling.parameters import SamplingParams
 
@@ -40,9 +41,13 @@ DTYPES = {
 }
 
 
-def workspace(vocab_size: int, device: torch.device, *, max_num_seqs: int = 16) -> SamplerWorkspace:
+def workspace(
+    vocab_size: int, device: torch.device, *, max_num_seqs: int = 16, capacity: int = CAPACITY
+) -> SamplerWorkspace:
     """A workspace filled with NaN, or -1, so that reads of unwritten memory are noticed."""
-    space = SamplerWorkspace.allocate(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+    space = SamplerWorkspace.allocate(
+        max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, capacity=capacity
+    )
     for field in fields(space):
         tensor = getattr(space, field.name)
         if isinstance(tensor, Tensor):
@@ -197,7 +202,7 @@ def test_rows_of_every_kind(device: torch.device) -> None:
     space = workspace(LONG, device)
     tokens = draw(logits, MIXED, space=space)
     assert tokens == expected(logits, MIXED)
-    for row, values, threshold in zip(MIXED, logits.cpu(), space.thresholds[1].cpu().view(torch.float32), strict=False):
+    for row, values, threshold in zip(MIXED, logits.cpu(), space.thresholds.cpu(), strict=False):
         if row.temperature:
             assert kept_up_to(threshold, values, row) == reference.kept_tokens(
                 values, temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, min_p=row.min_p
@@ -312,6 +317,103 @@ def test_extreme_temperatures(device: torch.device) -> None:
     tokens = draw(logits, rows)
     assert tokens == expected(logits, rows)
     assert tokens[0] == logits[0].argmax()
+
+
+def unusual_logits(kind: str, num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    logits = random_logits(num_rows, vocab_size, device)
+    match kind:
+        case "one far above the others":
+            logits[:, vocab_size // 3] += 25
+        case "nearly equal":
+            logits *= 0.003
+        case "equal":
+            logits[:] = 2.5
+        case "enormous":
+            logits *= 1000
+        case "one huge":
+            logits[:] = -50
+            logits[:, vocab_size // 2] = 80
+        case "mostly masked":
+            logits[:, torch.arange(vocab_size, device=device) % 10 > 0] = -math.inf
+        case "all masked but one":
+            logits[:, :-1] = -math.inf
+        case "ties":
+            logits = (logits / 2).round()
+        case "bfloat16":
+            logits = logits.to(torch.bfloat16)
+    return logits
+
+
+UNUSUAL = [
+    "one far above the others",
+    "nearly equal",
+    "equal",
+    "enormous",
+    "one huge",
+    "mostly masked",
+    "all masked but one",
+    "ties",
+    "bfloat16",
+]
+
+
+def random_rows(num_rows: int, seed: int) -> list[Row]:
+    choose = random.Random(seed)
+    return [
+        Row(
+            temperature=choose.choice([0.0, 1e-4, 0.1, 0.7, 1.0, 2.0, 50.0]),
+            top_k=choose.choice([0, 0, 1, 2, 20, 50, 1000, 10**9]),
+            top_p=choose.choice([1.0, 1.0, 1e-9, 0.3, 0.8, 0.95, 0.999, 1 - 1e-9]),
+            min_p=choose.choice([0.0, 0.0, 0.0, 1e-30, 1e-12, 0.01, 0.2, 1.0]),
+            seed=choose.randrange(2**63),
+            position=choose.randrange(2**20),
+        )
+        for _ in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, 64], ids="capacity-{}".format)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_draws_are_those_of_the_cpu_for_any_parameters(kind: str, capacity: int, device: torch.device) -> None:
+    rows = random_rows(6, UNUSUAL.index(kind))
+    logits = unusual_logits(kind, len(rows), LONG, device)
+    space = workspace(LONG, device, capacity=capacity)
+    assert draw(logits, rows, space=space) == drawn_by_the_cpu(logits.float(), rows)
+    assert 0 <= space.num_candidates[: len(rows)].clamp(min=0).max() <= capacity
+
+
+@pytest.mark.parametrize("vocab_size", [50, 151_936])
+def test_draws_are_those_of_the_cpu_for_any_vocabulary(vocab_size: int, device: torch.device) -> None:
+    rows = [Row(temperature=0.8, top_k=50, top_p=0.9, seed=5, position=9), Row(temperature=1.2, top_p=0.9, seed=6)]
+    logits = random_logits(len(rows), vocab_size, device).to(torch.bfloat16)
+    space = workspace(vocab_size, device)
+    assert draw(logits, rows, space=space) == drawn_by_the_cpu(logits.float(), rows)
+    assert 0 < space.num_candidates[0] < 500
+
+
+@pytest.mark.sample
+def test_candidates_that_do_not_fit_are_searched_among_all_tokens(device: torch.device) -> None:
+    rows = [Row(top_k=40, top_p=0.9, position=NEARLY_ONE), Row(top_p=0.99, seed=2), Row(min_p=1e-4, seed=3)]
+    logits = random_logits(len(rows), LONG, device, scale=0.1)
+    space = workspace(LONG, device, capacity=16)
+    assert draw(logits, rows, space=space) == expected(logits, rows)
+    assert space.num_candidates[: len(rows)].tolist() == [0, 0, 0]
+
+
+def test_a_list_whose_end_ties_with_the_rest_is_not_believed(device: torch.device) -> None:
+    # The logits of tokens 1 to 10 lie in another cell than those behind them, and all their gaps round to 1.
+    logits = torch.full((1, SHORT), -0.001, device=device)
+    logits[0, 1:11] = 0.001
+    logits[0, 0] = 2.0**26
+    rows = [Row(temperature=2.0**26, top_k=5, position=NEARLY_ONE)]
+    space = workspace(SHORT, device)
+    assert draw(logits, rows, space=space) == expected(logits, rows) == drawn_by_the_cpu(logits, rows) == [SHORT - 1]
+    assert space.num_candidates[0] == 11
+
+
+def test_tokens_do_not_depend_on_the_dtype_of_the_logits(device: torch.device) -> None:
+    logits = random_logits(len(MIXED), LONG, device).to(torch.bfloat16)
+    assert draw(logits, MIXED) == draw(logits.float(), MIXED)
 
 
 def test_refusals(device: torch.device) -> None:

@@ -117,6 +117,21 @@ def test_static_steps_read_the_tables_of_each_layer_group(device: torch.device) 
         torch.testing.assert_close(written, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_logits_are_kept_in_the_dtype_of_the_output_layer(device: torch.device) -> None:
+    own = zoo.build("llama").to(device, torch.bfloat16)
+    model = prepare_model(own, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
+    for dtype in (torch.bfloat16, torch.float32):
+        pool = make_pool(model)
+        decode = make_static(model, pool)
+        row = decode.table.add()
+        decode.table.stage_blocks(row, 0, [3])
+        batch = decode.prepare([row], [0], [[5]], draws=None)
+        logits = decode.forward(batch)
+        assert logits.dtype == dtype
+        assert torch.equal(logits.float(), model.forward(batch, pool))
+        own.get_output_embeddings().register_forward_hook(lambda module, args, output: output.float())
+
+
 def test_a_prepared_step_is_refused_as_an_ordinary_one(model: PagedModel) -> None:
     decode = make_static(model, make_pool(model))
     row = decode.table.add()

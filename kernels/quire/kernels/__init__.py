@@ -6,6 +6,7 @@
 In the order in which a step runs them:
 
     launching.py        the parts that all launchers share
+    dependent_launch.py starts of kernels before the kernel in front has ended
     block_copy.py       copies of blocks within the pool
     offload.py          copies of blocks to the host tier and back
     decode_plan.py      the work list of a step's decode attention

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -52,11 +53,13 @@ def add_rmsnorm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < num_rows) & (columns < num_columns)
     weight = tl.load(weight_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    wait_for_earlier_kernels(PDL)
     x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_pointers = residual_ptr + rows * stride_residual + columns
@@ -119,7 +122,12 @@ def _prepare(x: Layout, weight: Layout, residual: Layout | None, out: Layout | N
     return Launch(
         grid=(ceil_div(x.shape[0], int(constexprs["ROWS"])),),
         strides=(x.stride(0), (x if residual is None else residual).stride(0), out.stride(0)),
-        options={**constexprs, "num_warps": num_warps, "num_stages": num_stages},
+        options={
+            **constexprs,
+            **dependent_options(add_rmsnorm_kernel, x.device),
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        },
     )
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     ceil_div,
     require_contiguous,
@@ -136,7 +137,9 @@ def block_copy_kernel(
     tiles_per_run,
     tiles_per_block,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     pair = tl.program_id(0) // tiles_per_block
     tile = tl.program_id(0) % tiles_per_block
     source = tl.load(sources_ptr + pair)
@@ -184,6 +187,7 @@ def copy_blocks(blocks: BlockRuns, *, sources: Tensor, targets: Tensor) -> None:
         blocks.tiles_per_run,
         tiles_per_block,
         **constexprs,
+        **dependent_options(block_copy_kernel, sources.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )

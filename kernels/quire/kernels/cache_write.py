@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -83,7 +84,7 @@ def _prepare(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping:
     return Launch(
         grid=(ceil_div(num_rows, variant.constants["BLOCK_ROWS"]),),
         strides=(*k.strides[:2], *v.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3]),
-        options=variant.options,
+        options={**variant.options, **dependent_options(write_kv_kernel, k.device)},
     )
 
 
@@ -173,7 +174,9 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     k_token_stride, k_head_stride = in_units(k_token_stride, STRIDE_UNIT), in_units(k_head_stride, STRIDE_UNIT)
     v_token_stride, v_head_stride = in_units(v_token_stride, STRIDE_UNIT), in_units(v_head_stride, STRIDE_UNIT)
     k_pool_block_stride = in_units(k_pool_block_stride, STRIDE_UNIT)

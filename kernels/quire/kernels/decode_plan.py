@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     BLOCK_SIZES,
     ceil_div,
@@ -201,7 +202,8 @@ def build_decode_plan(
         plan.programs, plan.splits, plan.token_splits, plan.tickets, plan.positions, plan.slot_mapping,
         num_seqs, num_tokens, num_programs, max_head_tiles, run, ceil_div(min_spread, TILE), block_tables.stride(0),
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None, num_warps=4,
+        BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None,
+        **dependent_options(decode_plan_kernel, seq_lens.device), num_warps=4,
     )  # fmt: skip
     return plan
 
@@ -337,7 +339,9 @@ def decode_plan_kernel(
     BLOCK_SIZE: tl.constexpr,
     FIXED: tl.constexpr,
     RAGGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     seq = tl.program_id(0)
     lanes = tl.arange(0, _LANES)
 

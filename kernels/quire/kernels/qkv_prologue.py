@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cache_write import to_pool_dtype
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -125,7 +126,7 @@ def _prepare(
     return Launch(
         grid=(ceil_div(num_tokens, variant.constants["BLOCK_TOKENS"]) * (num_query_heads + 2 * num_kv_heads),),
         strides=(qkv.stride(0), *out.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3]),
-        options=variant.options,
+        options={**variant.options, **dependent_options(qkv_prologue_kernel, qkv.device)},
     )
 
 
@@ -309,6 +310,7 @@ def qkv_prologue_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     qkv_token_stride = in_units(qkv_token_stride, STRIDE_UNIT)
     q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
@@ -321,6 +323,15 @@ def qkv_prologue_kernel(
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     tokens = (tl.program_id(0) // num_heads).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     token_mask = tokens < num_tokens
+    if HAS_NORM:
+        weight_ptr = q_weight_ptr
+        if head >= NUM_QUERY_HEADS:
+            weight_ptr = k_weight_ptr
+        weights = weight_ptr + tl.arange(0, 1)
+        has_weight = tl.arange(0, 1) + head < NUM_QUERY_HEADS + NUM_KV_HEADS
+        first_weight, second_weight = _load_pairs(weights, has_weight, half, BLOCK_HALF, INTERLEAVED)
+        rest_weight = _load(weights, has_weight, ROTARY_DIM, num_rest, BLOCK_REST)
+    wait_for_earlier_kernels(PDL)
     slots = tl.load(slot_mapping_ptr + tokens, mask=token_mask, other=-1)
     block_ids, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     rows = qkv_ptr + tokens * qkv_token_stride + head * HEAD_DIM
@@ -336,14 +347,9 @@ def qkv_prologue_kernel(
     if HAS_NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        weight_ptr = q_weight_ptr
-        if head >= NUM_QUERY_HEADS:
-            weight_ptr = k_weight_ptr
-        one_row = tl.arange(0, 1)
-        first_weight, second_weight = _load_pairs(weight_ptr + one_row, one_row == 0, half, BLOCK_HALF, INTERLEAVED)
         first = first * factor * first_weight
         second = second * factor * second_weight
-        rest = rest * factor * _load(weight_ptr + one_row, one_row == 0, ROTARY_DIM, num_rest, BLOCK_REST)
+        rest = rest * factor * rest_weight
     if ROTARY_DIM > 0:
         positions = tl.load(positions_ptr + tokens, mask=token_mask, other=0).to(tl.int64)
         table_rows = rope_table_ptr + positions * ROTARY_DIM

@@ -7,19 +7,25 @@ here, but for rounding at a border between two tokens. A row is drawn by inverti
 order, at one uniform number that is a hash of (seed, position), and depends on nothing else. (Gumbel noise would need
 a number per token, and give other tokens than the CPU does.)
 
-A token's gap is (greatest logit - its logit) / temperature. Gaps are not negative, so their bits as an integer, the
-token's key, are in the same order. Every filter keeps the tokens with a key of at most some threshold: the greatest key
-before which there are fewer than k tokens (top-k), or less than a share p of the weight (top-p). It is found digit by
-digit, 3 bits a pass: the programs of a row's chunks add up what lies before each of the 7 keys at which the next digit
-could begin, and the next launch reads from their sums which it was.
+A token's gap is (greatest logit - its logit) / temperature, its weight exp(-gap). Gaps are not negative, so their bits
+as an integer, the keys, are in the same order. Every filter keeps the tokens with a gap of at most some threshold: the
+greatest gap before which there are fewer than k tokens (top-k), or less than a share p of the weight (top-p).
 
-    argmax      chunk_max, pick
-    sample      chunk_max; top-k: search x NUM_PASSES, settle; top-p: search x NUM_PASSES, settle; draw
-                (a settle comes before the searches of top-p, and before draw, in any case)
+    argmax      survey, pick
+    sample      survey      reads the logits: each chunk's greatest, and how many of its tokens lie in each cell, which
+                            is CELL wide in units of the gap
+                bracket     a program a row: how many cells from the greatest logit hold all that the filters keep
+                collect     reads the logits: each chunk's weight, and the candidates, the tokens of these cells, in a
+                            list in token order; and the least gap of the others, which proves that none is missing
+                choose      a program a row: the thresholds and the draw, on the list
+
+A row whose candidates do not fit into the list, or can't be told apart from the others, goes through the same search
+and the same draw on its logits instead of the list: slower, and equally exact. All sums of weights are in float64.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     ceil_div,
@@ -39,24 +46,32 @@ from quire.kernels.launching import (
     require_shape,
 )
 
-# Tokens per program, 16 a thread.
+# Tokens per program of survey and collect, 16 a thread.
 CHUNK = 4096
 _NUM_WARPS = 8
+# Those of choose, a program a row: the fewer they are, the less they wait for one another.
+_CHOOSE_WARPS = 4
+# Tokens or candidates that a pass of choose takes at a time.
+PIECE = 512
 
-# Keys have 31 bits, 11 digits of 3 bits have 33.
-_DIGIT_BITS = 3
-NUM_DIGITS = 1 << _DIGIT_BITS
-NUM_PASSES = 11
+# A gap of NUM_CELLS * CELL = 32 is a weight of 1e-14: a list reaches no further.
+NUM_CELLS = 64
+_CELL = 0.5
 
-NO_FILTER, TOP_K, TOP_P = 0, 1, 2
+# Candidates of a row, at most. Nuclei of thousands of tokens are rare, and 8 bytes a candidate add up.
+CAPACITY = 8192
 
-_NO_FILTER = tl.constexpr(NO_FILTER)
-_TOP_K = tl.constexpr(TOP_K)
-_TOP_P = tl.constexpr(TOP_P)
-_BITS = tl.constexpr(_DIGIT_BITS)
-_DIGITS = tl.constexpr(NUM_DIGITS)
-_LAST_PASS = tl.constexpr(NUM_PASSES - 1)
-_LAST_KEY = tl.constexpr(2**31 - 1)
+_CELLS = tl.constexpr(NUM_CELLS)
+_CELL_WIDTH = tl.constexpr(_CELL)
+# Weights at the two ends of a cell, and at most that of a token beyond the last.
+_CELL_SHARE = tl.constexpr(math.exp(_CELL))
+_LEAST_WEIGHT = tl.constexpr(math.exp(-_CELL * (NUM_CELLS - 2)))
+# Differences of two cells are an int32.
+_FARTHEST_CELL = tl.constexpr(2.0**29)
+# exp(-105) is 0 in float32: what lies beyond has no weight, and no filter needs to know it.
+_WEIGHTLESS = tl.constexpr(105.0)
+_WAYS = tl.constexpr(8)
+_LAST_COUNT = tl.constexpr(2**31 - 1)
 
 # Read one number at a time, so a slice of a longer tensor is as good, and compiles nothing new.
 _PER_ROW = (
@@ -68,15 +83,15 @@ _PER_ROW = (
     "min_p_ptr",
     "greatest_ptr",
     "likeliest_ptr",
-    "threshold_ptr",
+    "cells_ptr",
+    "lowest_ptr",
+    "num_candidates_ptr",
+    "offsets_ptr",
     "weights_ptr",
-    "counts_ptr",
-    "prefix_ptr",
-    "sums_ptr",
-    "new_threshold_ptr",
-    "new_weights_ptr",
-    "new_prefix_ptr",
-    "new_sums_ptr",
+    "next_gaps_ptr",
+    "list_gaps_ptr",
+    "list_tokens_ptr",
+    "thresholds_ptr",
     "tokens_ptr",
 )
 
@@ -90,41 +105,61 @@ _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 class SamplerWorkspace:
     """Scratch memory of the sampler, for up to max_num_seqs rows of vocab_size logits: C = ceil(vocab_size / CHUNK).
 
-    Serves one stream at a time.
+    Serves one stream at a time. L = capacity candidates a row.
 
-    greatest    [max_num_seqs, C]                   float32, of each chunk
-    likeliest   [max_num_seqs, C]                   int32, the token that has it
-    sums        [2, max_num_seqs, C, NUM_DIGITS]    float32, what lies before each digit, of this pass and the last
-    prefixes    [2, max_num_seqs]                   int64, digits found, before this pass and the last
-    thresholds  [2, max_num_seqs]                   int32, after top-k and in the end
-    weights     [2, max_num_seqs, C]                float64, of the tokens that these keep
-    counts      [max_num_seqs, C]                   int32, how many top-k keeps
+    greatest        [max_num_seqs, C]               float32, of each chunk
+    likeliest       [max_num_seqs, C]               int32, the token that has it
+    cells           [max_num_seqs, C, NUM_CELLS]    int32, tokens in each cell below the chunk's greatest; the last
+                                                    holds all from there on
+    lowest          [max_num_seqs]                  int32, the lowest cell of the row's candidates
+    num_candidates  [max_num_seqs]                  int32, 0 if they do not fit
+    offsets         [max_num_seqs, C]               int32, where the candidates of a chunk begin in the list
+    weights         [max_num_seqs, C]               float64, of all tokens
+    next_gaps       [max_num_seqs, C]               float32, the least gap of a token that is no candidate
+    list_gaps       [max_num_seqs, L]               float32, in token order
+    list_tokens     [max_num_seqs, L]               int32
+    thresholds      [max_num_seqs]                  float32, the greatest gap kept; inf if none is filtered out
     """
 
     vocab_size: int
     greatest: Tensor
     likeliest: Tensor
-    sums: Tensor
-    prefixes: Tensor
-    thresholds: Tensor
+    cells: Tensor
+    lowest: Tensor
+    num_candidates: Tensor
+    offsets: Tensor
     weights: Tensor
-    counts: Tensor
+    next_gaps: Tensor
+    list_gaps: Tensor
+    list_tokens: Tensor
+    thresholds: Tensor
 
     @classmethod
-    def allocate(cls, *, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> SamplerWorkspace:
-        """Raises ValueError for a size below 1. Takes about 90 bytes per row and chunk."""
+    def allocate(
+        cls, *, max_num_seqs: int, vocab_size: int, device: torch.device | str, capacity: int = CAPACITY
+    ) -> SamplerWorkspace:
+        """Raises ValueError for a size below 1. Takes about 280 bytes per row and chunk, 8 per row and candidate."""
         require_at_least("max_num_seqs", max_num_seqs, 1)
         require_at_least("vocab_size", vocab_size, 1)
+        require_at_least("capacity", capacity, 1)
         shape = (max_num_seqs, ceil_div(vocab_size, CHUNK))
+
+        def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=device)
+
         return cls(
             vocab_size=vocab_size,
-            greatest=torch.empty(shape, dtype=torch.float32, device=device),
-            likeliest=torch.empty(shape, dtype=torch.int32, device=device),
-            sums=torch.empty((2, *shape, NUM_DIGITS), dtype=torch.float32, device=device),
-            prefixes=torch.empty((2, max_num_seqs), dtype=torch.int64, device=device),
-            thresholds=torch.empty((2, max_num_seqs), dtype=torch.int32, device=device),
-            weights=torch.empty((2, *shape), dtype=torch.float64, device=device),
-            counts=torch.empty(shape, dtype=torch.int32, device=device),
+            greatest=empty(torch.float32, *shape),
+            likeliest=empty(torch.int32, *shape),
+            cells=empty(torch.int32, *shape, NUM_CELLS),
+            lowest=empty(torch.int32, max_num_seqs),
+            num_candidates=empty(torch.int32, max_num_seqs),
+            offsets=empty(torch.int32, *shape),
+            weights=empty(torch.float64, *shape),
+            next_gaps=empty(torch.float32, *shape),
+            list_gaps=empty(torch.float32, max_num_seqs, capacity),
+            list_tokens=empty(torch.int32, max_num_seqs, capacity),
+            thresholds=empty(torch.float32, max_num_seqs),
         )
 
     @property
@@ -135,11 +170,14 @@ class SamplerWorkspace:
     def num_chunks(self) -> int:
         return self.greatest.shape[1]
 
+    @property
+    def capacity(self) -> int:
+        return self.list_gaps.shape[1]
+
 
 @triton.jit
-def _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK: tl.constexpr):
-    """The row's logits of one chunk, [CHUNK] float32; -inf behind the vocabulary."""
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+def _load_logits(logits_ptr, tokens, stride_row, row, vocab_size):
+    """The row's logits of some tokens, float32; -inf behind the vocabulary."""
     pointers = logits_ptr + row.to(tl.int64) * stride_row + tokens
     return tl.load(pointers, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
 
@@ -152,52 +190,10 @@ def _load_row(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _keys_and_weights(logits, greatest, temperature):
-    """The bits of (greatest - logits) / temperature, which are not negative, and exp of minus that."""
-    gaps = tl.div_rn(greatest - logits, temperature)
-    return gaps.to(tl.int32, bitcast=True), tl.exp(-gaps)
-
-
-@triton.jit
-def _limit(
-    top_k_ptr,
-    top_p_ptr,
-    threshold_ptr,
-    weights_ptr,
-    counts_ptr,
-    row,
-    num_chunks,
-    FILTER: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """The limit of the sum of tokens before a kept one: k, or p times the weight that top-k left; or inf, if off."""
-    if HAS_TOP_K:
-        k = tl.load(top_k_ptr + row)
-    if FILTER == _TOP_K:
-        limit = tl.where(k > 0, k.to(tl.float64), float("inf"))
-    else:
-        p = tl.load(top_p_ptr + row)
-        total = tl.sum(_load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS), 0)
-        if HAS_TOP_K:
-            # Tokens tied with the k-th are all kept, but only as many as make k count here.
-            surplus = tl.sum(_load_row(counts_ptr, row, num_chunks, 0, CHUNKS), 0) - k
-            if (k > 0) & (surplus > 0):
-                gap = tl.load(threshold_ptr + row).to(tl.float32, bitcast=True)
-                total -= surplus.to(tl.float64) * tl.exp(-gap).to(tl.float64)
-        limit = tl.where(p < 1.0, p * total, float("inf"))
-    return limit
-
-
-@triton.jit
-def _next_prefix(prefix, pass_number, limit, sums_ptr, row, num_chunks, CHUNKS: tl.constexpr):
-    """The prefix with the digit that pass `pass_number` found: the last one before which there is less than limit."""
-    chunks = tl.arange(0, CHUNKS)[:, None]
-    digits = tl.arange(0, _DIGITS)[None, :]
-    pointers = sums_ptr + row * num_chunks * _DIGITS + chunks * _DIGITS + digits
-    before = tl.sum(tl.load(pointers, mask=(chunks < num_chunks) & (digits > 0), other=0.0).to(tl.float64), 0)
-    digit = tl.sum((before < limit).to(tl.int64), 0) - 1
-    return prefix + (digit << (_BITS * (_LAST_PASS - pass_number)))
+def _cell(logits, temperature):
+    """Cells of logits, int32, rising: the same wherever it is computed, as nothing in it is approximate."""
+    places = tl.floor(logits * tl.div_rn(1.0, temperature * _CELL_WIDTH))
+    return tl.minimum(tl.maximum(places, -_FARTHEST_CELL), _FARTHEST_CELL).to(tl.int32)
 
 
 @triton.jit
@@ -216,22 +212,36 @@ def _uniform(seed, position):
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def chunk_max_kernel(
+def survey_kernel(
     logits_ptr,  # [B, V]
+    temperature_ptr,  # [B], None without COUNTS
     greatest_ptr,  # [B, C]
     likeliest_ptr,  # [B, C]
+    cells_ptr,  # [B, C, CELLS], None without COUNTS
     vocab_size,
     num_chunks,
     stride_row,
+    COUNTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    logits = _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK)
-    greatest, place = tl.max(logits, 0, return_indices=True)
-    tl.store(greatest_ptr + row * num_chunks + chunk, greatest)
+    place = row * num_chunks + chunk
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = _load_logits(logits_ptr, tokens, stride_row, row, vocab_size)
+    greatest, index = tl.max(logits, 0, return_indices=True)
+    tl.store(greatest_ptr + place, greatest)
     # Logits that are no numbers have no greatest: any token then, but one of the vocabulary.
-    tl.store(likeliest_ptr + row * num_chunks + chunk, tl.minimum(chunk * CHUNK + place, vocab_size - 1))
+    tl.store(likeliest_ptr + place, tl.minimum(chunk * CHUNK + index, vocab_size - 1))
+    if COUNTS:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0.0:
+            below = _cell(greatest, temperature) - _cell(logits, temperature)
+            below = tl.where(tokens < vocab_size, tl.minimum(tl.maximum(below, 0), _CELLS - 1), _CELLS - 1)
+            counts = tl.histogram(below, _CELLS)
+            tl.store(cells_ptr + place * _CELLS + tl.arange(0, _CELLS), counts)
 
 
 @triton.jit
@@ -247,114 +257,303 @@ def pick_kernel(
     tokens_ptr,  # [B]
     num_chunks,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0)
     tl.store(tokens_ptr + row, _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS))
 
 
-@triton.jit(do_not_specialize=["pass_number"], do_not_specialize_on_alignment=_PER_ROW)
-def search_kernel(
-    logits_ptr,  # [B, V]
-    temperature_ptr,  # [B]
-    top_k_ptr,  # [B]
-    top_p_ptr,  # [B]
-    greatest_ptr,  # [B, C]
-    threshold_ptr,  # [B], of top-k
-    weights_ptr,  # [B, C]
-    counts_ptr,  # [B, C]
-    prefix_ptr,  # [B], before the last pass
-    sums_ptr,  # [B, C, DIGITS], of the last pass
-    new_prefix_ptr,  # [B], before this pass
-    new_sums_ptr,  # [B, C, DIGITS], of this pass
+@triton.jit
+def _load_filters(
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    row,
     vocab_size,
-    num_chunks,
-    stride_row,
-    pass_number,
-    FILTER: tl.constexpr,
     HAS_TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    row = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    limit = _limit(
-        top_k_ptr, top_p_ptr, threshold_ptr, weights_ptr, counts_ptr, row, num_chunks, FILTER, HAS_TOP_K, CHUNKS
-    )
-    if (temperature > 0.0) & (limit < float("inf")):
-        prefix = tl.zeros([], tl.int64)
-        if pass_number > 0:
-            prefix = tl.load(prefix_ptr + row)
-            prefix = _next_prefix(prefix, pass_number - 1, limit, sums_ptr, row, num_chunks, CHUNKS)
-        if chunk == 0:
-            tl.store(new_prefix_ptr + row, prefix)
-        greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
-        logits = _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK)
-        keys, weights = _keys_and_weights(logits, greatest, temperature)
-        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        if FILTER == _TOP_K:
-            weights = tl.where(tokens < vocab_size, 1.0, 0.0)
-        for digit in tl.static_range(1, _DIGITS):
-            begin = prefix + (tl.full([], digit, tl.int64) << (_BITS * (_LAST_PASS - pass_number)))
-            begin = tl.minimum(begin, _LAST_KEY).to(tl.int32)
-            before = tl.sum(tl.where(keys < begin, weights, 0.0), 0)
-            tl.store(new_sums_ptr + (row * num_chunks + chunk) * _DIGITS + digit, before)
+    """The row's filters, int64, float64, float32: k, 0 if it is off; p, 1 if off; the gap of min-p, inf if off."""
+    k = tl.zeros([], tl.int64)
+    if HAS_TOP_K:
+        k = tl.load(top_k_ptr + row)
+        k = tl.where(k < vocab_size, k, 0)
+    p = tl.full([], 1.0, tl.float64)
+    if HAS_TOP_P:
+        p = tl.load(top_p_ptr + row)
+    widest = tl.full([], float("inf"), tl.float32)
+    if HAS_MIN_P:
+        min_p = tl.load(min_p_ptr + row)
+        if min_p > 0.0:
+            widest = tl.abs(tl.log(min_p)).to(tl.float32)
+    return k, p, widest
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def settle_kernel(
-    logits_ptr,  # [B, V]
+def bracket_kernel(
     temperature_ptr,  # [B]
     top_k_ptr,  # [B]
     top_p_ptr,  # [B]
     min_p_ptr,  # [B]
     greatest_ptr,  # [B, C]
-    threshold_ptr,  # [B], of top-k
-    weights_ptr,  # [B, C]
-    counts_ptr,  # [B, C]
-    prefix_ptr,  # [B], before the last pass
-    sums_ptr,  # [B, C, DIGITS], of the last pass
-    new_threshold_ptr,  # [B]
-    new_weights_ptr,  # [B, C]
+    cells_ptr,  # [B, C, CELLS]
+    lowest_ptr,  # [B]
+    num_candidates_ptr,  # [B]
+    offsets_ptr,  # [B, C]
     vocab_size,
     num_chunks,
-    stride_row,
-    FILTER: tl.constexpr,
+    capacity,
     HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_earlier_kernels(PDL)
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    k, p, widest = _load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P)
+    if temperature > 0.0:
+        chunks = tl.arange(0, CHUNKS)
+        cells = tl.arange(0, _CELLS)
+        chunk_greatest = _load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS)
+        highest = _cell(tl.max(chunk_greatest, 0), temperature)
+        # A chunk counts its cells from its own greatest.
+        in_chunk = cells[None, :] - tl.maximum(highest - _cell(chunk_greatest, temperature), 0)[:, None]
+        pointers = cells_ptr + row.to(tl.int64) * num_chunks * _CELLS + chunks[:, None] * _CELLS + in_chunk
+        counts = tl.load(pointers, mask=(chunks < num_chunks)[:, None] & (in_chunk >= 0), other=0)
+        # The last cell of a chunk has no end.
+        counts = tl.where(cells[None, :] < _CELLS - 1, counts, 0)
+        in_row = tl.sum(counts, 0)
+        so_far = tl.cumsum(in_row, 0)
+
+        last = tl.full([], _CELLS - 2, tl.int32)
+        if k > 0:
+            last = tl.minimum(last, tl.sum((so_far < k).to(tl.int32), 0))
+        elif p < 1.0:
+            # A token of cell i has a gap between those of i - 1 and i + 1. The last cell that may be kept leaves less
+            # than 1 - p of all weight behind it.
+            weights = in_row.to(tl.float32) * tl.exp(cells.to(tl.float32) * -_CELL_WIDTH)
+            beyond = (vocab_size - tl.sum(in_row, 0)).to(tl.float32) * _LEAST_WEIGHT
+            behind = (tl.sum(weights, 0) - tl.cumsum(weights, 0)) * _CELL_SHARE + beyond
+            left = (1.0 - p).to(tl.float32) * tl.sum(weights, 0) / _CELL_SHARE
+            last = tl.minimum(last, tl.sum((behind > left).to(tl.int32), 0))
+        if (k == 0) | (p >= 1.0):
+            last = tl.minimum(last.to(tl.float32), widest * (1.0 / _CELL_WIDTH) + 1.0).to(tl.int32)
+        last = tl.minimum(last, tl.sum((so_far <= capacity).to(tl.int32), 0) - 1)
+        filtered = (k > 0) | (p < 1.0) | (widest < float("inf"))
+        last = tl.where(filtered, last, -1)
+
+        in_list = tl.sum(tl.where(cells[None, :] <= last, counts, 0), 1)
+        tl.store(offsets_ptr + row * num_chunks + chunks, tl.cumsum(in_list, 0) - in_list, mask=chunks < num_chunks)
+        tl.store(num_candidates_ptr + row, tl.sum(in_list, 0))
+        tl.store(lowest_ptr + row, highest - last)
+
+
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
+def collect_kernel(
+    logits_ptr,  # [B, V]
+    temperature_ptr,  # [B]
+    greatest_ptr,  # [B, C]
+    lowest_ptr,  # [B]
+    num_candidates_ptr,  # [B]
+    offsets_ptr,  # [B, C]
+    weights_ptr,  # [B, C]
+    next_gaps_ptr,  # [B, C]
+    list_gaps_ptr,  # [B, L]
+    list_tokens_ptr,  # [B, L]
+    vocab_size,
+    num_chunks,
+    capacity,
+    stride_row,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1)
+    place = row * num_chunks + chunk
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
-        threshold = tl.full([], _LAST_KEY, tl.int32)
-        if FILTER != _NO_FILTER:
-            limit = _limit(
-                top_k_ptr, top_p_ptr, threshold_ptr, weights_ptr, counts_ptr, row, num_chunks, FILTER, HAS_TOP_K, CHUNKS
-            )
-            if limit < float("inf"):
-                prefix = tl.load(prefix_ptr + row)
-                prefix = _next_prefix(prefix, _LAST_PASS, limit, sums_ptr, row, num_chunks, CHUNKS)
-                threshold = tl.minimum(prefix, _LAST_KEY).to(tl.int32)
-        if FILTER == _TOP_P:
-            threshold = tl.minimum(threshold, tl.load(threshold_ptr + row))
-        if HAS_MIN_P:
-            min_p = tl.load(min_p_ptr + row)
-            if min_p > 0.0:
-                gap = tl.abs(tl.log(min_p)).to(tl.float32)
-                threshold = tl.minimum(threshold, gap.to(tl.int32, bitcast=True))
-        if chunk == 0:
-            tl.store(new_threshold_ptr + row, threshold)
         greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
-        logits = _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK)
-        keys, weights = _keys_and_weights(logits, greatest, temperature)
-        kept = (keys <= threshold) & (chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size)
-        place = row * num_chunks + chunk
-        tl.store(new_weights_ptr + place, tl.sum(tl.where(kept, weights, 0.0).to(tl.float64), 0))
-        if FILTER == _TOP_K:
-            tl.store(counts_ptr + place, tl.sum(kept.to(tl.int32), 0))
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = tokens < vocab_size
+        logits = _load_logits(logits_ptr, tokens, stride_row, row, vocab_size)
+        gaps = tl.div_rn(greatest - logits, temperature)
+        tl.store(weights_ptr + place, tl.sum(tl.where(inside, tl.exp(-gaps), 0.0).to(tl.float64), 0))
+        if tl.load(num_candidates_ptr + row) > 0:
+            is_candidate = inside & (_cell(logits, temperature) >= tl.load(lowest_ptr + row))
+            tl.store(next_gaps_ptr + place, tl.min(tl.where(inside & ~is_candidate, gaps, float("inf")), 0))
+            number = tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+            begin = row.to(tl.int64) * capacity + tl.load(offsets_ptr + place)
+            tl.store(list_gaps_ptr + begin + number, gaps, mask=is_candidate)
+            tl.store(list_tokens_ptr + begin + number, tokens, mask=is_candidate)
+
+
+@triton.jit
+def _load_gaps(
+    base,
+    size,
+    on_list,
+    greatest,
+    temperature,
+    logits_ptr,
+    list_gaps_ptr,
+    stride_row,
+    row,
+    capacity,
+    PIECE: tl.constexpr,
+):
+    """The gaps [PIECE] of entries from base on: candidates, or all tokens if not on_list; inf where there is none."""
+    entries = base + tl.arange(0, PIECE)
+    if on_list:
+        pointers = list_gaps_ptr + row.to(tl.int64) * capacity + entries
+        gaps = tl.load(pointers, mask=entries < size, other=float("inf"))
+    else:
+        gaps = tl.div_rn(greatest - _load_logits(logits_ptr, entries, stride_row, row, size), temperature)
+    return tl.where(entries < size, gaps, float("inf"))
+
+
+@triton.jit
+def _sum_up_to(
+    threshold,
+    size,
+    on_list,
+    greatest,
+    temperature,
+    logits_ptr,
+    list_gaps_ptr,
+    stride_row,
+    row,
+    capacity,
+    PIECE: tl.constexpr,
+):
+    """The weight, float64, and the number, int32, of entries with a gap of at most the threshold."""
+    weights = tl.zeros([PIECE], tl.float64)
+    counts = tl.zeros([PIECE], tl.int32)
+    for base in range(0, size, PIECE):
+        gaps = _load_gaps(
+            base, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity, PIECE
+        )
+        kept = gaps <= threshold
+        weights += tl.where(kept, tl.exp(-gaps), 0.0).to(tl.float64)
+        counts += kept.to(tl.int32)
+    return tl.sum(weights, 0), tl.sum(counts, 0)
+
+
+@triton.jit
+def _last_before(
+    limit,
+    highest,
+    size,
+    on_list,
+    greatest,
+    temperature,
+    logits_ptr,
+    list_gaps_ptr,
+    stride_row,
+    row,
+    capacity,
+    WEIGHTED: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """The greatest gap, of those that are there and at most `highest`, before which the weight, or without WEIGHTED the
+    number, of the others is less than the limit. That of all of them is not.
+
+    The bracket low .. high - 1 of keys holds the answer. A pass divides it by WAYS and leaves out its ends that hold no
+    key; at the end one key is left.
+    """
+    low = tl.zeros([], tl.int32)
+    high = highest.to(tl.int32, bitcast=True) + 1
+    way = tl.arange(0, _WAYS)
+    searching = high > low
+    while searching:
+        step = (high - low + _WAYS - 1) // _WAYS
+        begins = tl.minimum(low + way * step, high)
+        sums = tl.zeros([PIECE, _WAYS], tl.float64 if WEIGHTED else tl.int32)
+        least = tl.full([PIECE], 2**31 - 1, tl.int32)
+        most = tl.full([PIECE], -1, tl.int32)
+        for base in range(0, size, PIECE):
+            gaps = _load_gaps(
+                base, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity, PIECE
+            )
+            keys = gaps.to(tl.int32, bitcast=True)
+            if WEIGHTED:
+                amounts = tl.exp(-gaps).to(tl.float64)
+            else:
+                amounts = tl.full([PIECE], 1, tl.int32)
+            sums += tl.where(keys[:, None] < begins[None, :], amounts[:, None], 0)
+            within = (keys >= low) & (keys < high)
+            least = tl.minimum(least, tl.where(within, keys, 2**31 - 1))
+            most = tl.maximum(most, tl.where(within, keys, -1))
+        first_key = tl.min(least, 0)
+        last_key = tl.max(most, 0)
+        found = tl.maximum(tl.sum((tl.sum(sums, 0) < limit).to(tl.int32), 0) - 1, 0)
+        high = tl.minimum(tl.minimum(low + (found + 1) * step, high), last_key + 1)
+        low = tl.maximum(low + found * step, first_key)
+        searching = first_key < last_key
+        if not searching:
+            low = last_key
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(
+    k,
+    p,
+    widest,
+    total,
+    next_gap,
+    size,
+    on_list,
+    greatest,
+    temperature,
+    logits_ptr,
+    list_gaps_ptr,
+    stride_row,
+    row,
+    capacity,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Return the greatest gap that the filters keep, inf if they keep all, and True if that is proved for all tokens.
+
+    total is the weight of all tokens, next_gap the least gap that is not among the entries, inf if there is none.
+    """
+    threshold = tl.full([], float("inf"), tl.float32)
+    highest = tl.full([], _WEIGHTLESS, tl.float32)
+    is_proved = total == total
+    weight, count = _sum_up_to(
+        highest, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity, PIECE
+    )
+    if HAS_TOP_K:
+        if count >= tl.where(k > 0, k, _LAST_COUNT):
+            threshold = _last_before(
+                k, highest, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity,
+                False, PIECE,
+            )  # fmt: skip
+            highest = threshold
+            weight, count = _sum_up_to(
+                highest, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity,
+                PIECE,
+            )  # fmt: skip
+            # Tokens tied with the k-th are all kept, but only as many as make k count here.
+            total = weight - (count - k).to(tl.float64) * tl.exp(-threshold).to(tl.float64)
+        if (k > 0) & (p < 1.0):
+            # The total that top-p needs is that of all k tokens.
+            is_proved = (threshold < next_gap) | (next_gap == float("inf"))
+    if HAS_TOP_P:  # noqa: SIM102
+        if (p < 1.0) & (weight >= p * total):
+            threshold = _last_before(
+                p * total, highest, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row,
+                capacity, True, PIECE,
+            )  # fmt: skip
+    threshold = tl.minimum(threshold, widest)
+    return threshold, is_proved & ((threshold < next_gap) | (next_gap == float("inf")))
 
 
 @triton.jit
@@ -366,43 +565,133 @@ def _first_beyond(cumulative, weights, target, SIZE: tl.constexpr):
     return tl.where(first < SIZE, first, last)
 
 
-@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
-def draw_kernel(
+@triton.jit
+def _draw_entry(
+    target,
+    before,
+    begin,
+    end,
+    threshold,
+    size,
+    on_list,
+    greatest,
+    temperature,
+    logits_ptr,
+    list_gaps_ptr,
+    stride_row,
+    row,
+    capacity,
+    PIECE: tl.constexpr,
+):
+    """The first of the entries begin .. end - 1 at which the weight of those up to the threshold exceeds the target;
+    before is that of the entries in front. After rounding, the last with weight.
+    """
+    entry = begin
+    while begin < end:
+        gaps = _load_gaps(
+            begin, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity, PIECE
+        )
+        kept = (gaps <= threshold) & (begin + tl.arange(0, PIECE) < end)
+        weights = tl.where(kept, tl.exp(-gaps), 0.0).to(tl.float64)
+        place = _first_beyond(before + tl.cumsum(weights, 0), weights, target, PIECE)
+        weight = tl.sum(weights, 0)
+        if weight > 0.0:
+            entry = begin + place
+        before += weight
+        begin = tl.where(before > target, end, begin + PIECE)
+    return entry
+
+
+@triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=_PER_ROW)
+def choose_kernel(
     logits_ptr,  # [B, V]
     temperature_ptr,  # [B]
     seeds_ptr,  # [B]
     positions_ptr,  # [B]
+    top_k_ptr,  # [B]
+    top_p_ptr,  # [B]
+    min_p_ptr,  # [B]
     greatest_ptr,  # [B, C]
     likeliest_ptr,  # [B, C]
-    threshold_ptr,  # [B], the last
+    num_candidates_ptr,  # [B]
     weights_ptr,  # [B, C]
+    next_gaps_ptr,  # [B, C]
+    list_gaps_ptr,  # [B, L]
+    list_tokens_ptr,  # [B, L]
+    thresholds_ptr,  # [B]
     tokens_ptr,  # [B]
     vocab_size,
     num_chunks,
+    capacity,
     stride_row,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
+    token = _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS)
     if temperature > 0.0:
-        chunk_weights = _load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS)
-        u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        target = u * tl.sum(chunk_weights, 0)
-        chunk = _first_beyond(tl.cumsum(chunk_weights, 0), chunk_weights, target, CHUNKS)
-        before = tl.sum(tl.where(tl.arange(0, CHUNKS) < chunk, chunk_weights, 0.0), 0)
         greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
-        logits = _load_chunk(logits_ptr, chunk, stride_row, row, vocab_size, CHUNK)
-        keys, weights = _keys_and_weights(logits, greatest, temperature)
-        weights = tl.where(keys <= tl.load(threshold_ptr + row), weights, 0.0).to(tl.float64)
-        place = _first_beyond(before + tl.cumsum(weights, 0), weights, target, CHUNK)
-        tl.store(tokens_ptr + row, (chunk * CHUNK + place).to(tl.int64))
-    else:
-        tl.store(tokens_ptr + row, _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS))
+        u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        k, p, widest = _load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P)
+        threshold = tl.full([], float("inf"), tl.float32)
+        before = tl.zeros([], tl.float64)
+        begin = tl.zeros([], tl.int32)
+        size = tl.load(num_candidates_ptr + row)
+        on_list = size > 0
+        if (k > 0) | (p < 1.0) | (widest < float("inf")):
+            total = tl.sum(_load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS), 0)
+            next_gap = tl.full([], float("inf"), tl.float32)
+            if on_list:
+                next_gap = tl.min(_load_row(next_gaps_ptr, row, num_chunks, float("inf"), CHUNKS), 0)
+            if not on_list:
+                size = vocab_size
+            searching = size > 0
+            while searching:
+                threshold, is_proved = _threshold(
+                    k, p, widest, total, next_gap, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr,
+                    stride_row, row, capacity, HAS_TOP_K, HAS_TOP_P, PIECE,
+                )  # fmt: skip
+                searching = on_list & ~is_proved
+                if searching:
+                    on_list = size < 0
+                    size = vocab_size
+                    next_gap = tl.full([], float("inf"), tl.float32)
+            kept_weight, _ = _sum_up_to(
+                threshold, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity,
+                PIECE,
+            )  # fmt: skip
+            target = u * kept_weight
+            end = size
+        else:
+            # Only the chunk that holds the token.
+            chunk_weights = _load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS)
+            target = u * tl.sum(chunk_weights, 0)
+            chunk = _first_beyond(tl.cumsum(chunk_weights, 0), chunk_weights, target, CHUNKS)
+            before = tl.sum(tl.where(tl.arange(0, CHUNKS) < chunk, chunk_weights, 0.0), 0)
+            size = vocab_size
+            begin = chunk * CHUNK
+            end = tl.minimum(begin + CHUNK, vocab_size)
+        entry = _draw_entry(
+            target, before, begin, end, threshold, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr,
+            stride_row, row, capacity, PIECE,
+        )  # fmt: skip
+        token = entry.to(tl.int64)
+        if on_list:
+            token = tl.load(list_tokens_ptr + row.to(tl.int64) * capacity + entry).to(tl.int64)
+        tl.store(thresholds_ptr + row, threshold)
+    # Logits that are no numbers draw any token, but one of the vocabulary.
+    tl.store(tokens_ptr + row, tl.minimum(tl.maximum(token, 0), vocab_size - 1))
 
 
-def plan_launch(vocab_size: int) -> tuple[dict[str, int | bool], int, int]:
-    """Return (constexprs, num_warps, num_stages) of all kernels here; FILTER and HAS_... come on top."""
+def plan_launch(vocab_size: int) -> tuple[dict[str, int], int, int]:
+    """Return (CHUNK and CHUNKS, num_warps, num_stages) of all kernels here."""
     return {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(ceil_div(vocab_size, CHUNK))}, _NUM_WARPS, 1
 
 
@@ -419,14 +708,15 @@ def argmax(logits: Tensor, *, workspace: SamplerWorkspace, out: Tensor | None = 
     tokens = _tokens(logits, workspace, out)
     if logits.shape[0] == 0:
         return tokens
-    _launch_chunk_max(logits, workspace)
     constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
+    _launch_survey(logits, workspace, None)
     pick_kernel[(logits.shape[0],)](
         workspace.greatest,
         workspace.likeliest,
         tokens,
         workspace.num_chunks,
         CHUNKS=constexprs["CHUNKS"],
+        **dependent_options(pick_kernel, logits.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -457,38 +747,43 @@ def sample(
         min_p           [B]     float64, 0 <= p <= 1. None: no row has one
         out, returns    [B]     int64. None allocates
 
-    Raises ValueError if a shape, dtype or device is another, or the workspace is for fewer rows or another V. No sync.
-    Which launches are made depends on which of top_k, top_p and min_p are given, not on what they hold.
-    Cost: reads the logits twice and once more a chunk of each row, in 3 launches; top_k reads them NUM_PASSES times
-    more, top_p NUM_PASSES + 1 times, a launch each.
+    Tokens do not depend on the dtype of the logits, only on their values. Raises ValueError if a shape, dtype or device
+    is another, or the workspace is for fewer rows or another V. No sync.
+    Cost: 4 launches, whatever the parameters are, 3 without top_k, top_p and min_p; reads the logits twice. A row
+    without a filter reads a chunk once more, one whose candidates exceed the workspace's capacity its logits 6 to 20
+    times more, in one program.
     """
     _check_parameters(
         logits, temperature=temperature, seeds=seeds, positions=positions, top_k=top_k, top_p=top_p, min_p=min_p
     )
     tokens = _tokens(logits, workspace, out)
-    if logits.shape[0] == 0:
+    num_rows = logits.shape[0]
+    if num_rows == 0:
         return tokens
-    _launch_chunk_max(logits, workspace)
-    _find_thresholds(logits, workspace, temperature, top_k, top_p, min_p)
-    slot = int(top_p is not None)
     constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    draw_kernel[(logits.shape[0],)](
-        logits,
-        temperature,
-        seeds,
-        positions,
-        workspace.greatest,
-        workspace.likeliest,
-        workspace.thresholds[slot],
-        workspace.weights[slot],
-        tokens,
-        workspace.vocab_size,
-        workspace.num_chunks,
-        logits.stride(0),
-        **constexprs,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    filters = {"HAS_TOP_K": top_k is not None, "HAS_TOP_P": top_p is not None, "HAS_MIN_P": min_p is not None}
+    grid = (workspace.num_chunks, num_rows)
+    sizes = (workspace.vocab_size, workspace.num_chunks, workspace.capacity)
+    # Where a kernel reads no top_k, top_p or min_p, it is given temperature for it.
+    given = [temperature if column is None else column for column in (top_k, top_p, min_p)]
+    _launch_survey(logits, workspace, temperature)
+    bracket_kernel[(num_rows,)](
+        temperature, *given, workspace.greatest, workspace.cells, workspace.lowest, workspace.num_candidates,
+        workspace.offsets, *sizes, CHUNKS=constexprs["CHUNKS"], **filters,
+        **dependent_options(bracket_kernel, logits.device), **options,
+    )  # fmt: skip
+    collect_kernel[grid](
+        logits, temperature, workspace.greatest, workspace.lowest, workspace.num_candidates, workspace.offsets,
+        workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens, *sizes, logits.stride(0),
+        **constexprs, **dependent_options(collect_kernel, logits.device), **options,
+    )  # fmt: skip
+    choose_kernel[(num_rows,)](
+        logits, temperature, seeds, positions, *given, workspace.greatest, workspace.likeliest,
+        workspace.num_candidates, workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens,
+        workspace.thresholds, tokens, *sizes, logits.stride(0), **filters, **constexprs, PIECE=PIECE,
+        **dependent_options(choose_kernel, logits.device), num_warps=_CHOOSE_WARPS, num_stages=num_stages,
+    )  # fmt: skip
     return tokens
 
 
@@ -526,116 +821,21 @@ def _check_parameters(logits: Tensor, **parameters: Tensor | None) -> None:
     require_same_device(logits=logits, **parameters)
 
 
-def _launch_chunk_max(logits: Tensor, workspace: SamplerWorkspace) -> None:
+def _launch_survey(logits: Tensor, workspace: SamplerWorkspace, temperature: Tensor | None) -> None:
+    """Without a temperature it counts no cells."""
     constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    chunk_max_kernel[(workspace.num_chunks, logits.shape[0])](
-        logits,
-        workspace.greatest,
-        workspace.likeliest,
-        workspace.vocab_size,
-        workspace.num_chunks,
-        logits.stride(0),
-        CHUNK=constexprs["CHUNK"],
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-
-
-def _find_thresholds(
-    logits: Tensor,
-    workspace: SamplerWorkspace,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-) -> None:
-    """Leave thresholds and weights for draw: in the first place of the workspace, or the second with top_p.
-
-    Where a kernel reads no top_k, top_p or min_p, it is given temperature for it.
-    """
-    first = NO_FILTER
-    if top_k is not None:
-        first = TOP_K
-        _launch_search(logits, workspace, temperature, top_k, None, kind=TOP_K)
-    # The sum for top-p is taken before min-p.
-    before_top_p = min_p if top_p is None else None
-    _launch_settle(logits, workspace, temperature, top_k, None, before_top_p, kind=first)
-    if top_p is not None:
-        _launch_search(logits, workspace, temperature, top_k, top_p, kind=TOP_P)
-        _launch_settle(logits, workspace, temperature, top_k, top_p, min_p, kind=TOP_P)
-
-
-def _launch_search(
-    logits: Tensor,
-    workspace: SamplerWorkspace,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    *,
-    kind: int,
-) -> None:
-    constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    for pass_number in range(NUM_PASSES):
-        old, new = (pass_number - 1) % 2, pass_number % 2
-        search_kernel[(workspace.num_chunks, logits.shape[0])](
-            logits,
-            temperature,
-            temperature if top_k is None else top_k,
-            temperature if top_p is None else top_p,
-            workspace.greatest,
-            workspace.thresholds[0],
-            workspace.weights[0],
-            workspace.counts,
-            workspace.prefixes[old],
-            workspace.sums[old],
-            workspace.prefixes[new],
-            workspace.sums[new],
-            workspace.vocab_size,
-            workspace.num_chunks,
-            logits.stride(0),
-            pass_number,
-            FILTER=kind,
-            HAS_TOP_K=top_k is not None,
-            **constexprs,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
-
-
-def _launch_settle(
-    logits: Tensor,
-    workspace: SamplerWorkspace,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    *,
-    kind: int,
-) -> None:
-    constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    last = (NUM_PASSES - 1) % 2
-    slot = int(kind == TOP_P)
-    settle_kernel[(workspace.num_chunks, logits.shape[0])](
+    survey_kernel[(workspace.num_chunks, logits.shape[0])](
         logits,
         temperature,
-        temperature if top_k is None else top_k,
-        temperature if top_p is None else top_p,
-        temperature if min_p is None else min_p,
         workspace.greatest,
-        workspace.thresholds[0],
-        workspace.weights[0],
-        workspace.counts,
-        workspace.prefixes[last],
-        workspace.sums[last],
-        workspace.thresholds[slot],
-        workspace.weights[slot],
+        workspace.likeliest,
+        None if temperature is None else workspace.cells,
         workspace.vocab_size,
         workspace.num_chunks,
         logits.stride(0),
-        FILTER=kind,
-        HAS_TOP_K=top_k is not None,
-        HAS_MIN_P=min_p is not None,
-        **constexprs,
+        COUNTS=temperature is not None,
+        CHUNK=constexprs["CHUNK"],
+        **dependent_options(survey_kernel, logits.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -38,7 +39,9 @@ def silu_mul_kernel(
     stride_up,
     stride_out,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < num_columns
@@ -87,5 +90,10 @@ def _prepare(gate: Layout, up: Layout, out: Layout | None) -> Launch:
     return Launch(
         grid=(num_rows, ceil_div(num_columns, _COLUMNS)),
         strides=(gate.stride(0), up.stride(0), out.stride(0)),
-        options={**constexprs, "num_warps": num_warps, "num_stages": num_stages},
+        options={
+            **constexprs,
+            **dependent_options(silu_mul_kernel, gate.device),
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        },
     )

@@ -190,7 +190,7 @@ class DigestModel(PagedModel):
         self._memory: tuple[KVPool, list[Digests]] | None = None
         self._kept: HiddenDigests | None = None
 
-    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """See PagedModel.forward. In each layer all of the step's keys are written before any is read."""
         positions, written = batch.positions.numpy(), batch.slot_mapping.numpy()
         run_of = np.arange(batch.num_seqs).repeat(batch.counts_host)
@@ -205,8 +205,7 @@ class DigestModel(PagedModel):
             outputs = self._through_states(batch, outputs)
         if self._kept is not None:
             self._kept.outputs = outputs
-        logits = torch.from_numpy(self.function.logits(outputs[batch.last_indices.numpy()]))
-        return logits if out is None else out.copy_(logits)
+        return torch.from_numpy(self.function.logits(outputs[batch.last_indices.numpy()]))
 
     def _memory_of(self, pool: KVPool) -> list[Digests]:
         """The slots of each layer, [B * S]: the same memory as that of the pool's tensors."""

@@ -83,12 +83,12 @@ class FaultyModel(DigestModel):
 
     fails_next = False
 
-    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """See DigestModel.forward."""
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("the simulated model was to fail")
-        return super().forward(batch, pool, out=out)
+        return super().forward(batch, pool)
 
 
 class FaultyPool(KVPool):
@@ -272,6 +272,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         attention="torch",
         layer_groups=settings.layer_groups,
         cuda_graphs=False,
+        dependent_launch=None,
         max_graph_tokens=0,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,

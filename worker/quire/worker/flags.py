@@ -152,6 +152,12 @@ OWN_FLAGS: list[Flag] = [
         "but for their attention; 0: none are.",
     ),
     option(
+        "--dependent-launch/--no-dependent-launch",
+        default=None,
+        show_default="off until it is measured",
+        help="On a Hopper GPU or a later one, start each of Quire's kernels while the one in front of it still runs.",
+    ),
+    option(
         "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's."
     ),
     option(

@@ -358,10 +358,12 @@ class CachedModel(PagedModel):
             self._model, order=packed_order(cut_step(batch, self._layout, block_size=pool.block_size))
         )
 
-    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
-        """See PagedModel.forward and run_cached(). Needs states allocated for the batch's rows, if there are any."""
+    def forward_unconverted(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """See PagedModel.forward and run_cached(). Needs states allocated for the batch's rows, if there are any.
+
+        The logits are float32 already.
+        """
         with torch.inference_mode():
-            logits = run_cached(
+            return run_cached(
                 self._model, batch, pool, layout=self._layout, states=self.states, workspace=self._workspace
             )
-            return logits if out is None else out.copy_(logits)

@@ -104,16 +104,21 @@ class PagedModel:
         """Make room for the states of so many rows of a sequence table; none of them holds anything then."""
         self.states = StateSlots(self.state_specs, max_num_seqs=max_num_seqs, device=self.device)
 
-    def forward(self, batch: StepBatch, pool: KVPool, *, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
 
-        Returns [B, vocab_size] float32, on the model's device, not normalised: `out`, if given. Cost: one forward of
-        the model over T packed tokens; the output layer runs on B of them. No sync, except in models that make one.
+        Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over T
+        packed tokens; the output layer runs on B of them. No sync, except in models that make one.
         """
+        with torch.inference_mode():
+            return self.forward_unconverted(batch, pool).float()
+
+    def forward_unconverted(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """Return the logits of forward() in the dtype in which the model's output layer gives them."""
         with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
             output = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices)
             logits: Tensor = output.logits[0]
-            return logits.float() if out is None else out.copy_(logits)
+            return logits
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
         """Return the attention of one step."""

@@ -510,7 +510,9 @@ class Executor:
         return logits, scores
 
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
-        """Runs the grant's computation; logits [B, V] of each run's last token, valid until the next forward."""
+        """Runs the grant's computation; logits [B, V] of each run's last token, float32 or of the output layer's
+        dtype, valid until the next forward.
+        """
         if batch.keeps_hidden_states:
             return self._model.forward(batch, self._pool)
         if self._decode is not None and self._decode.takes(batch):
@@ -525,7 +527,10 @@ class Executor:
         return Sampled(self._decode.sample(batch, draws.way))
 
     def _sample(self, batch: StepBatch, logits: Tensor, runs: GrantedRuns, masks: Masks) -> Sampled:
-        """Chooses a token for the chosen runs, of logits [B, V], and keeps it on the device for the next step."""
+        """Chooses a token for the chosen runs, of logits [B, V], and keeps it on the device for the next step.
+
+        Penalties, biases, masks and log-probabilities are float32, whatever the logits are.
+        """
         rows, positions, index = runs.rows, runs.starts + runs.counts, batch.rows
         if not len(runs.chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
@@ -533,7 +538,7 @@ class Executor:
             chosen = indices(runs.chosen, logits.device)
             logits, index = logits.index_select(0, chosen), index.index_select(0, chosen)
             rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
-        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits, rows, positions, masks))
+        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits.float(), rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 

@@ -78,7 +78,8 @@ class StaticDecode:
         block_tables    [G, L, M]   int32
         seq_lens        [L]         int32
         temperature     [L]         float32
-        logits          [L, vocab_size] float32, of all buckets: kept for each, they would add up
+        logits          [L, vocab_size] of all buckets, in the dtype of the model's output layer: kept for each, they
+                                        would add up
         sampled         [L]         int64
 
     Each stage of a step is replayed as one graph. Without graphs the same functions run on the same memory, as they
@@ -119,7 +120,7 @@ class StaticDecode:
             self._temperature = torch.zeros(largest, dtype=torch.float32, device=device)
             self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
             self._indices = torch.arange(largest, dtype=torch.int64, device=device)
-            self._logits = torch.zeros(largest, model.vocab_size, dtype=torch.float32, device=device)
+            self._logits = torch.zeros(largest, model.vocab_size, dtype=model.dtype, device=device)
             self._sampled = torch.zeros(largest, dtype=torch.int64, device=device)
             self._workspace = SamplerWorkspace.allocate(
                 max_num_seqs=largest, vocab_size=model.vocab_size, device=device
@@ -133,7 +134,7 @@ class StaticDecode:
 
     @property
     def logits(self) -> Tensor:
-        """[L, vocab_size], of the last forward."""
+        """[L, vocab_size], of the last forward, in the dtype of the model's output layer."""
         return self._logits
 
     def takes(self, batch: StepBatch) -> bool:
@@ -177,7 +178,8 @@ class StaticDecode:
         return self._prepared
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Run the model as PagedModel.forward does. The logits [n, vocab_size] are valid until the next call.
+        """Run the model as PagedModel.forward_unconverted does. The logits [n, vocab_size] are valid until the next
+        call.
 
         Cost: one launch if prepare() made the batch, else a copy of each of its tensors besides.
         """
@@ -227,7 +229,19 @@ class StaticDecode:
         self._temperature[:bucket].copy_(self._draws("temperature", bucket))
 
     def _run_forward(self, bucket: int) -> None:
-        self._model.forward(self._batch(bucket), self._pool, out=self._logits[:bucket])
+        logits = self._model.forward_unconverted(self._batch(bucket), self._pool)
+        if logits.dtype != self._logits.dtype:
+            self._keep_logits_as(logits.dtype)
+        self._logits[:bucket].copy_(logits)
+
+    def _keep_logits_as(self, dtype: torch.dtype) -> None:
+        """Take the dtype that the output layer gives, which is not always the model's. Raises CannotCapture if a graph
+        has the logits of another dtype.
+        """
+        if self._graphs:
+            raise CannotCapture(f"the model's logits are {dtype} now, and {self._logits.dtype} in its graphs")
+        with torch.inference_mode(False):
+            self._logits = torch.zeros(self._logits.shape, dtype=dtype, device=self._logits.device)
 
     def _run_greedy(self, bucket: int) -> None:
         from quire.kernels.sampler import argmax
@@ -454,7 +468,7 @@ def _check_replays(model: PagedModel) -> None:
         if captured is None:
             captured = _static_decode(model, pool, max_num_seqs=CHECKED_SEQS)
             captured.capture()
-        return captured.forward(batch)
+        return captured.forward(batch).float()
 
     disagreement = model.find_disagreement(forward)
     if disagreement is not None:
@@ -482,12 +496,12 @@ def _check_sampling(decode: StaticDecode) -> None:
         for row in rows:
             sampler.set_params(row, params[row])
         for position in range(NUM_CHECKED_POSITIONS):
-            logits = 3 * torch.randn(num_seqs, logits_like.shape[1], generator=generator).to(logits_like.device)
+            logits = 3 * torch.randn(num_seqs, logits_like.shape[1], generator=generator).to(logits_like)
             positions = [position] * num_seqs
             draws = sampler.draws(rows)
             assert draws is not None
             tokens = decode.sample_logits(logits, positions, draws)
-            num_different += int((tokens != sampler.sample(logits, rows, positions).tokens).sum())
+            num_different += int((tokens != sampler.sample(logits.float(), rows, positions).tokens).sum())
             num_checked += num_seqs
     if num_different > num_checked * MAX_OTHER_TOKENS:
         raise CannotCapture(f"replayed, the sampler chose {num_different} other tokens of {num_checked}")

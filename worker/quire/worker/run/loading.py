@@ -127,6 +127,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     device = pick_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
+    choose_launches(config.dependent_launch, device)
     model = load_model(
         config.model,
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -173,6 +174,18 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
     return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block))
+
+
+def choose_launches(is_wanted: bool | None, device: torch.device) -> None:
+    """Launch kernels before those in front of them have ended, or not; None: as the kernels' own default says."""
+    if device.type != "cuda":
+        return
+    from quire.kernels.dependent_launch import IS_DEFAULT, can_launch_dependents, use_dependent_launches
+
+    is_used = IS_DEFAULT if is_wanted is None else is_wanted
+    use_dependent_launches(is_used)
+    if is_used:
+        log.info("dependent launch: %s", "on" if can_launch_dependents(device) else f"off, not on {device}")
 
 
 def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Executor:

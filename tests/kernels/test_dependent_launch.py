@@ -1,0 +1,208 @@
+"""Programmatic dependent launch: each kernel that may be launched so waits before it accesses what others write.
+
+Compiled for Hopper, read, and not run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from compiled_attention import META
+from early_accesses import NoWait, early_accesses, machine_accesses
+from kernel_batch import Batch, Shape
+from machine_code import A100, B200, H100, MachineCode, compile_launch, recorded
+
+import quire.kernels
+from quire.kernels import dependent_launch
+from quire.kernels.dependent_launch import (
+    IS_DEFAULT,
+    dependent_options,
+    use_dependent_launches,
+    wait_for_earlier_kernels,
+)
+
+CONSTANTS: dict[str, set[str]] = {
+    "add_rmsnorm_kernel": {"%weight_ptr"},
+    "qkv_prologue_kernel": {"%q_weight_ptr", "%k_weight_ptr"},
+}
+"""Pointers that a kernel may load from before it waits: no kernel of a step writes there."""
+
+NEVER_DEPENDENT = {
+    "paged_decode_kernel": "not yet",
+    "paged_prefill_kernel": "not yet",
+    "combine_kernel": "not yet",
+    "merge_states_kernel": "not yet",
+    "offload_kernel": "copies beside the steps, on a stream of its own",
+}
+"""Kernels that are launched when all before them have ended, and why."""
+
+SHAPE = replace(Shape(16, 8, 128, has_qk_norm=True), vocab_size=4096)
+WORK: dict[str, Callable[[Batch], object]] = {
+    "add_rmsnorm_kernel": Batch.norm,
+    "silu_mul_kernel": Batch.activation,
+    "qkv_prologue_kernel": Batch.prologue,
+    "write_kv_kernel": Batch.write,
+    "block_copy_kernel": lambda batch: batch.copy([1], [2]),
+    "decode_plan_kernel": Batch.plan,
+    "survey_kernel": Batch.sample,
+    "bracket_kernel": Batch.sample,
+    "collect_kernel": Batch.sample,
+    "choose_kernel": Batch.sample,
+    "pick_kernel": Batch.sample,
+}
+
+
+@pytest.fixture
+def dependent() -> Iterator[None]:
+    use_dependent_launches(True)
+    yield
+    use_dependent_launches(IS_DEFAULT)
+
+
+def make_batch() -> Batch:
+    return Batch(SHAPE, (1,) * 8, (1000,) * 8, META)
+
+
+def kernels_of_the_package() -> dict[str, Any]:
+    kernels = {}
+    for module in pkgutil.iter_modules(quire.kernels.__path__):
+        for name, value in vars(importlib.import_module(f"quire.kernels.{module.name}")).items():
+            if name.endswith("_kernel") and hasattr(value, "arg_names"):
+                kernels[name] = value
+    return kernels
+
+
+def check(code: MachineCode, constants: set[str]) -> None:
+    accesses = early_accesses(code.ir)
+    assert set(accesses) <= {"tt.load"}, f"it writes before it waits: {sorted(accesses)}"
+    sources = accesses.get("tt.load", set())
+    assert sources <= constants, f"it loads from {sorted(sources - constants)} before it waits"
+    early = machine_accesses([each.opcode for each in code.instructions])
+    assert all(opcode.startswith("LDG") for opcode in early), f"the machine code has {early} in front of the wait"
+    assert bool(early) == bool(constants), f"the machine code has {early} in front of the wait"
+
+
+def test_every_kernel_waits_or_is_declared_never_to_be_launched_so() -> None:
+    kernels = kernels_of_the_package()
+    waiting = {name for name, kernel in kernels.items() if "PDL" in kernel.arg_names}
+    assert waiting == set(WORK), "each of these is compiled and read below"
+    assert set(kernels) - waiting == set(NEVER_DEPENDENT)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sample if "norm" in name else ()) for name in WORK]
+)
+def test_a_kernel_waits_before_it_accesses_what_others_write(name: str, dependent: None) -> None:
+    batch = make_batch()
+    launches = {launch.key: launch for launch in recorded(lambda: WORK[name](batch)) if launch.name == name}
+    assert launches
+    for launch in launches.values():
+        assert launch.constant("PDL")
+        assert launch.options["launch_pdl"]
+        code = compile_launch(launch)
+        print(name, code.summary())
+        assert code.spills == 0
+        check(code, CONSTANTS.get(name, set()))
+
+
+@triton.jit
+def late_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    x = tl.load(x_ptr + tl.program_id(0))
+    wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), x + tl.load(weight_ptr))
+
+
+@triton.jit
+def storing_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    tl.store(x_ptr + tl.program_id(0), 0)
+    wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), tl.load(weight_ptr))
+
+
+@triton.jit
+def indirect_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    begin = 0
+    if tl.program_id(0) > 3:
+        begin = tl.load(x_ptr)
+    weight = tl.load(weight_ptr + begin)
+    wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), weight)
+
+
+@triton.jit
+def branching_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    if tl.program_id(0) > 3:
+        wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), tl.load(weight_ptr))
+
+
+@triton.jit
+def returning_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    if tl.program_id(0) > 3:
+        return
+    wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), tl.load(weight_ptr))
+
+
+@triton.jit
+def waitless_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    tl.store(x_ptr + tl.program_id(0), tl.load(weight_ptr))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "complaint"),
+    [
+        (late_kernel, "it loads from .*%x_ptr"),
+        (storing_kernel, "it writes before it waits"),
+        (indirect_kernel, "it loads from .*%x_ptr"),
+        (branching_kernel, "branch"),
+        (returning_kernel, "before it waits"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_wrong_kernels_are_found(kernel: Any, complaint: str, dependent: None) -> None:
+    x, weight = (torch.empty(64, dtype=torch.int32, device="meta") for _ in range(2))
+    options = dependent_options(kernel, x.device)
+    (launch,) = recorded(lambda: kernel[(8,)](x, weight, **options))
+    with pytest.raises((AssertionError, NoWait), match=complaint):
+        check(compile_launch(launch), {"%weight_ptr"})
+
+
+def test_a_kernel_without_a_wait_can_not_be_launched_so(dependent: None) -> None:
+    with pytest.raises(TypeError, match="waitless_kernel has no wait_for_earlier_kernels"):
+        dependent_options(waitless_kernel, torch.device("meta"))
+
+
+def test_nothing_else_launches_so() -> None:
+    sources = Path(dependent_launch.__file__).parents[3].glob("*/quire/**/*.py")
+    users = [path.name for path in sources if "launch_pdl" in path.read_text()]
+    assert users == ["dependent_launch.py"]
+
+
+def test_it_is_off_by_default_and_where_the_architecture_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+
+    def is_dependent(gpu: Any) -> bool:
+        (launch,) = recorded(batch.norm, gpu)
+        assert launch.constant("PDL") == launch.options["launch_pdl"]
+        return bool(launch.options["launch_pdl"])
+
+    assert not is_dependent(H100)
+    use_dependent_launches(True)
+    try:
+        assert [is_dependent(gpu) for gpu in (A100, H100, B200)] == [False, True, True]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.version, "hip", "7.0")
+            assert not is_dependent(H100)
+            dependent_launch.forget_prepared()
+    finally:
+        use_dependent_launches(IS_DEFAULT)
