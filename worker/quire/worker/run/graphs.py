@@ -24,6 +24,8 @@ from quire.worker.device.capture import (
     cannot_capture,
     capture_stream,
     first_cause,
+    free_bytes,
+    measured_capture,
     on_capture_stream,
     waits_refused,
 )
@@ -361,7 +363,7 @@ def capture_decode(
     try:
         _check_replays(model)
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
-        decode.capture()
+        captured = measured_capture(decode.capture, model.device)
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
         log.warning("decode steps run without CUDA graphs: %s", first_cause(error))
         return None
@@ -371,7 +373,7 @@ def capture_decode(
     except (CannotCapture, torch.OutOfMemoryError) as error:
         decode.samples = False
         log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", first_cause(error))
-    log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
+    log.info("decode steps run as CUDA graphs of up to %d sequences: %s", decode.buckets[-1], captured)
     if max_graph_tokens:
         decode.pieces = capture_pieces(model, pool, max_tokens=max_graph_tokens, memory=decode.memory)
     return decode
@@ -386,7 +388,7 @@ def measure_graphs(
     pieces. Each of the others is taken to need as much as the second: it finds the memory of the largest, and adds its
     graphs.
     """
-    free = partial(_free_bytes, model.device)
+    free = partial(free_bytes, model.device)
     pieces: StaticPieces | None = None
     after_pieces: list[int] = []
     sizes = piece_buckets(max_graph_tokens) if max_graph_tokens else ()
@@ -415,13 +417,6 @@ def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
     if not after:
         return 0
     return before - after[0] + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with the allocator's reserve. Waits for the device."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _static_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode:
