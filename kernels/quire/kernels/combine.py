@@ -51,10 +51,10 @@ def combine(
     """
     sizes = plan.layout
     num_candidates = max_split_sequences(num_seqs=sizes.num_seqs, max_splits=sizes.max_splits)
-    combine_kernel[launch.grid](
+    launch.run(
+        combine_kernel,
         partial_outs, partial_lses, plan.splits, plan.program_bounds, plan.seq_splits, plan.token_seqs, cu_seqlens_q,
         out, lse, num_candidates, sizes.num_seqs, sizes.num_tokens,
-        *launch.strides, **launch.options,
     )  # fmt: skip
 
 

@@ -141,12 +141,12 @@ def paged_decode(
         workspace = q.new_empty(decode.workspace_size, dtype=torch.float32)
     partial_lses = workspace[decode.num_partials :]
     window, chunk = plan.layout.window, plan.layout.chunk
-    paged_decode_kernel[decode.launch.grid](
+    decode.launch.run(
+        paged_decode_kernel,
         q, k_pool, v_pool, out, lse, workspace, partial_lses,
         plan.splits, plan.program_bounds, plan.seq_splits, *sources,
         scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        *decode.launch.strides, **decode.launch.options,
     )  # fmt: skip
     combine(workspace, partial_lses, plan=plan, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse, launch=decode.combine)
     return out
