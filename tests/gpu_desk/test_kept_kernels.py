@@ -222,7 +222,12 @@ def test_hooks_and_other_gpus_go_through_the_binder(launches: Launches) -> None:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     assert launches.num_bound == 2
     assert launches.made[-1][1][7] is knobs.runtime.launch_enter_hook, "the call has the hook, which Triton runs"
+    for hook in (None, lambda _: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(knobs.runtime, "launch_enter_hook", hook)
+            launch.run(every_kind, *args)
+    assert launches.num_bound == 3, "None is no hook"
     launches.backend = "hip"
     for _ in range(3):
         other.run(every_kind, *args)
-    assert launches.num_bound == 5
+    assert launches.num_bound == 6

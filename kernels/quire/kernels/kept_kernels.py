@@ -62,7 +62,8 @@ def launch_kept(
     device = active.get_current_device()
     key = (device, *map(type, args), *[_kind(x) if isinstance(x, Tensor) else x for x in args])
     found = kept.get(key)
-    if found is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or kernel.pre_run_hooks:
+    hooks = (_hooks(runtime.launch_enter_hook), _hooks(runtime.launch_exit_hook), kernel.pre_run_hooks)
+    if found is None or any(hooks):
         compiled = kernel.run(*args, *strides, grid=grid, warmup=False, **options)
         if key not in kept:
             _keep(kept, key, kernel, compiled, args, grid=grid, strides=strides, options=options)
@@ -71,6 +72,11 @@ def launch_kept(
         *found.grid, active.get_current_stream(device), found.function, found.metadata, None, None, None,
         *args, *found.fixed,
     )  # fmt: skip
+
+
+def _hooks(hook: Any) -> Any:
+    """The functions of a chain of hooks; the hook itself where it is a function, or None."""
+    return getattr(hook, "calls", hook)
 
 
 def _kind(tensor: Tensor) -> Any:
