@@ -24,6 +24,7 @@ from quire.worker.grant.gate import Gate
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
+from quire.worker.run.graph_limit import limit_by_model
 from quire.worker.run.graphs import capture_decode
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.sampling.parameters import MAX_LOGPROBS
@@ -32,8 +33,8 @@ from quire.worker.service.steps import EndedStep, StepLimits, Steps, new_epoch
 
 POOL = "default"
 LEASE_TTL_S = 3600.0
-MAX_GRAPH_TOKENS = 512
-"""The default of the worker's --max-graph-tokens."""
+MAX_STEP_TOKENS = 8192
+"""The default of the worker's --max-step-tokens."""
 
 
 def refused_error(refused: CallRefused | Refused) -> QuireError:
@@ -44,11 +45,22 @@ def refused_error(refused: CallRefused | Refused) -> QuireError:
     return error_of_reason(refused.reason.value, str(refused), refused.metadata)
 
 
-def make_executor(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> Executor:
-    """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept."""
+def make_executor(
+    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int | None = None
+) -> Executor:
+    """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept.
+
+    max_graph_tokens is the worker's flag, None its default.
+    """
     decode = None
     if model.device.type == "cuda":
-        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=MAX_GRAPH_TOKENS)
+        if max_graph_tokens is None:
+            max_graph_tokens = limit_by_model(
+                num_layers=model.num_layers,
+                num_parameters=model.num_layer_parameters,
+                max_step_tokens=MAX_STEP_TOKENS,
+            ).num_tokens
+        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=max_graph_tokens)
     else:
         keep_freed_memory()
         model.modes.note_without_graphs("a CPU has none")

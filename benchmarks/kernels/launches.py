@@ -3,7 +3,8 @@
     quire bench kernels launches
 
 Attention over the pool is left out: it is the same for both, a decode kernel. On a GPU torch's profiler
-counts; elsewhere this is an estimate from the operations that a step calls: see count_operations().
+counts; elsewhere this is an estimate from the operations that a step calls: see count_operations(). Besides, the time
+of the host for the launch of each kernel: see host_time.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from batches import decode_batch
+from host_time import HostTime, measure_host_times
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from report import Findings, benchmark, plain, table
@@ -223,8 +225,10 @@ def measure(quick: bool, progress: Progress) -> Findings:
         progress.advance(task)
     method = "torch's profiler" if torch.cuda.is_available() else "operations that would launch: an estimate"
     figures = {"counted": method, "rows": [asdict(row) for row in rows]}
+    host_times = measure_host_times(num_launches=20 if quick else 300, num_windows=2 if quick else 15)
+    figures["host_times"] = [asdict(row) for row in host_times]
     notes = [f"Counted: {method}. Attention over the pool, two launches a layer, and sampling are not in it."]
-    return Findings([tabulate(rows)], figures, lambda: plot(rows), notes)
+    return Findings([tabulate(rows), tabulate_host(host_times)], figures, lambda: plot(rows), notes)
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
@@ -236,6 +240,14 @@ def tabulate(rows: Sequence[Row]) -> Table:
         cells = [value for each in (row.own, row.fused) for value in (each.per_layer, each.besides, each.of_step(32))]
         ratio = row.own.of_step(32) / row.fused.of_step(32)
         made.add_row(row.family, *(f"{value:,g}" for value in cells), f"{ratio:.1f}")
+    return made
+
+
+def tabulate_host(rows: Sequence[HostTime]) -> Table:
+    title = "the host's processor time to launch a kernel, us: through Triton's binder, and with kept kernels"
+    made = table(title, "", "binder", "kept", "binder / kept")
+    for row in rows:
+        made.add_row(row.kernel, f"{row.bound_us:.1f}", f"{row.kept_us:.1f}", f"{row.bound_us / row.kept_us:.1f}")
     return made
 
 

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from quire.kernels import launching
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
 from quire.worker.model import paged_model, probe, self_check
@@ -340,6 +341,10 @@ class FakeGPU:
                 )
         self.seen.kernels[name] += 1
 
+    def _launch_kept(self, _: Any, kernel: Any, args: Any, *, grid: Any, strides: Any, options: Any) -> None:
+        """Stand in for launch_kept, which asks Triton's driver for the device; there is no compiled kernel to keep."""
+        kernel.run(*args, *strides, grid=grid, warmup=False, **options)
+
     def _classify_mask(self, function: Any, *, device: Any) -> Any:
         """Call the mask function on the fake device; its answer is that of the CPU."""
         keys = torch.arange(4, device=device)
@@ -399,6 +404,7 @@ class FakeGPU:
         yield FakeTensor, "data_ptr", lambda tensor: 1 << 20
         yield FakeTensor, "__deepcopy__", lambda tensor, memo: tensor.clone()  # not by the memory at this address
         yield triton.runtime.jit.JITFunction, "run", lambda kernel, *a, **k: self.launch(kernel, *a, **k)
+        yield launching, "launch_kept", self._launch_kept
         # Questions about numbers: their answer is what it is on a machine where all is well.
         yield torch, "randint", _really(torch.randint)  # numbers of the host
         yield torch, "randperm", _really(torch.randperm)

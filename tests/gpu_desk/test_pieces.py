@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,40 @@ def test_no_step_has_more_tokens_than_a_bucket_is_made_for(tmp_path: Path) -> No
         assert loaded.decode is not None
         assert loaded.decode.pieces is not None
         assert loaded.decode.pieces.buckets == (64, 128, 192, 200)
+
+
+def test_by_default_the_model_and_the_memory_of_its_graphs_limit_the_steps_that_are_captured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tiny model is captured up to --max-step-tokens, unless its graphs take more than 1/32 of 80 GiB."""
+    model = save("llama", tmp_path)
+    sizes = {"memory_share": 0.9, "num_blocks": None, "max_step_tokens": 2048, "max_num_seqs": 2}
+    pool_bytes = {}
+    for graph_bytes, limit in ((0, 2048), (40 << 20, 1024)):
+        caplog.clear()
+        with FakeGPU(graph_bytes=graph_bytes) as gpu, caplog.at_level(logging.INFO):
+            loaded = start(model, **sizes, max_graph_tokens=None)
+            pool_bytes[limit] = loaded.pool.num_blocks * loaded.pool.bytes_per_block
+            num_graphs = gpu.num_graphs
+        assert loaded.decode is not None
+        assert loaded.decode.pieces is not None
+        assert loaded.decode.pieces.buckets == pieces.piece_buckets(limit)
+        taken = num_graphs * graph_bytes
+        assert any(
+            line.startswith(f"CUDA graphs of mixed steps: up to {limit} tokens, by ") for line in caplog.messages
+        )
+        num_sizes, mib = len(loaded.decode.pieces.buckets), num_sizes_bytes(loaded, graph_bytes) >> 20
+        expected = rf"mixed steps of up to {limit} tokens .*: {num_sizes} sizes, captured in \d+\.\d s, {mib:,} MiB"
+        assert any(re.fullmatch(expected, line) for line in caplog.messages)
+    assert "too much memory" in caplog.text
+    assert abs(pool_bytes[2048] - pool_bytes[1024] - taken) <= loaded.pool.bytes_per_block
+
+
+def num_sizes_bytes(loaded: Loaded, graph_bytes: int) -> int:
+    """Bytes of the pieces' graphs."""
+    assert loaded.decode is not None
+    assert loaded.decode.pieces is not None
+    return len(loaded.decode.pieces.buckets) * (NUM_LAYERS + 1) * graph_bytes
 
 
 def test_pieces_that_say_something_else_are_not_used_and_the_log_says_so(

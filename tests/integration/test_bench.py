@@ -343,6 +343,9 @@ def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
     if written["counted"].endswith("an estimate"):  # on a GPU a product may be several kernels
         assert row["fused"] == {"per_layer": 8, "besides": 4}
         assert row["own"] == {"per_layer": 39, "besides": 21}
+    kernels = {row["kernel"]: (row["bound_us"], row["kept_us"]) for row in written["host_times"]}
+    assert kernels.keys() == {"add_rmsnorm", "qkv_prologue", "paged_prefill", "paged_decode", "silu_mul"}
+    assert all(min(times) > 0 for times in kernels.values())
 
 
 def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def add_rmsnorm(
     out = x.new_empty(x.shape) if out is None else out
     if num_rows == 0:
         return out
-    add_rmsnorm_kernel[launch.grid](
+    launch.run(
+        add_rmsnorm_kernel,
         x, x if residual is None else residual, weight, out,
-        num_rows, num_columns, float(eps), float(weight_offset), *launch.strides, **launch.options,
+        num_rows, num_columns, float(eps), float(weight_offset),
     )  # fmt: skip
     return out
 

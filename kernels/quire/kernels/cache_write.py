@@ -62,9 +62,7 @@ def write_kv(
     num_tokens = k.shape[0]
     if num_tokens == 0:
         return
-    write_kv_kernel[launch.grid](
-        k, v, k_pool, v_pool, slot_mapping, num_tokens, k_scale, v_scale, *launch.strides, **launch.options
-    )
+    launch.run(write_kv_kernel, k, v, k_pool, v_pool, slot_mapping, num_tokens, k_scale, v_scale)
 
 
 @prepared_once

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from quire.kernels.kept_kernels import KeptKernel, launch_kept
 
 Prepared = TypeVar("Prepared")
 
@@ -137,12 +139,21 @@ class Launch:
     """One launch as it was checked and chosen for the layouts of its arguments.
 
     A launcher makes it once for each set of layouts (see prepared_once) and uses it for all layers of a step that have
-    the same. It holds no tensor. strides are the kernel's arguments of that kind, in its order.
+    the same. It holds no tensor. strides are the kernel's arguments of that kind, in its order. kept are its compiled
+    kernels, see kept_kernels.
     """
 
     grid: tuple[int, ...]
     strides: tuple[int, ...]
     options: Mapping[str, int | bool]
+    kept: dict[Any, KeptKernel | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def run(self, kernel: Any, *args: Any) -> None:
+        """Launch the kernel on arguments of the layouts that this was prepared for; strides and options follow them."""
+        if INTERPRET:
+            kernel[self.grid](*args, *self.strides, **self.options)
+        else:
+            launch_kept(self.kept, kernel, args, grid=self.grid, strides=self.strides, options=self.options)
 
 
 def prepared_once(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:

@@ -62,9 +62,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: 
         out = outs.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:
         return out
-    merge_states_kernel[launch.grid](
-        outs, lses, out, lse, num_parts, num_tokens * num_heads, *launch.strides, **launch.options
-    )
+    launch.run(merge_states_kernel, outs, lses, out, lse, num_parts, num_tokens * num_heads)
     return out
 
 

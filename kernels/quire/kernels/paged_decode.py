@@ -158,12 +158,13 @@ def paged_decode(
     if workspace is None:
         workspace = q.new_empty(decode.workspace_size, dtype=torch.float32)
     window, chunk = plan.layout.window, plan.layout.chunk
-    paged_decode_kernel[decode.launch.grid](
+    decode.launch.run(
+        paged_decode_kernel,
         q, k_pool, v_pool, out, lse, workspace, workspace[decode.num_partials :],
         plan.programs, plan.splits, plan.token_splits, plan.tickets, *sources,
         scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        plan.layout.num_tokens, plan.layout.max_head_tiles, *decode.launch.strides, **decode.launch.options,
+        plan.layout.num_tokens, plan.layout.max_head_tiles,
     )  # fmt: skip
     return out
 

@@ -127,12 +127,13 @@ def paged_prefill(
         outs = q.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lses = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
     score_scale = scaling * k_scale * LOG2_E
-    paged_prefill_kernel[launch.grid](
+    launch.run(
+        paged_prefill_kernel,
         q, k_pool, v_pool, outs, lses, *sources,
         score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
         0.0 if softcap is None else softcap * LOG2_E,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        num_tokens, block_tables.shape[0], *launch.strides, **launch.options,
+        num_tokens, block_tables.shape[0],
     )  # fmt: skip
     if num_splits > 1:
         assert lses is not None

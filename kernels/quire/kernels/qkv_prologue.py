@@ -87,9 +87,9 @@ def qkv_prologue(
         out = qkv.new_empty(num_tokens, width // head_dim - 2 * num_kv_heads, head_dim)
     if num_tokens == 0:
         return out
-    qkv_prologue_kernel[launch.grid](
+    launch.run(
+        qkv_prologue_kernel,
         qkv, out, k_pool, v_pool, *per_token, *weights, num_tokens, eps, k_scale, v_scale,
-        *launch.strides, **launch.options,
     )  # fmt: skip
     return out
 

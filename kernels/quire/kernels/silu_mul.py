@@ -70,7 +70,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     out = gate.new_empty(gate.shape) if out is None else out
     if 0 in launch.grid:
         return out
-    silu_mul_kernel[launch.grid](gate, up, out, gate.shape[1], *launch.strides, **launch.options)
+    launch.run(silu_mul_kernel, gate, up, out, gate.shape[1])
     return out
 
 

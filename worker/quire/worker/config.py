@@ -27,7 +27,7 @@ class WorkerConfig:
     attention: str
     layer_groups: Literal["auto", "one"]
     cuda_graphs: bool
-    max_graph_tokens: int
+    max_graph_tokens: int | None
     dependent_launch: bool | None
     block_size: int
     num_blocks: int | None

@@ -146,7 +146,8 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--max-graph-tokens",
         type=click.IntRange(min=0),
-        default=512,
+        show_default="by the model's layers and parameters: as many as the device computes while the host launches "
+        "them; about 1,100 for 8B, --max-step-tokens up to 1.7B",
         metavar="TOKENS",
         help="With --cuda-graphs, steps with prompts of up to so many tokens in all are replayed as CUDA graphs too, "
         "but for their attention; 0: none are.",

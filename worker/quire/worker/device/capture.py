@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -47,6 +48,21 @@ def waits_refused() -> Iterator[None]:
         raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with the allocator's reserve. Waits for the device."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def measured_capture(capture: Callable[[], None], device: torch.device) -> str:
+    """Capture; return the time and the memory that it took, for the log. Waits for the device."""
+    before, start = free_bytes(device), time.perf_counter()
+    capture()
+    mib = (before - free_bytes(device)) / 2**20
+    return f"captured in {time.perf_counter() - start:.1f} s, {mib:,.0f} MiB"
 
 
 def cannot_capture(error: Exception) -> CannotCapture:

@@ -57,7 +57,9 @@ class PagedModel:
         self.architecture = type(model).__name__
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        text_config = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(text_config.vocab_size)
+        self.num_layers = int(text_config.num_hidden_layers)
         # The same model fills a block differently when it keeps latents.
         self.fingerprint = fingerprint(model) + (":latent" if any(s.values_in_keys for s in specs.values()) else "")
         self.step_kind = step_kind
@@ -68,7 +70,7 @@ class PagedModel:
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
-        self._counts_on = _counts_on_from_cache(model.config.get_text_config(decoder=True))
+        self._counts_on = _counts_on_from_cache(text_config)
         self._workspace = Workspace()
         self.allocate_states(0)
 
@@ -77,6 +79,13 @@ class PagedModel:
         """True if a sequence can continue only from its last position: blocks shared with others have no state for
         it."""
         return bool(self.state_specs)
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """The parameters that each token of a step is computed with: all but the embedding's and the output layer's."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        left_out = {parameter for module in ends if module is not None for parameter in module.parameters()}
+        return sum(each.numel() for each in self._model.parameters() if each not in left_out)
 
     def make_pool(self, *, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVPool:
         """Make a pool for the model, on its device; dtype None: the model's. Raises what KVPool raises."""

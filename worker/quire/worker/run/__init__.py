@@ -2,6 +2,7 @@
 
     loading.py          loads a rank: model, pool, host tier, CUDA graphs
     pool_budget.py      the memory that the pool can take
+    graph_limit.py      the largest step that is worth CUDA graphs, by the model
     peak_step.py        the GPU memory of the largest step
     warm_up.py          steps that compile every kernel before the worker serves
     model_thread.py     the thread that launches steps in order, and the one that waits for their end

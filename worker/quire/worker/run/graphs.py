@@ -24,6 +24,8 @@ from quire.worker.device.capture import (
     cannot_capture,
     capture_stream,
     first_cause,
+    free_bytes,
+    measured_capture,
     on_capture_stream,
     waits_refused,
 )
@@ -376,7 +378,7 @@ def capture_decode(
     try:
         _check_replays(model)
         decode = _static_decode(model, pool, max_num_seqs=max_num_seqs)
-        decode.capture()
+        captured = measured_capture(decode.capture, model.device)
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
         _note_without_graphs(model, first_cause(error), max_graph_tokens=max_graph_tokens)
         return None
@@ -390,7 +392,7 @@ def capture_decode(
     else:
         model.modes.note(Part.SAMPLER, "CUDA graphs")
     model.modes.note(Part.DECODE, f"CUDA graphs of up to {decode.buckets[-1]} sequences")
-    log.info("decode steps run as CUDA graphs of up to %d sequences", decode.buckets[-1])
+    log.info("decode steps run as CUDA graphs of up to %d sequences: %s", decode.buckets[-1], captured)
     if not max_graph_tokens:
         model.modes.note(Part.PROMPTS, "without CUDA graphs: --max-graph-tokens 0")
     else:
@@ -414,7 +416,7 @@ def measure_graphs(
     pieces. Each of the others is taken to need as much as the second: it finds the memory of the largest, and adds its
     graphs.
     """
-    free = partial(_free_bytes, model.device)
+    free = partial(free_bytes, model.device)
     pieces: StaticPieces | None = None
     after_pieces: list[int] = []
     sizes = piece_buckets(max_graph_tokens) if max_graph_tokens else ()
@@ -443,13 +445,6 @@ def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
     if not after:
         return 0
     return before - after[0] + sum(after[0] - second for second in after[1:]) * (num_buckets - 1)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with the allocator's reserve. Waits for the device."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _static_decode(model: PagedModel, pool: KVPool, *, max_num_seqs: int) -> StaticDecode:

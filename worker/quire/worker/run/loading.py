@@ -29,8 +29,9 @@ from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
+from quire.worker.run.graph_limit import NO_GRAPHS
 from quire.worker.run.graphs import StaticDecode, capture_decode
-from quire.worker.run.pool_budget import most_graph_tokens, size_of_pool
+from quire.worker.run.pool_budget import choose_graphs, size_of_pool
 from quire.worker.run.ranks import ONE_RANK, OneRank
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.run.warm_up import StepSizes, warm_up
@@ -149,7 +150,9 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
         has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
         raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
-    size = size_of_pool(config, model, kv_dtype, ranks)
+    has_graphs = device.type == "cuda" and uses_graphs(config)
+    graphs = choose_graphs(config, model, kv_dtype) if has_graphs else NO_GRAPHS
+    size = size_of_pool(config, model, kv_dtype, ranks, graphs=graphs)
     log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
     log.info("attention: %s", model.describe_attention())
     log.info("pool: %s", size.explanation)
@@ -161,10 +164,9 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     pool = model.make_pool(num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype)
     note_copies(model.modes, pool)
     decode = None
-    if device.type == "cuda" and uses_graphs(config):
-        decode = capture_decode(
-            model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
-        )
+    if has_graphs:
+        log.info("CUDA graphs of mixed steps: up to %d tokens, by %s", graphs.num_tokens, graphs.reason)
+        decode = capture_decode(model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=graphs.num_tokens)
     grammars = load_grammars(
         find_tokenizer(config.model, revision=config.revision),
         vocab_size=model.vocab_size,

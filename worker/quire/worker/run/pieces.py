@@ -32,6 +32,7 @@ from quire.worker.device.capture import (
     cannot_capture,
     capture_stream,
     first_cause,
+    measured_capture,
     on_capture_stream,
     waits_refused,
 )
@@ -325,13 +326,18 @@ def capture_pieces(model: PagedModel, pool: KVPool, *, max_tokens: int, memory: 
     try:
         _check_pieces(model, max_tokens)
         pieces = StaticPieces(model, pool, buckets=piece_buckets(max_tokens), memory=memory)
-        pieces.capture()
+        captured = measured_capture(pieces.capture, model.device)
     except (CannotCapture, torch.OutOfMemoryError, MemoryError) as error:
         log.warning("mixed steps run without CUDA graphs: %s", first_cause(error))
         model.modes.note(Part.PROMPTS, "without CUDA graphs", degraded=first_cause(error))
         return None
     model.modes.note(Part.PROMPTS, f"CUDA graphs of up to {max_tokens} tokens, but for their attention")
-    log.info("mixed steps of up to %d tokens run as CUDA graphs between their attention", max_tokens)
+    log.info(
+        "mixed steps of up to %d tokens run as CUDA graphs between their attention: %d sizes, %s",
+        max_tokens,
+        len(pieces.buckets),
+        captured,
+    )
     return pieces
 
 

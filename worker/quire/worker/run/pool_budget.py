@@ -10,6 +10,7 @@ from quire.worker.memory.kv_pool import bytes_per_block
 from quire.worker.memory.layer_groups import specs_of_places
 from quire.worker.memory.pool_size import Budget, PoolSize, share_of_device, share_of_free, size_pool
 from quire.worker.model.paged_model import PagedModel
+from quire.worker.run.graph_limit import NO_GRAPHS, GraphLimit, limit_by_memory, limit_by_model
 from quire.worker.run.graphs import measure_graphs
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
 from quire.worker.run.ranks import OneRank
@@ -20,21 +21,30 @@ MAX_BLOCKS = 2**24  # that a pool can be registered with
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
-def size_of_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> PoolSize:
-    """The size that all ranks have room for. Raises what size_pool raises."""
-    size = size_own_pool(config, model, kv_dtype, ranks)
+def size_of_pool(
+    config: WorkerConfig,
+    model: PagedModel,
+    kv_dtype: torch.dtype,
+    ranks: OneRank,
+    *,
+    graphs: GraphLimit = NO_GRAPHS,
+) -> PoolSize:
+    """The size that all ranks have room for, beside the graphs. Raises what size_pool raises."""
+    size = size_own_pool(config, model, kv_dtype, ranks, graphs=graphs)
     num_blocks = ranks.least(size.num_blocks)
     if num_blocks == size.num_blocks:
         return size
     return PoolSize(num_blocks, f"{num_blocks} blocks, which another rank has room for; here {size.explanation}")
 
 
-def size_own_pool(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> PoolSize:
+def size_own_pool(
+    config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank, *, graphs: GraphLimit
+) -> PoolSize:
     """The size that this rank has room for; flags that give bytes give them for all ranks together."""
     block_bytes = bytes_per_block(specs_of_places(model.specs, model.layer_groups), config.block_size, kv_dtype)
     if not block_bytes:
         return size_empty_pool(config, model)
-    budget, free_bytes = pool_budget(config, model, kv_dtype, ranks)
+    budget, free_bytes = pool_budget(config, model, kv_dtype, ranks, graphs=graphs)
     given_bytes = config.kv_cache_memory_bytes
     if config.memory_share is None:
         budget = limit_budget(budget, config, model, block_bytes)
@@ -79,10 +89,12 @@ def size_empty_pool(config: WorkerConfig, model: PagedModel) -> PoolSize:
     return PoolSize(num_blocks, f"{num_blocks} blocks of 0 bytes: the model keeps states per sequence and nothing else")
 
 
-def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank) -> tuple[Budget, int]:
+def pool_budget(
+    config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank, *, graphs: GraphLimit
+) -> tuple[Budget, int]:
     """Bytes for the pool by --memory-share, and bytes that it could take at most.
 
-    On a GPU runs the largest step, and captures some decode steps, to measure their memory.
+    On a GPU runs the largest step, to measure its memory.
     """
     device = model.device
     share = MEMORY_SHARE.get(device.type, MEMORY_SHARE["cpu"]) if config.memory_share is None else config.memory_share
@@ -99,26 +111,39 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, 
             kv_dtype=kv_dtype,
         ),
     )
-    graph_bytes = 0
-    if config.cuda_graphs and not config.has_ranks:
-        graph_bytes = measure_graphs(
-            model,
-            max_num_seqs=config.max_num_seqs,
-            max_graph_tokens=most_graph_tokens(config),
-            block_size=config.block_size,
-            kv_dtype=kv_dtype,
-        )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     budget = share_of_device(
         share,
         total_bytes=total_bytes,
         used_bytes=total_bytes - free_bytes,
         step_bytes=step_bytes,
-        graph_bytes=graph_bytes,
+        graph_bytes=graphs.num_bytes,
     )
-    return budget, free_bytes - step_bytes - graph_bytes
+    return budget, free_bytes - step_bytes - graphs.num_bytes
 
 
-def most_graph_tokens(config: WorkerConfig) -> int:
-    """Tokens of the largest step with pieces as graphs: no step has more than --max-step-tokens."""
-    return min(config.max_graph_tokens, config.max_step_tokens)
+def choose_graphs(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype) -> GraphLimit:
+    """Return the largest step that is to be replayed as CUDA graphs: as the flag says, or by the model and the memory.
+
+    No step has more than --max-step-tokens. On a GPU captures some graphs, to measure their memory.
+    """
+    total_bytes = torch.cuda.mem_get_info(model.device)[1]
+
+    def measure_bytes(num_tokens: int) -> int:
+        return measure_graphs(
+            model,
+            max_num_seqs=config.max_num_seqs,
+            max_graph_tokens=num_tokens,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+        )
+
+    if config.max_graph_tokens is not None:
+        num_tokens = min(config.max_graph_tokens, config.max_step_tokens)
+        return GraphLimit(num_tokens, "--max-graph-tokens", measure_bytes(num_tokens))
+    limit = limit_by_model(
+        num_layers=model.num_layers,
+        num_parameters=model.num_layer_parameters,
+        max_step_tokens=config.max_step_tokens,
+    )
+    return limit_by_memory(limit, measure_bytes, total_bytes=total_bytes)
