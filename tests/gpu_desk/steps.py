@@ -45,6 +45,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "layer_groups": "auto",
             "cuda_graphs": True,
             "max_graph_tokens": 512,
+            "step_graph": "parts",
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,

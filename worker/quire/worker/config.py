@@ -28,6 +28,7 @@ class WorkerConfig:
     layer_groups: Literal["auto", "one"]
     cuda_graphs: bool
     max_graph_tokens: int
+    step_graph: Literal["parts", "one"]
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None

@@ -15,6 +15,7 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
 ATTENTION_NAMES = ("auto", "torch", "triton")
 LAYER_GROUP_NAMES = ("auto", "one")
+STEP_GRAPH_NAMES = ("parts", "one")
 MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -149,6 +150,14 @@ OWN_FLAGS: list[Flag] = [
         metavar="TOKENS",
         help="With --cuda-graphs, steps with prompts of up to so many tokens in all are replayed as CUDA graphs too, "
         "but for their attention; 0: none are.",
+    ),
+    option(
+        "--step-graph",
+        type=click.Choice(STEP_GRAPH_NAMES),
+        default="parts",
+        help="With --cuda-graphs, a step of one token per sequence is parts: three graphs, with copies before and "
+        "behind. Or one: a single graph, which reads its inputs from this machine's memory and writes its tokens "
+        "there. Steps with more to do than to sample have parts.",
     ),
     option(
         "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's."

@@ -27,6 +27,7 @@ from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
@@ -102,7 +103,8 @@ class Sampling:
 
     seq_ids: list[int]
     num_asked: list[int | None]
-    sampled: Sampled
+    sampled: Sampled | StepTokens
+    """StepTokens if the step is one graph, which writes its tokens to the host itself."""
     moments: tuple[Moment, Moment, Moment, Moment]
     """The times before the step, with its batch built, after the forward and after sampling."""
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
@@ -112,8 +114,11 @@ class Sampling:
     scores: Scores | None = None
     """These, of all of them together."""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
+    def readback(self, device: torch.device) -> Readback | StepTokens:
+        """Have the values brought to the host: those of `sampled`, and of `scores`."""
+        if isinstance(self.sampled, StepTokens):
+            return self.sampled
+        return Readback(device, *self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
 
 
 class LaunchedStep:
@@ -127,7 +132,7 @@ class LaunchedStep:
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
         self._sampling = sampling
-        self._readback = Readback(device, *(() if sampling is None else sampling.tensors()))
+        self._readback = Readback(device) if sampling is None else sampling.readback(device)
 
     def collect(self) -> StepResult:
         """Waits for the step to end; from any thread.
@@ -339,6 +344,8 @@ class Executor:
         for lease_id in list(self._leases):
             self._forget_lease(lease_id)
         self._host_pool.finish()  # of a step that could not be applied
+        if self._decode is not None:
+            self._decode.begin_anew()
         self._is_damaged = False
 
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:
@@ -430,8 +437,12 @@ class Executor:
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
         device, runs = self._model.device, _granted_runs(step.grant, lease.rows)
+        draws = self._draws(step, runs)
+        if draws is not None and (tokens := self._run_whole(step, runs, draws)) is not None:
+            ended = Moment(device)
+            return Sampling(runs.seq_ids, num_asked=[], sampled=tokens, moments=(started, started, ended, ended))
         with phase("prepare batch"):
-            batch, draws = self._build_batch(step, runs)
+            batch = self._build_batch(step, runs, draws)
         prepared = Moment(device)
         making = self._grammars.begin(_masked_runs(step, runs.rows)) if self._grammars.follows(runs.rows) else None
         try:
@@ -462,11 +473,31 @@ class Executor:
         params = [self._sampler.params(runs.rows[run]) for run in runs.chosen]
         return [None if row_params is None else row_params.num_logprobs for row_params in params]
 
-    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns) -> tuple[StepBatch, Draws | None]:
-        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
-        token_ids: list[TokenArray | None] = [None] * len(runs.rows)
-        for run, given in step.given_tokens.items():
-            token_ids[run] = given
+    def _draws(self, step: AcceptedStep, runs: GrantedRuns) -> Draws | None:
+        """How the static sampler chooses the step's tokens, if it can."""
+        if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
+            return None
+        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
+        return self._sampler.draws(runs.rows) if is_replayed else None
+
+    def _run_whole(self, step: AcceptedStep, runs: GrantedRuns, draws: Draws) -> StepTokens | None:
+        """Launch the step as one graph, if it can be; the tokens to come."""
+        if self._decode is None:
+            return None
+        with phase("whole step"):
+            launched = self._decode.run_whole(runs.rows, runs.starts, _token_ids(step, runs), draws)
+        if launched is None:
+            return None
+        batch, tokens = launched
+        self._check_whole(step.grant, batch)
+        return tokens
+
+    def _check_whole(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> None:
+        """Check a step that was launched as one graph; this executor checks nothing."""
+
+    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns, draws: Draws | None) -> StepBatch:
+        """The step's numbers on the device, with draws those of the static sampler, too."""
+        token_ids = _token_ids(step, runs)
         if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
             batch = build_step_batch(
                 self._table,
@@ -476,10 +507,8 @@ class Executor:
                 counts=runs.counts,
                 token_ids=token_ids,
             )
-            return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
-        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
-        draws = self._sampler.draws(runs.rows) if is_replayed else None
-        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws), draws
+            return replace(batch, keeps_hidden_states=True) if step.scored else batch
+        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws)
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
@@ -545,6 +574,14 @@ def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> Grante
         counts=np.array(grant.run_token_counts),
         chosen=np.array(grant.run_samples).nonzero()[0],
     )
+
+
+def _token_ids(step: AcceptedStep, runs: GrantedRuns) -> list[TokenArray | None]:
+    """The tokens of each run that the client has given, None for the token sampled last."""
+    token_ids: list[TokenArray | None] = [None] * len(runs.rows)
+    for run, given in step.given_tokens.items():
+        token_ids[run] = given
+    return token_ids
 
 
 def _masked_runs(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:

@@ -131,7 +131,11 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     decode = None
     if device.type == "cuda" and uses_graphs(config):
         decode = capture_decode(
-            model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=most_graph_tokens(config)
+            model,
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_graph_tokens=most_graph_tokens(config),
+            whole=config.step_graph == "one",
         )
     grammars = load_grammars(
         find_tokenizer(config.model, revision=config.revision),

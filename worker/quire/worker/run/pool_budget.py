@@ -107,6 +107,7 @@ def pool_budget(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, 
             max_graph_tokens=most_graph_tokens(config),
             block_size=config.block_size,
             kv_dtype=kv_dtype,
+            whole=config.step_graph == "one",
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     budget = share_of_device(
