@@ -168,6 +168,7 @@ class _Event:
 
     def __init__(self, gpu: FakeGPU, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self._gpu = gpu
+        self._blocking = blocking
         self._at = 0
 
     def record(self, *_: Any) -> None:
@@ -175,10 +176,11 @@ class _Event:
 
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
+        self._gpu.waits.append("block" if self._blocking else "spin")
         self._gpu.ring_steps.run(self._at)
 
     def query(self) -> bool:
-        self.synchronize()
+        self._gpu.ring_steps.run(self._at)
         return True
 
     def elapsed_time(self, _: Any) -> float:
@@ -299,6 +301,8 @@ class FakeGPU:
         self._stack = contextlib.ExitStack()
         self.driver = _Driver()
         self.ring_steps = RingSteps()
+        self.waits: list[str] = []
+        """Of each event that was waited for: if its thread left its core to others meanwhile."""
         self._is_on = False
         self._sync_debug_mode: int | str = 0
 

@@ -46,6 +46,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "cuda_graphs": True,
             "max_graph_tokens": 512,
             "step_graph": "parts",
+            "wait": "block",
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,

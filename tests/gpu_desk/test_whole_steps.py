@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpu_desk.fake_device import FakeGPU, Seen
-from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
+from gpu_desk.steps import MAX_NUM_SEQS, make_executor, mixed_and_decode_steps, start
 from model_zoo import save
 
 from quire.worker.memory.step_ring import RingOutOfStep, StepRing
@@ -42,6 +42,7 @@ def test_a_decode_step_is_one_replay_and_nothing_else(family: str, folder: Path)
     with FakeGPU() as gpu:
         loaded = start_whole(folder, family)
         executor = make_executor(loaded)
+        gpu.waits.clear()
         for params in (SamplingParams(), DRAWN):
             mixed, decodes = mixed_and_decode_steps(params, num_groups=len(loaded.pool.groups))
             for step in mixed:
@@ -50,6 +51,25 @@ def test_a_decode_step_is_one_replay_and_nothing_else(family: str, folder: Path)
                 seen = run(gpu, executor, step)
                 assert (seen.replays, seen.num_launches) == (1, 1)
                 assert (seen.syncs, seen.to_device, seen.to_host) == ([], 0, 0)
+            executor.begin_epoch()
+        assert set(gpu.waits) == {"block"}
+
+
+def test_who_may_spin_does_so_for_decode_steps_while_they_are_short(folder: Path) -> None:
+    """All times of the fake device are 1 ms: a step as one graph has one of them, one in parts has three."""
+    with FakeGPU() as gpu:
+        loaded = start_whole(folder)
+        for ring, expected in ((loaded.decode.ring, "spin"), (None, "block")):  # type: ignore[union-attr]
+            loaded.decode.ring = ring  # type: ignore[union-attr]
+            executor = Executor(loaded.model, loaded.pool, max_num_seqs=MAX_NUM_SEQS, decode=loaded.decode, spins=True)
+            waits = []
+            for steps in mixed_and_decode_steps(SamplingParams()):
+                for step in steps:
+                    gpu.waits.clear()
+                    run(gpu, executor, step)
+                    waits += gpu.waits
+            # The second step is of two sequences with one token each: the first one that is known.
+            assert waits == ["block"] * 4 + [expected] * 8
             executor.begin_epoch()
 
 

@@ -275,6 +275,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         cuda_graphs=False,
         max_graph_tokens=0,
         step_graph="parts",
+        wait="block",
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,

@@ -47,11 +47,14 @@ def pin(owner: object, memory: Tensor) -> None:
 class Arrival:
     """The moment at which the device has done all work submitted so far, to wait for."""
 
-    def __init__(self, device: torch.device) -> None:
-        """No sync. A thread that waits leaves its core to others."""
+    def __init__(self, device: torch.device, *, spins: bool = False) -> None:
+        """No sync. A thread that waits leaves its core to others, or, if it spins, keeps it and goes on sooner.
+
+        Spinning is CUDA's: it needs no interpreter, so other threads of Python run meanwhile.
+        """
         self._event = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(blocking=not spins)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> None:
@@ -63,10 +66,13 @@ class Arrival:
 class Readback:
     """Tensors on their way to the host: their content when the device has done all work submitted before."""
 
-    def __init__(self, device: torch.device, *tensors: Tensor | None) -> None:
-        """Cost: a copy each into pinned memory; no sync. Without tensors there is still the device to wait for."""
+    def __init__(self, device: torch.device, *tensors: Tensor | None, spins: bool = False) -> None:
+        """Cost: a copy each into pinned memory; no sync. Without tensors there is still the device to wait for.
+
+        spins is that of Arrival.
+        """
         self._tensors = tuple(None if tensor is None else _to_host(tensor) for tensor in tensors)
-        self._arrival = Arrival(device)
+        self._arrival = Arrival(device, spins=spins)
 
     def wait(self) -> tuple[Tensor | None, ...]:
         """The tensors, on the CPU. Raises the device's error since the copies were queued."""
@@ -92,6 +98,8 @@ class Moment:
 
     def seconds_until(self, later: Moment) -> float:
         """Return the seconds to a later moment of the same device, which must be in the past."""
+        if later is self:
+            return 0.0
         if self._event is None or later._event is None:
             return later._host_s - self._host_s
         return float(self._event.elapsed_time(later._event)) / 1000

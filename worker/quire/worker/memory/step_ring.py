@@ -82,9 +82,9 @@ class StepRing:
         columns[:, layout.num_inputs + 1] = counts[:-1]
         slot[:HEADER_WORDS] = self._turn, num_seqs, firsts[-1], counts[-1]
 
-    def launched(self, num_seqs: int) -> StepTokens:
-        """Note that the step that was filled in last is launched; return its tokens to come."""
-        tokens = StepTokens(self, self._slot, self._turn, num_seqs)
+    def launched(self, num_seqs: int, *, spins: bool = False) -> StepTokens:
+        """Note that the step that was filled in last is launched; return its tokens to come. spins: see Arrival."""
+        tokens = StepTokens(self, self._slot, self._turn, num_seqs, spins=spins)
         self._taken[self._slot] = True
         self._turn += 1
         return tokens
@@ -102,11 +102,11 @@ class StepRing:
 class StepTokens:
     """The tokens of a launched step, like a Readback of them."""
 
-    def __init__(self, ring: StepRing, slot: int, turn: int, num_seqs: int) -> None:
+    def __init__(self, ring: StepRing, slot: int, turn: int, num_seqs: int, *, spins: bool) -> None:
         """Make it when the step is launched. No copy, no sync."""
         self._ring = ring
         self._place = slot, turn, num_seqs
-        self._arrival = Arrival(ring.state.device)
+        self._arrival = Arrival(ring.state.device, spins=spins)
 
     def wait(self) -> tuple[Tensor, None, None, None]:
         """The tokens [n] int64, as Sampled.tensors() has them. Raises RingOutOfStep, or the device's error."""

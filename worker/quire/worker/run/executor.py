@@ -8,6 +8,7 @@ ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,9 @@ from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, 
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
 log = logging.getLogger(__name__)
+
+MAX_SPIN_S = 0.002
+"""Of a step that a thread may wait for without giving up its core: a longer one is worth the wake-up."""
 
 
 class Outcome(Enum):
@@ -113,12 +117,15 @@ class Sampling:
     """Sequences with log-probabilities for their prompts, and the tokens."""
     scores: Scores | None = None
     """These, of all of them together."""
+    spins: bool = False
+    """See Arrival."""
 
     def readback(self, device: torch.device) -> Readback | StepTokens:
         """Have the values brought to the host: those of `sampled`, and of `scores`."""
         if isinstance(self.sampled, StepTokens):
             return self.sampled
-        return Readback(device, *self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
+        scores = () if self.scores is None else self.scores.tensors()
+        return Readback(device, *self.sampled.tensors(), *scores, spins=self.spins)
 
 
 class LaunchedStep:
@@ -131,6 +138,8 @@ class LaunchedStep:
         """Those of the host tier, and the number of blocks copied within the pool."""
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
+        self.on_collected: Callable[[StepResult], None] = lambda result: None
+        """Called with the result of a step that sampled."""
         self._sampling = sampling
         self._readback = Readback(device) if sampling is None else sampling.readback(device)
 
@@ -153,7 +162,7 @@ class LaunchedStep:
         assert tokens is not None
         sampled = Sampled(tokens, chosen, top_ids, top)
         started, prepared, forwarded, ended = self._sampling.moments
-        return replace(
+        result = replace(
             self.result,
             sampled_ids=self._sampling.seq_ids,
             sampled_tokens=sampled.tokens.tolist(),
@@ -167,6 +176,8 @@ class LaunchedStep:
             host=host,
             num_copied=num_copied,
         )
+        self.on_collected(result)
+        return result
 
     def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
         if self._sampling is None or not scores:
@@ -228,8 +239,12 @@ class Executor:
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
+        spins: bool = False,
     ) -> None:
         """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
+
+        With `spins` the thread that collects a step of `decode` keeps its core busy until the device has ended, if the
+        last one took less than MAX_SPIN_S.
 
         `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
         belongs to one executor: its table holds the executor's sequences.
@@ -257,6 +272,9 @@ class Executor:
         self._grammars = GrammarRows(self._table, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
+        self._spins = spins
+        self._decode_s = math.inf
+        """The time of the last decode step of which the tokens were read."""
         self.profiler: StepProfiler | None = None
 
     def execute(self, step: AcceptedStep) -> StepResult:
@@ -307,7 +325,19 @@ class Executor:
         num_copied = len(grant.copy_source_block_ids)
         launched.copies = (self._host_pool.finish(), num_copied)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
+        if self._spins and self._is_decode(step):
+            launched.on_collected = self._note_decode
         return launched
+
+    def _is_decode(self, step: AcceptedStep) -> bool:
+        """True if the step is one of those that the static memory is for."""
+        return self._decode is not None and self._decode.takes_counts(np.array(step.grant.run_token_counts))
+
+    def _note_decode(self, result: StepResult) -> None:
+        self._decode_s = result.prepare_s + result.forward_s + result.sample_s
+
+    def _may_spin(self, step: AcceptedStep) -> bool:
+        return self._spins and self._decode_s < MAX_SPIN_S and self._is_decode(step)
 
     def _table_digest(self) -> int:
         """A number that is equal on all ranks; this one says nothing."""
@@ -464,6 +494,7 @@ class Executor:
                 GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in runs.those_of(masks.failures)
             ],
             late_ids=[seq_id for seq_id, _ in runs.those_of(masks.late)],
+            spins=self._may_spin(step),
         )
 
     def _num_asked(self, sampled: Sampled, runs: GrantedRuns) -> list[int | None]:
@@ -485,7 +516,8 @@ class Executor:
         if self._decode is None:
             return None
         with phase("whole step"):
-            launched = self._decode.run_whole(runs.rows, runs.starts, _token_ids(step, runs), draws)
+            token_ids, spins = _token_ids(step, runs), self._may_spin(step)
+            launched = self._decode.run_whole(runs.rows, runs.starts, token_ids, draws, spins=spins)
         if launched is None:
             return None
         batch, tokens = launched

@@ -212,8 +212,12 @@ class StaticDecode:
         starts: Sequence[int] | Int64s,
         token_ids: Sequence[TokenIds | None],
         draws: Draws,
+        *,
+        spins: bool = False,
     ) -> tuple[StepBatch, StepTokens] | None:
         """Prepare a batch, run the model and sample, as one graph: return the batch, and the tokens to come.
+
+        spins is that of Arrival.
 
         None, with nothing done, if there is no ring, or the steps launched before have all its slots. Raises ValueError
         as build_step_batch does. Cost: one launch, no copy.
@@ -226,7 +230,7 @@ class StaticDecode:
         self._replay(Whole[draws.way.name], self._bucket(len(rows)))
         self.table.note_sent()
         self.table.note_sampled(rows, runs.ends)
-        return self._batch_of(runs), self.ring.launched(len(rows))
+        return self._batch_of(runs), self.ring.launched(len(rows), spins=spins)
 
     def begin_anew(self) -> None:
         """Have all launched steps forgotten: those that failed may have left the ring out of step."""

@@ -158,6 +158,7 @@ def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Execu
         decode=loaded.decode,
         host_pool=loaded.host_pool,
         ranks=ranks,
+        spins=config.wait == "spin",
     )
 
 

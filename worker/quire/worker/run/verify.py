@@ -448,8 +448,11 @@ class VerifyingExecutor(Executor):
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
+        spins: bool = False,
     ) -> None:
-        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks)
+        super().__init__(
+            model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks, spins=spins
+        )
         self.runs_ahead = False
         self._verifier = OwnershipVerifier(
             num_blocks=pool.num_blocks,
