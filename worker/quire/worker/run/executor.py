@@ -517,14 +517,12 @@ class Executor:
             return None
         with phase("whole step"):
             token_ids, spins = _token_ids(step, runs), self._may_spin(step)
-            launched = self._decode.run_whole(runs.rows, runs.starts, token_ids, draws, spins=spins)
-        if launched is None:
-            return None
-        batch, tokens = launched
-        self._check_whole(step.grant, batch)
+            tokens = self._decode.run_whole(runs.rows, runs.starts, token_ids, draws, spins=spins)
+        if tokens is not None:
+            self._check_whole(step.grant, self._decode)
         return tokens
 
-    def _check_whole(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> None:
+    def _check_whole(self, grant: grant_pb2.StepGrant, decode: StaticDecode) -> None:
         """Check a step that was launched as one graph; this executor checks nothing."""
 
     def _build_batch(self, step: AcceptedStep, runs: GrantedRuns, draws: Draws | None) -> StepBatch:

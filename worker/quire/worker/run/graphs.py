@@ -141,6 +141,7 @@ class StaticDecode:
                 max_num_seqs=largest, vocab_size=model.vocab_size, device=device
             )
         self._prepared: StepBatch | None = None
+        self._whole: Runs | None = None
         self.pieces: StaticPieces | None = None
         """The graphs of steps that it does not take; None if there are none."""
         self.ring: StepRing | None = None
@@ -214,8 +215,8 @@ class StaticDecode:
         draws: Draws,
         *,
         spins: bool = False,
-    ) -> tuple[StepBatch, StepTokens] | None:
-        """Prepare a batch, run the model and sample, as one graph: return the batch, and the tokens to come.
+    ) -> StepTokens | None:
+        """Prepare a batch, run the model and sample, as one graph: return the tokens to come.
 
         spins is that of Arrival.
 
@@ -230,7 +231,14 @@ class StaticDecode:
         self._replay(Whole[draws.way.name], self._bucket(len(rows)))
         self.table.note_sent()
         self.table.note_sampled(rows, runs.ends)
-        return self._batch_of(runs), self.ring.launched(len(rows), spins=spins)
+        self._whole = runs
+        return self.ring.launched(len(rows), spins=spins)
+
+    def whole_batch(self) -> StepBatch:
+        """The batch that run_whole() has made last, valid until the next step. The device may not have made it yet."""
+        if self._whole is None:
+            raise ValueError("no step was run as one graph")
+        return self._batch_of(self._whole)
 
     def begin_anew(self) -> None:
         """Have all launched steps forgotten: those that failed may have left the ring out of step."""
@@ -684,7 +692,7 @@ def _count_different(decode: StaticDecode, sampler: Sampler, rows: Sequence[int]
     launched = decode.run_whole(rows, starts, token_ids, draws)
     if launched is None:
         raise RingOutOfStep("a slot of the ring was not given back")
-    tokens, *_ = launched[1].wait()
+    tokens, *_ = launched.wait()
     after = decode.table.last_token.clone()
     decode.table.last_token.copy_(before)
     if position:

@@ -488,9 +488,9 @@ class VerifyingExecutor(Executor):
         self._begin_step(grant, batch)
         return super()._forward(grant, batch)
 
-    def _check_whole(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> None:
+    def _check_whole(self, grant: grant_pb2.StepGrant, decode: StaticDecode) -> None:
         """See Executor._check_whole: of what the device has read and written, because it has made the batch itself."""
-        self._begin_step(grant, batch)
+        self._begin_step(grant, decode.whole_batch())
 
     def _begin_step(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> None:
         self._verifier.begin_step(
