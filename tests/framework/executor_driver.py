@@ -7,7 +7,7 @@ soon as no later token sees them; they are filled with NaN and handed out again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
@@ -19,13 +19,15 @@ from model_zoo import VOCAB_SIZE
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.host_pool import make_host_pool
-from quire.worker.memory.kv_pool import NULL_BLOCK
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Outcome
+from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.verify import VerifyingExecutor
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
+MAX_NUM_SEQS = 8
 MAX_MODEL_LEN = 64
 PROMPT_LENGTHS = (5, 33, 12, 1, 20)
 # Tokens per step and sequence; a sequence at the end of its list decodes. Sequence i enters at step i // 2.
@@ -48,10 +50,20 @@ class Stream:
 class ExecutorDriver:
     """The orders of cachemgr and a client for a few sequences, one step after the other."""
 
-    def __init__(self, model: PagedModel) -> None:
-        self.pool = model.make_pool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        block_size: int = BLOCK_SIZE,
+        make_decode: Callable[[PagedModel, KVPool], StaticDecode] | None = None,
+    ) -> None:
+        self.pool = model.make_pool(num_blocks=NUM_BLOCKS, block_size=block_size)
+        self._block_size = block_size
         host_pool = make_host_pool(self.pool, num_blocks=NUM_BLOCKS)
-        self.executor = VerifyingExecutor(model, self.pool, max_num_seqs=8, host_pool=host_pool)
+        decode = None if make_decode is None else make_decode(model, self.pool)
+        self.executor = VerifyingExecutor(
+            model, self.pool, max_num_seqs=MAX_NUM_SEQS, decode=decode, host_pool=host_pool
+        )
         self.num_passed = 0
         """Table entries that were given up."""
         for tensor in self.pool.tensors():
@@ -82,10 +94,10 @@ class ExecutorDriver:
         self._grant.fork_child_ids.append(child.seq_id)
         self._tables[child.seq_id] = [[] for _ in self.pool.groups]
         for number, group in enumerate(self.pool.groups):
-            table = self._tables[parent.seq_id][number][: -(-length // BLOCK_SIZE)]
-            passed = group.count_passed(length, BLOCK_SIZE)
+            table = self._tables[parent.seq_id][number][: -(-length // self._block_size)]
+            passed = group.count_passed(length, self._block_size)
             copy = self._free.pop()
-            if (length - 1) % BLOCK_SIZE:
+            if (length - 1) % self._block_size:
                 self._grant.copy_source_block_ids.append(table[-1])
                 self._grant.copy_target_block_ids.append(copy)
             self._write(child.seq_id, number, [*table[passed:-1], copy], first=passed)
@@ -94,11 +106,11 @@ class ExecutorDriver:
     def share(self, owner: Stream, other: Stream, num_tokens: int) -> None:
         """Let `other` begin with the owner's first blocks, which may be computed in the next step only."""
         for number, group in enumerate(self.pool.groups):
-            missing = num_tokens // BLOCK_SIZE - len(self._tables[owner.seq_id][number])
+            missing = num_tokens // self._block_size - len(self._tables[owner.seq_id][number])
             if missing > 0:
                 self._write(owner.seq_id, number, [self._free.pop() for _ in range(missing)])
-            passed = group.count_passed(num_tokens, BLOCK_SIZE)
-            shared = self._tables[owner.seq_id][number][passed : num_tokens // BLOCK_SIZE]
+            passed = group.count_passed(num_tokens, self._block_size)
+            shared = self._tables[owner.seq_id][number][passed : num_tokens // self._block_size]
             self._write(other.seq_id, number, shared, first=passed)
         other.num_computed = num_tokens
 
@@ -153,7 +165,7 @@ class ExecutorDriver:
         """Give up entries that no later token of the stream sees. Blocks in no other table are free again."""
         for number, group in enumerate(self.pool.groups):
             table = self._tables[stream.seq_id][number]
-            passed = group.count_passed(stream.num_computed, BLOCK_SIZE)
+            passed = group.count_passed(stream.num_computed, self._block_size)
             given_up = {block_id for block_id in table[:passed] if block_id != NULL_BLOCK}
             if not given_up:
                 continue
@@ -183,7 +195,7 @@ class ExecutorDriver:
             if stream.seq_id not in grant.fork_child_ids:
                 self._pass_blocks(stream)
             for number, table in enumerate(self._tables[stream.seq_id]):
-                missing = -(-end // BLOCK_SIZE) - len(table)
+                missing = -(-end // self._block_size) - len(table)
                 if missing > 0:
                     self._write(stream.seq_id, number, [self._free.pop() for _ in range(missing)])
             grant.run_sequence_ids.append(stream.seq_id)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from compilations import compilations
+from gpu_desk.steps import mixed_and_decode_steps
 
 from quire.cache.v1 import grant_pb2
 from quire.cli.launch import LocalServices
@@ -26,7 +27,9 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Executor, StepResult
 from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
+from quire.worker.run.model_thread import MAX_UNCOLLECTED
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
+from quire.worker.sampling.parameters import SamplingParams as WorkerParams
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
@@ -97,6 +100,28 @@ class Sequences:
 
     def decode(self, rows: list[int]) -> StepBatch:
         return self.batch(rows, [self.lengths[row] - 1 for row in rows], [1] * len(rows))
+
+
+@pytest.mark.parametrize(
+    "params", [WorkerParams(), WorkerParams(temperature=0.8, top_k=50, top_p=0.9, seed=1)], ids=["greedy", "drawn"]
+)
+def test_steps_as_one_graph_sample_what_steps_in_parts_do(model: PagedModel, params: WorkerParams) -> None:
+    """With as many in flight as may be, from the ring that the device reads over the bus."""
+    tokens = []
+    for whole in (False, True):
+        pool = make_pool(model)
+        decode = capture_decode(model, pool, max_num_seqs=MAX_NUM_SEQS, whole=whole)
+        assert decode is not None, "the log says why"
+        assert (decode.ring is not None) is whole, "the log says why"
+        executor = Executor(model, pool, max_num_seqs=MAX_NUM_SEQS, decode=decode, spins=whole)
+        mixed, decodes = mixed_and_decode_steps(params)
+        for step in mixed:
+            executor.execute(step)
+        tokens.append([])
+        for first in range(0, len(decodes), MAX_UNCOLLECTED):
+            launched = [executor.launch(step) for step in decodes[first : first + MAX_UNCOLLECTED]]
+            tokens[-1] += [each.collect().sampled_tokens for each in launched]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])

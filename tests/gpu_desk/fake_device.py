@@ -21,7 +21,7 @@ import copy
 import functools
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from quire.kernels import launching
+from quire.kernels.ring_layout import TAGS
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
 from quire.worker.model import paged_model, probe, self_check
@@ -92,6 +93,7 @@ class Seen:
     to_host       copies from the device to the host
     replays       of graphs
     largest_bytes of the largest tensor that was made on the device, views aside
+    arguments     of the last launch of each Triton kernel
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -102,6 +104,7 @@ class Seen:
     to_host: int = 0
     replays: int = 0
     largest_bytes: int = 0
+    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def num_launches(self) -> int:
@@ -162,13 +165,23 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Event:
-    """torch.cuda.Event, always in the past."""
+    """torch.cuda.Event: past when it is asked for, and until then the device has not run."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
+    def __init__(self, gpu: FakeGPU, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self._gpu = gpu
+        self._blocking = blocking
+        self._at = 0
+
+    def record(self, *_: Any) -> None:
+        self._at = self._gpu.ring_steps.num_replayed
+
     def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self._gpu.waits.append("block" if self._blocking else "spin")
+        self._gpu.ring_steps.run(self._at)
+
     def query(self) -> bool:
+        self._gpu.ring_steps.run(self._at)
         return True
 
     def elapsed_time(self, _: Any) -> float:
@@ -194,6 +207,7 @@ class _Graph:
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
         self._capture = contextlib.ExitStack()
+        self.captured = Seen()
 
     def capture_begin(self, pool: Any = None) -> None:
         self._capture.enter_context(self._gpu.graph(self))
@@ -203,8 +217,42 @@ class _Graph:
 
     def replay(self) -> None:
         self._gpu.seen.replays += 1
+        self._gpu.ring_steps.replay(self.captured)
 
     def reset(self) -> None: ...
+
+
+class RingSteps:
+    """The steps that are one graph each, run when their end is waited for: as late as a device may run them.
+
+    Each reads its slot of the ring then, as step_ring.py does, and writes the tag of its turn beside its tokens, which
+    are 0. So a slot that was written again before that is found.
+    """
+
+    def __init__(self) -> None:
+        self.num_replayed = 0
+        self._replayed: deque[tuple[int, Any, Any, Any]] = deque()
+        self._last_turn = 0
+
+    def replay(self, captured: Seen) -> None:
+        """Queue the step that a graph holds, if it holds one."""
+        if "begin_step_kernel" not in captured.arguments:
+            return
+        slots = captured.arguments["begin_step_kernel"][0]._array
+        turn = int(slots[:, 0].max())
+        assert turn > self._last_turn, f"turn {turn} was launched before"
+        self.num_replayed += 1
+        self._last_turn = turn
+        words = captured.arguments["end_step_kernel"][0]._array
+        self._replayed.append((turn, slots, slots[turn % len(slots)].copy(), words))
+
+    def run(self, number: int) -> None:
+        """Run the first steps of those replayed. Raises AssertionError for a slot that has changed since."""
+        while self._replayed and self.num_replayed - len(self._replayed) < number:
+            turn, slots, launched, words = self._replayed.popleft()
+            slot = turn % len(slots)
+            assert (slots[slot] == launched).all(), f"slot {slot} was written again before turn {turn} had read it"
+            words[slot, : launched[1]] = (turn % TAGS + 1) << 32
 
 
 class _Driver:
@@ -253,6 +301,9 @@ class FakeGPU:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
         self.driver = _Driver()
+        self.ring_steps = RingSteps()
+        self.waits: list[str] = []
+        """Of each event that was waited for: if its thread left its core to others meanwhile."""
         self._is_on = False
         self._sync_debug_mode: int | str = 0
 
@@ -335,11 +386,14 @@ class FakeGPU:
         for value in (*args, *options.values()):
             if isinstance(value, torch.Tensor):
                 where = value.device
+                if where.type == "cpu" and value.data_ptr() in self.driver.registered:
+                    continue
                 assert where.type == "cuda", f"{name}: a tensor is on {where}"
                 assert where.index == self.current, (
                     f"{name}: a tensor is on {where}, the current device is {self.current}"
                 )
         self.seen.kernels[name] += 1
+        self.seen.arguments[name] = args
 
     def _launch_kept(self, _: Any, kernel: Any, args: Any, *, grid: Any, strides: Any, options: Any) -> None:
         """Stand in for launch_kept, which asks Triton's driver for the device; there is no compiled kernel to keep."""
@@ -356,6 +410,8 @@ class FakeGPU:
         """Stand in for torch.cuda.graph."""
         with self.watch() as seen:
             yield
+        if isinstance(graph, _Graph):
+            graph.captured = seen
         self.captures.append(seen)
         self.num_graphs += 1
         weakref.finalize(graph, self._drop_graph)
@@ -392,7 +448,7 @@ class FakeGPU:
         yield cuda, "cudart", lambda: self.driver
         yield cuda, "Stream", _Stream
         yield cuda, "stream", lambda stream: contextlib.nullcontext()
-        yield cuda, "Event", _Event
+        yield cuda, "Event", functools.partial(_Event, self)
         yield cuda, "CUDAGraph", lambda: _Graph(self)
         yield cuda, "graph", self.graph
         yield cuda, "graph_pool_handle", lambda: (0, 0)
@@ -401,7 +457,8 @@ class FakeGPU:
         yield torch.nn.Module, "to", lambda module, device: self.move(module, device)
         yield torch.Tensor, "pin_memory", _pinned
         yield torch.Tensor, "tolist", _tolist
-        yield FakeTensor, "data_ptr", lambda tensor: 1 << 20
+        yield torch, "from_numpy", _from_numpy
+        yield FakeTensor, "data_ptr", _address
         yield FakeTensor, "__deepcopy__", lambda tensor, memo: tensor.clone()  # not by the memory at this address
         yield triton.runtime.jit.JITFunction, "run", lambda kernel, *a, **k: self.launch(kernel, *a, **k)
         yield launching, "launch_kept", self._launch_kept
@@ -450,6 +507,22 @@ def _tolist(tensor: torch.Tensor) -> Any:
     if tensor.dim():
         return [_tolist(part) for part in tensor.unbind(0)]
     return tensor.item()
+
+
+_REAL_FROM_NUMPY = torch.from_numpy
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    """torch.from_numpy, with a way back to the memory."""
+    tensor = _REAL_FROM_NUMPY(array)
+    tensor._array = array  # type: ignore[attr-defined]
+    return tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The address of memory that came from NumPy, and one for all other tensors."""
+    array = getattr(tensor, "_array", None)
+    return 1 << 20 if array is None else int(array.ctypes.data)
 
 
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -47,6 +47,8 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "dependent_launch": None,
             "max_graph_tokens": 512,
             "products": "auto",
+            "step_graph": "parts",
+            "wait": "block",
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,

@@ -23,7 +23,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "start", "serve-gpu"),
+    *("control-plane worker", "start", "serve-gpu", "pipeline"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -384,6 +384,18 @@ def test_start_measures_all_three_until_they_are_ready(tmp_path: Path) -> None:
         assert written[name]["processor_s"]["median"] > 0
         assert written[name]["wall_s"]["median"] > 0
     assert "quire up until the first token over HTTP" in printed
+
+
+def test_the_pipeline_runs_ahead_of_a_device_that_sleeps(tmp_path: Path) -> None:
+    """The figures of --quick on a loaded machine say no more than that steps ran, and none sooner than the device."""
+    written, _ = run_quick("pipeline", tmp_path)
+    rows = written["rows"]
+    assert [(each["row"]["in_flight"], each["row"]["step_graph"]) for each in rows] == [(4, "parts"), (4, "one")]
+    for each in rows:
+        assert each["num_steps"] >= 20
+        assert each["period_ms"] >= 0.9 * each["row"]["step_ms"]
+        assert each["launch_ms"] > 0
+        assert each["host_ms"] > 0
 
 
 def test_no_benchmark_is_left_out() -> None:

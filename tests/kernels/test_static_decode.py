@@ -16,7 +16,7 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run import graphs
 from quire.worker.run.executor import Executor, Outcome, StepResult
-from quire.worker.run.graphs import CannotCapture, Stage, StaticDecode
+from quire.worker.run.graphs import CannotCapture, Stage, StaticDecode, Whole
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.sampler import Sampler, Way
@@ -69,23 +69,32 @@ def run(executor: Executor, steps: list[AcceptedStep]) -> list[StepResult]:
     return results
 
 
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stages that are replayed from here on."""
+    noted: list[str] = []
+    replay = StaticDecode._replay
+
+    def note(self: StaticDecode, stage: Stage | Way | Whole, bucket: int) -> None:
+        noted.append(stage)
+        replay(self, stage, bucket)
+
+    monkeypatch.setattr(StaticDecode, "_replay", note)
+    return noted
+
+
+@pytest.mark.parametrize("step_graph", ["parts", "one"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_static_steps_sample_what_ordinary_steps_sample(
-    batch: str, model: PagedModel, monkeypatch: pytest.MonkeyPatch
+    batch: str, step_graph: str, model: PagedModel, replays: list[str]
 ) -> None:
     params, way = BATCHES[batch]
     pools = [make_pool(model) for _ in range(2)]
     ordinary = run(Executor(model, pools[0], max_num_seqs=MAX_NUM_SEQS), make_steps(params))
 
-    replays: list[str] = []
-    replay = StaticDecode._replay
-
-    def note(self: StaticDecode, stage: Stage | Way, bucket: int) -> None:
-        replays.append(stage)
-        replay(self, stage, bucket)
-
-    monkeypatch.setattr(StaticDecode, "_replay", note)
     decode = make_static(model, pools[1])
+    if step_graph == "one":
+        decode.make_ring()
     static = run(VerifyingExecutor(model, pools[1], max_num_seqs=MAX_NUM_SEQS, decode=decode), make_steps(params))
 
     for result, expected in zip(static, ordinary, strict=True):
@@ -95,12 +104,42 @@ def test_static_steps_sample_what_ordinary_steps_sample(
             given.top_token_ids for given in expected.logprobs
         ]
     num_static = 1 + NUM_DECODES  # the second prompt has one token
+    if step_graph == "one" and way is not None:  # but for the last step, in which one sequence does not sample
+        assert replays.count(Whole[way.name]) == num_static - 1
+        num_static, replays = 1, [stage for stage in replays if stage not in list(Whole)]
+        assert decode.ring is not None
+        assert decode.ring.has_room
     assert replays.count(Stage.FORWARD) == replays.count(Stage.PREPARE) == num_static
     assert len(replays) == 2 * num_static + (0 if way is None else num_static - 1)
-    assert way is None or way in replays
+    assert way is None or step_graph == "one" or way in replays
     decode.table.check_invariants()
     for written, expected_blocks in zip(pools[1].tensors(), pools[0].tensors(), strict=True):
         torch.testing.assert_close(written, expected_blocks, atol=1e-5, rtol=1e-5)
+
+
+def test_steps_beyond_the_ring_are_run_in_parts_and_later_ones_whole_again(
+    model: PagedModel, replays: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched without being collected: no slot is free, and no step waits for one."""
+    monkeypatch.setattr(graphs, "MAX_UNCOLLECTED", 2)
+    pools = [make_pool(model) for _ in range(2)]
+    decode = make_static(model, pools[1])
+    decode.make_ring()
+    executor = Executor(model, pools[1], max_num_seqs=MAX_NUM_SEQS, decode=decode)
+    steps = make_steps((SamplingParams(),) * 4)[:-1]
+    *_, a, b, c = steps
+    for step in steps[:-3]:
+        executor.execute(step)
+    replays.clear()
+    launched = [executor.launch(step) for step in (a, b)]
+    assert replays == [Whole.GREEDY, Whole.GREEDY]
+    replays.clear()
+    launched.append(executor.launch(c))
+    assert replays == [Stage.PREPARE, Stage.FORWARD, Way.GREEDY]
+    expected = run(Executor(model, pools[0], max_num_seqs=MAX_NUM_SEQS), make_steps((SamplingParams(),) * 4)[:-1])
+    assert [each.collect().sampled_tokens for each in launched] == [each.sampled_tokens for each in expected[-3:]]
+    assert decode.ring is not None
+    assert decode.ring.has_room
 
 
 def test_static_steps_read_the_tables_of_each_layer_group(device: torch.device) -> None:

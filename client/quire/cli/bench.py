@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "pressure": (),
     "tensor-parallel": (),
     "start": (),
+    "pipeline": (),
 }
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _RESULTS = Path("build", "bench")

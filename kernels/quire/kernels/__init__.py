@@ -9,6 +9,8 @@ In the order in which a step runs them:
     dependent_launch.py starts of kernels before the kernel in front has ended
     block_copy.py       copies of blocks within the pool
     offload.py          copies of blocks to the host tier and back
+    step_ring.py        the begin and the end of a decode step that is one graph
+    ring_layout.py      the ring in the host's memory that it reads
     decode_plan.py      the work list of a step's decode attention
     add_rmsnorm.py      the norm before each half of a layer
     skinny_linear.py    products of few rows, with norm in front, gate or residual behind

@@ -10,13 +10,14 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from robustness.simulation.world import Process
 
 from quire.worker.run.model_thread import MAX_UNCOLLECTED, ModelThread
+from quire.worker.service.steps import EndedStep
 
 Result = TypeVar("Result")
 
@@ -93,7 +94,8 @@ class SimulatedModelThread(ModelThread):
         step_s, self._hangs_s = self._draw_s(self._mean_step_s) + self._hangs_s, 0.0
         result = _attempt(given.call)
         if given.is_ahead:
-            self._after(LAUNCH_SHARE * step_s, self._launched, given.future, lambda: result()(), step_s)
+            collect = partial(_collect, result, step_s)
+            self._after(LAUNCH_SHARE * step_s, self._launched, given.future, collect, step_s)
         else:
             self._after(step_s, self._ended_alone, given.future, result)
 
@@ -120,6 +122,14 @@ class SimulatedModelThread(ModelThread):
 
     def _after(self, delay_s: float, callback: Callable[..., None], *args: Any) -> None:
         self._process.world.after(delay_s, callback, *args, process=self._process)
+
+
+def _collect(launched: Callable[[], Callable[[], Any]], step_s: float) -> Any:
+    """The result of launched work; of a step with the time of the simulated device."""
+    result = launched()()
+    if not isinstance(result, EndedStep):
+        return result
+    return replace(result, result=replace(result.result, forward_s=step_s))
 
 
 def _attempt(call: Callable[[], Result]) -> Callable[[], Result]:

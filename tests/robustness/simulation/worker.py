@@ -58,8 +58,8 @@ class WorkerSettings:
     """A worker's model, its sizes and its pace.
 
     step_timeout_s is the watchdog's; None: there is none, as on a CPU. verifies: with QUIRE_VERIFY's executor.
-    runs_ahead: steps are launched before earlier ones are collected, as on a GPU, and not verified, as the verifier
-    waits for each. num_ranks is 1 or 2.
+    runs_ahead: steps are launched before earlier ones are collected, as on a GPU, which clients are told there is, and
+    not verified, as the verifier waits for each. num_ranks is 1 or 2.
     """
 
     function: DigestFunction = field(default_factory=DigestFunction)
@@ -145,7 +145,8 @@ class SimulatedWorker:
         self.steps.on_violation = self._on_violation
         dialer = Dialer(cachemgr, config.cachemgr_dial)
         self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
-        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER)
+        device = "cuda:0" if settings.runs_ahead else "cpu"
+        model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER, device=device)
         self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry)
 
     def start(self, server: Any) -> None:
@@ -274,6 +275,8 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         cuda_graphs=False,
         dependent_launch=None,
         max_graph_tokens=0,
+        step_graph="parts",
+        wait="block",
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,

@@ -110,6 +110,8 @@ class Services:
         self.num_waiting_for_lease = 0
         self.closed = 0
         self.epoch = 1
+        self.device = ""
+        self.step_s = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -228,7 +230,9 @@ class Services:
     # WorkerApi.
 
     async def get_model(self) -> worker_service_pb2.GetModelResponse:
-        return worker_service_pb2.GetModelResponse(end_token_ids=[END_TOKEN], max_step_tokens=64, max_logprob_count=4)
+        return worker_service_pb2.GetModelResponse(
+            end_token_ids=[END_TOKEN], max_step_tokens=64, max_logprob_count=4, device=self.device
+        )
 
     async def check_grammar(self, grammar: worker_service_pb2.Grammar, output_token_ids: Sequence[int] = ()) -> float:
         self.compiling.append(grammar.regex)
@@ -249,6 +253,7 @@ class Services:
         number -= self.late_step_answers
         self.late_step_answers = 0
         response = worker_service_pb2.RunStepResponse(step_number=number)
+        response.timings.forward.FromNanoseconds(round(self.step_s * 1e9))
         response.sequence_ids.extend(seq_id for seq_id, _ in sampled)
         response.sampled_token_ids.extend(token for _, token in sampled)
         for each in request.inputs:
@@ -753,6 +758,78 @@ def test_a_plan_without_an_answer_is_repeated_under_its_request_id(is_applied: b
         assert (services.num_leases, engine.statistics().recoveries) == (1, 0)
 
     with_engine(body)
+
+
+def on_a_gpu(body: Callable[[Engine, Services], Awaitable[None]], *, device: str = "cuda:0", step_s: float) -> None:
+    """Run the body with a worker on this device, whose steps take so long there."""
+
+    async def main() -> None:
+        services = Services()
+        services.device, services.step_s = device, step_s
+        async with Engine(services, lambda _: services, tokenizer=TOKENIZER) as engine:
+            await asyncio.wait_for(body(engine, services), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("device", "step_s", "most"),
+    [("cuda:0", 0.001, 4), ("cuda:0", 0.002, 2), ("cuda:0", 0.0, 2), ("cpu", 0.001, 2)],
+    ids=["short", "long", "untold", "cpu"],
+)
+def test_four_steps_are_in_flight_while_those_of_a_gpu_are_short(device: str, step_s: float, most: int) -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        async def num_in_flight() -> int:
+            services.gate.clear()
+            await turns()
+            number = engine.statistics().scheduler.num_steps_in_flight
+            services.gate.set()
+            return number
+
+        chunks = engine.generate("a\n", greedy(60))
+        tokens = list((await anext(chunks)).token_ids)
+        assert await num_in_flight() == most
+        services.step_s = 0.005
+        while len(tokens) < 20:
+            tokens += (await anext(chunks)).token_ids
+        assert await num_in_flight() == 2
+        tokens += [token for chunk in await read(chunks) for token in chunk.token_ids]
+        assert tokens == RECITED[:60]
+
+    on_a_gpu(body, device=device, step_s=step_s)
+
+
+def test_with_four_steps_in_flight_nobody_gets_a_token_behind_the_end() -> None:
+    """At max_tokens and at a stop string, alone and beside others, streamed or not."""
+
+    async def body(engine: Engine, services: Services) -> None:
+        stopped, short, long = await asyncio.gather(
+            engine.complete(["a\n"], greedy(None, stop=("STOP",))),
+            engine.complete(["bb\n"], greedy(7)),
+            read(engine.generate("c\n", greedy(90))),
+        )
+        assert stopped[0].text == SCRIPT[: SCRIPT.index("STOP")]
+        assert list(short[0].token_ids) == RECITED[:7]
+        assert [token for chunk in long for token in chunk.token_ids] == RECITED[:90]
+        assert engine.statistics().scheduler.num_steps_in_flight <= 4
+
+    on_a_gpu(body, step_s=0.0005)
+
+
+def test_a_failure_with_four_steps_in_flight_loses_no_token() -> None:
+    async def body(engine: Engine, services: Services) -> None:
+        chunks = engine.generate("a\n", greedy(60))
+        tokens = list((await anext(chunks)).token_ids)
+        services.gate.clear()
+        await turns()
+        assert engine.statistics().scheduler.num_steps_in_flight == 4
+        services.result_errors.append(StepFailed("broken"))
+        services.result_errors.extend([StepFailed("broken", reason="PRIOR_STEP_FAILED")] * 3)
+        services.gate.set()
+        tokens += [token for chunk in await read(chunks) for token in chunk.token_ids]
+        assert tokens == RECITED[:60]
+
+    on_a_gpu(body, step_s=0.001)
 
 
 def test_steps_in_flight_are_taken_while_a_plan_is_not_answered() -> None:

@@ -57,18 +57,19 @@ class Device:
 @on_a_loop
 async def test_the_next_is_launched_before_one_has_ended_and_no_more_than_that() -> None:
     device, thread = Device(), ModelThread(asyncio.get_running_loop())
-    futures = [thread.submit_ahead(device.launch(name)) for name in "abc"]
-    await device.until_launched("b")
-    assert device.events == ["launch a", "launch b"]
-    assert MAX_UNCOLLECTED == 2
-    assert thread.num_waiting == 3
+    futures = [thread.submit_ahead(device.launch(name)) for name in "abcde"]
+    await device.until_launched("d")
+    first = [f"launch {name}" for name in "abcd"]
+    assert device.events == first
+    assert len(first) == MAX_UNCOLLECTED
+    assert thread.num_waiting == 5
     device.ends["a"].set()
     assert await futures[0] == "a"
-    await device.until_launched("c")
-    assert device.events == ["launch a", "launch b", "end a", "launch c"]
-    for name in "bc":
+    await device.until_launched("e")
+    assert device.events == [*first, "end a", "launch e"]
+    for name in "bcde":
         device.ends[name].set()
-    assert await asyncio.gather(*futures) == ["a", "b", "c"]
+    assert await asyncio.gather(*futures) == list("abcde")
     await thread.idle()
     assert thread.num_waiting == 0
     thread.stop()

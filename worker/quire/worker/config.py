@@ -29,6 +29,8 @@ class WorkerConfig:
     cuda_graphs: bool
     max_graph_tokens: int | None
     dependent_launch: bool | None
+    step_graph: Literal["parts", "one"]
+    wait: Literal["block", "spin"]
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None

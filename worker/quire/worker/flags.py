@@ -16,6 +16,8 @@ KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
 ATTENTION_NAMES = ("auto", "torch", "triton")
 LAYER_GROUP_NAMES = ("auto", "one")
 PRODUCT_NAMES = ("auto", "own", "library")
+STEP_GRAPH_NAMES = ("parts", "one")
+WAIT_NAMES = ("block", "spin")
 MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -157,6 +159,21 @@ OWN_FLAGS: list[Flag] = [
         default=None,
         show_default="off until it is measured",
         help="On a Hopper GPU or a later one, start each of Quire's kernels while the one in front of it still runs.",
+    ),
+    option(
+        "--step-graph",
+        type=click.Choice(STEP_GRAPH_NAMES),
+        default="parts",
+        help="With --cuda-graphs, a step of one token per sequence is parts: three graphs, with copies before and "
+        "behind. Or one: a single graph, which reads its inputs from this machine's memory and writes its tokens "
+        "there. Steps with more to do than to sample have parts.",
+    ),
+    option(
+        "--wait",
+        type=click.Choice(WAIT_NAMES),
+        default="block",
+        help="For the end of a step of one token per sequence on a GPU, if it takes less than 2 ms: block leaves the "
+        "core to others until the GPU interrupts it, spin keeps a core busy, which this process must have to spare.",
     ),
     option(
         "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's."

@@ -5,9 +5,9 @@
                 deliver step k-1   texts, stop strings; the device has work meanwhile
                 await step k       its tokens, then turn k+1
 
-Two steps are in flight at most. One task does all of this and owns the scheduler. Callers read the output of their
-samples, and put their calls for the scheduler into the inbox. The task takes these before each plan and before a step's
-tokens.
+Two steps are in flight at most, four while a GPU's steps are short (FlightLimit). One task does all of this and owns
+the scheduler. Callers read the output of their samples, and put their calls for the scheduler into the inbox. The task
+takes these before each plan and before a step's tokens.
 
 The engine keeps every request's tokens, so requests survive failures of both services. After a failure it takes the
 answers of the steps in flight, drops the tokens being sampled, and admits all requests again, under the pool's new
@@ -54,6 +54,7 @@ from quire.client.engine.requests import Prompt, Requests, one_for_each, params_
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.engine.scheduling.faults import BrokenInvariantError, RequestFault, to_failure
+from quire.client.engine.scheduling.flight import FlightLimit
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.scheduler import Scheduler
@@ -80,7 +81,6 @@ from quire.serving.runtime_folder import given_cachemgr
 Answer = TypeVar("Answer")
 
 _log = logging.getLogger(__name__)
-_MAX_STEPS_IN_FLIGHT = 2
 # A plan that is not answered within this time is asked again while steps in flight are taken.
 _PATIENCE_S = 1.0
 # Between plans that ran nothing, and after steps that computed nothing.
@@ -195,6 +195,7 @@ class Engine:
         )
         self._requests.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self._flight: deque[_Sent] = deque()
+        self._limit = FlightLimit()
         self._undelivered: deque[tuple[StepTokens, worker_service_pb2.RunStepResponse, float]] = deque()
         self._page: EnginePage | None = None
         self._is_started = False
@@ -509,7 +510,7 @@ class Engine:
             await self._reconnect()
             return  # the requests may have ended meanwhile
         try:
-            planned = len(self._flight) < _MAX_STEPS_IN_FLIGHT and await self._plan(session)
+            planned = len(self._flight) < self._limit.max_steps and await self._plan(session)
             self._deliver()
             if not planned:
                 await self._settle(session)
@@ -633,6 +634,8 @@ class Engine:
         self._measured.step.observe(ended - sent.sent_at)
         timings = _timings_of(response)
         self._observe_costs(step, response, timings)
+        step_s = timings["prepare_s"] + timings["forward_s"] + timings["sample_s"]
+        self._limit.observe(step_s, device=session.model.device)
         if span is not NO_SPAN:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
         self._take_calls()  # of requests that end now no more tokens are taken

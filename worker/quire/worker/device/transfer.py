@@ -7,6 +7,7 @@ On a CPU everything has happened by the time a call returns.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,24 +33,50 @@ def indices(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) 
     return to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
+def pin(owner: object, memory: Tensor) -> None:
+    """Lock memory of the host for the GPU, as long as its owner lives. torch's own pinned memory has sizes of powers of
+    two only.
+
+    Raises RuntimeError.
+    """
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    weakref.finalize(owner, driver.cudaHostUnregister, memory.data_ptr())
+
+
+class Arrival:
+    """The moment at which the device has done all work submitted so far, to wait for."""
+
+    def __init__(self, device: torch.device, *, spins: bool = False) -> None:
+        """No sync. A thread that waits leaves its core to others, or, if it spins, keeps it and goes on sooner.
+
+        Spinning is CUDA's: it needs no interpreter, so other threads of Python run meanwhile.
+        """
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(blocking=not spins)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Return when it is there. Raises the device's error until then."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Readback:
     """Tensors on their way to the host: their content when the device has done all work submitted before."""
 
-    def __init__(self, device: torch.device, *tensors: Tensor | None) -> None:
+    def __init__(self, device: torch.device, *tensors: Tensor | None, spins: bool = False) -> None:
         """Cost: a copy each into pinned memory; no sync. Without tensors there is still the device to wait for.
 
-        A thread that waits leaves its core to others.
+        spins is that of Arrival.
         """
         self._tensors = tuple(None if tensor is None else _to_host(tensor) for tensor in tensors)
-        self._arrived = None
-        if device.type == "cuda":
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
+        self._arrival = Arrival(device, spins=spins)
 
     def wait(self) -> tuple[Tensor | None, ...]:
         """The tensors, on the CPU. Raises the device's error since the copies were queued."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrival.wait()
         return self._tensors
 
 
@@ -71,6 +98,8 @@ class Moment:
 
     def seconds_until(self, later: Moment) -> float:
         """Return the seconds to a later moment of the same device, which must be in the past."""
+        if later is self:
+            return 0.0
         if self._event is None or later._event is None:
             return later._host_s - self._host_s
         return float(self._event.elapsed_time(later._event)) / 1000

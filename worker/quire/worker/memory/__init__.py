@@ -8,6 +8,7 @@
     state_slots.py      states that a model keeps per sequence and not per token
     sequence_table.py   block tables and last sampled tokens on the device, one row per sequence
     step_batch.py       the tokens of one step, with their positions and slots
+    step_ring.py        the inputs and tokens of decode steps that are one graph
 
 The pool has bytes, not owners: a step is checked before it comes here.
 """

@@ -13,13 +13,13 @@ copies, done when the call returns.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.worker.device.transfer import pin
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, indexable
 
 Pairs = Sequence[tuple[int, int]]
@@ -204,13 +204,3 @@ def by_consecutive_rows(pairs: Pairs) -> list[tuple[int, list[int]]]:
             runs.append((row, []))
         runs[-1][1].append(block)
     return runs
-
-
-def pin(owner: object, storage: Tensor) -> None:
-    """Lock memory for the GPU, as long as its owner lives. torch's own pinned memory has sizes of powers of two only.
-
-    Raises RuntimeError.
-    """
-    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(driver.cudaHostRegister(storage.data_ptr(), storage.nbytes, 0))
-    weakref.finalize(owner, driver.cudaHostUnregister, storage.data_ptr())

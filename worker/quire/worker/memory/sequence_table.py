@@ -189,19 +189,37 @@ class SequenceTable:
         if not 0 <= group < self.num_groups:
             raise ValueError(f"layer group {group} is not in 0 .. {self.num_groups - 1}")
 
+    @property
+    def num_staged(self) -> int:
+        """Entries that the device does not have."""
+        return len(self._staged)
+
+    def staged(self) -> tuple[Int64s, Int64s]:
+        """The entries that the device does not have: their places in block_tables, flat, and the block ids."""
+        places = np.fromiter(self._staged, dtype=np.int64, count=len(self._staged))
+        return places, self._host_tables.reshape(-1)[places].astype(np.int64)
+
+    def note_sent(self) -> None:
+        """Note that the device has, or will have before the next work, all that was staged."""
+        if self._staged:
+            self._staged.clear()
+            self._num_flushes += 1
+
     def flush(self) -> None:
         """Send staged entries to the device, all at once. Cost: one transfer of 12 bytes per entry, no sync."""
         if not self._staged:
             return
-        index = np.fromiter(self._staged, dtype=np.int64, count=len(self._staged))
-        values = self._host_tables.reshape(-1)[index]
+        places, block_ids = self.staged()
         self.block_tables.view(-1).index_copy_(
             0,
-            to_device(torch.from_numpy(index), self.device),
-            to_device(torch.from_numpy(values), self.device),
+            to_device(torch.from_numpy(places), self.device),
+            to_device(torch.from_numpy(block_ids.astype(np.int32)), self.device),
         )
-        self._staged.clear()
-        self._num_flushes += 1
+        self.note_sent()
+
+    def is_on_device(self) -> bool:
+        """True if the device has all block tables as the host does. Waits for the device."""
+        return torch.equal(self.block_tables, to_device(torch.from_numpy(self._host_tables), self.device))
 
     def store_sampled(
         self, rows: Sequence[int], tokens: Tensor, positions: Sequence[int] | Int64s, *, index: Tensor | None = None

@@ -8,6 +8,7 @@ ownership: block ids come from grants that have passed the gate.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import Int64s, SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
@@ -36,6 +38,9 @@ from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, 
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
 log = logging.getLogger(__name__)
+
+MAX_SPIN_S = 0.002
+"""Of a step that a thread may wait for without giving up its core: a longer one is worth the wake-up."""
 
 
 class Outcome(Enum):
@@ -105,7 +110,8 @@ class Sampling:
 
     seq_ids: list[int]
     num_asked: list[int | None]
-    sampled: Sampled
+    sampled: Sampled | StepTokens
+    """StepTokens if the step is one graph, which writes its tokens to the host itself."""
     moments: tuple[Moment, Moment, Moment, Moment]
     """The times before the step, with its batch built, after the forward and after sampling."""
     last_ended: Moment | None = None
@@ -116,9 +122,15 @@ class Sampling:
     """Sequences with log-probabilities for their prompts, and the tokens."""
     scores: Scores | None = None
     """These, of all of them together."""
+    spins: bool = False
+    """See Arrival."""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.sampled.tensors(), *(() if self.scores is None else self.scores.tensors()))
+    def readback(self, device: torch.device) -> Readback | StepTokens:
+        """Have the values brought to the host: those of `sampled`, and of `scores`."""
+        if isinstance(self.sampled, StepTokens):
+            return self.sampled
+        scores = () if self.scores is None else self.scores.tensors()
+        return Readback(device, *self.sampled.tensors(), *scores, spins=self.spins)
 
 
 class LaunchedStep:
@@ -131,8 +143,10 @@ class LaunchedStep:
         """Those of the host tier, and the number of blocks copied within the pool."""
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
+        self.on_collected: Callable[[StepResult], None] = lambda result: None
+        """Called with the result of a step that sampled."""
         self._sampling = sampling
-        self._readback = Readback(device, *(() if sampling is None else sampling.tensors()))
+        self._readback = Readback(device) if sampling is None else sampling.readback(device)
 
     def collect(self) -> StepResult:
         """Waits for the step to end; from any thread.
@@ -153,7 +167,7 @@ class LaunchedStep:
         assert tokens is not None
         sampled = Sampled(tokens, chosen, top_ids, top)
         started, prepared, forwarded, ended = self._sampling.moments
-        return replace(
+        result = replace(
             self.result,
             sampled_ids=self._sampling.seq_ids,
             sampled_tokens=sampled.tokens.tolist(),
@@ -168,6 +182,8 @@ class LaunchedStep:
             host=host,
             num_copied=num_copied,
         )
+        self.on_collected(result)
+        return result
 
     def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
         if self._sampling is None or not scores:
@@ -229,8 +245,12 @@ class Executor:
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
+        spins: bool = False,
     ) -> None:
         """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
+
+        With `spins` the thread that collects a step of `decode` keeps its core busy until the device has ended, if the
+        last one took less than MAX_SPIN_S.
 
         `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
         belongs to one executor: its table holds the executor's sequences.
@@ -259,6 +279,9 @@ class Executor:
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
         self._last_ended: Moment | None = None
+        self._spins = spins
+        self._decode_s = math.inf
+        """The time of the last decode step of which the tokens were read."""
         self.profiler: StepProfiler | None = None
 
     def execute(self, step: AcceptedStep) -> StepResult:
@@ -309,7 +332,19 @@ class Executor:
         num_copied = len(grant.copy_source_block_ids)
         launched.copies = (self._host_pool.finish(), num_copied)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
+        if self._spins and self._is_decode(step):
+            launched.on_collected = self._note_decode
         return launched
+
+    def _is_decode(self, step: AcceptedStep) -> bool:
+        """True if the step is one of those that the static memory is for."""
+        return self._decode is not None and self._decode.takes_counts(np.array(step.grant.run_token_counts))
+
+    def _note_decode(self, result: StepResult) -> None:
+        self._decode_s = result.prepare_s + result.forward_s + result.sample_s
+
+    def _may_spin(self, step: AcceptedStep) -> bool:
+        return self._spins and self._decode_s < MAX_SPIN_S and self._is_decode(step)
 
     def _table_digest(self) -> int:
         """A number that is equal on all ranks; this one says nothing."""
@@ -346,6 +381,8 @@ class Executor:
         for lease_id in list(self._leases):
             self._forget_lease(lease_id)
         self._host_pool.finish()  # of a step that could not be applied
+        if self._decode is not None:
+            self._decode.begin_anew()
         self._is_damaged = False
 
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:
@@ -437,8 +474,12 @@ class Executor:
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
         device, runs = self._model.device, _granted_runs(step.grant, lease.rows)
+        draws = self._draws(step, runs)
+        if draws is not None and (tokens := self._run_whole(step, runs, draws)) is not None:
+            ended = Moment(device)
+            return Sampling(runs.seq_ids, num_asked=[], sampled=tokens, moments=(started, started, ended, ended))
         with phase("prepare batch"):
-            batch, draws = self._build_batch(step, runs)
+            batch = self._build_batch(step, runs, draws)
         prepared = Moment(device)
         making = self._grammars.begin(_masked_runs(step, runs.rows)) if self._grammars.follows(runs.rows) else None
         try:
@@ -462,6 +503,7 @@ class Executor:
                 GrammarFailure(seq_id, masks.failures[row]) for seq_id, row in runs.those_of(masks.failures)
             ],
             late_ids=[seq_id for seq_id, _ in runs.those_of(masks.late)],
+            spins=self._may_spin(step),
         )
 
     def _num_asked(self, sampled: Sampled, runs: GrantedRuns) -> list[int | None]:
@@ -471,11 +513,30 @@ class Executor:
         params = [self._sampler.params(runs.rows[run]) for run in runs.chosen]
         return [None if row_params is None else row_params.num_logprobs for row_params in params]
 
-    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns) -> tuple[StepBatch, Draws | None]:
-        """The step's numbers on the device, and how the static sampler chooses its tokens, if it can."""
-        token_ids: list[TokenArray | None] = [None] * len(runs.rows)
-        for run, given in step.given_tokens.items():
-            token_ids[run] = given
+    def _draws(self, step: AcceptedStep, runs: GrantedRuns) -> Draws | None:
+        """How the static sampler chooses the step's tokens, if it can."""
+        if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
+            return None
+        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
+        return self._sampler.draws(runs.rows) if is_replayed else None
+
+    def _run_whole(self, step: AcceptedStep, runs: GrantedRuns, draws: Draws) -> StepTokens | None:
+        """Launch the step as one graph, if it can be; the tokens to come."""
+        if self._decode is None:
+            return None
+        with phase("whole step"):
+            token_ids, spins = _token_ids(step, runs), self._may_spin(step)
+            tokens = self._decode.run_whole(runs.rows, runs.starts, token_ids, draws, spins=spins)
+        if tokens is not None:
+            self._check_whole(step.grant, self._decode)
+        return tokens
+
+    def _check_whole(self, grant: grant_pb2.StepGrant, decode: StaticDecode) -> None:
+        """Check a step that was launched as one graph; this executor checks nothing."""
+
+    def _build_batch(self, step: AcceptedStep, runs: GrantedRuns, draws: Draws | None) -> StepBatch:
+        """The step's numbers on the device, with draws those of the static sampler, too."""
+        token_ids = _token_ids(step, runs)
         if step.scored or self._decode is None or not self._decode.takes_counts(runs.counts):
             batch = build_step_batch(
                 self._table,
@@ -485,10 +546,8 @@ class Executor:
                 counts=runs.counts,
                 token_ids=token_ids,
             )
-            return replace(batch, keeps_hidden_states=True) if step.scored else batch, None
-        is_replayed = self._decode.samples and runs.all_sample and not self._grammars.follows(runs.rows)
-        draws = self._sampler.draws(runs.rows) if is_replayed else None
-        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws), draws
+            return replace(batch, keeps_hidden_states=True) if step.scored else batch
+        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws)
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""
@@ -559,6 +618,14 @@ def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> Grante
         counts=np.array(grant.run_token_counts),
         chosen=np.array(grant.run_samples).nonzero()[0],
     )
+
+
+def _token_ids(step: AcceptedStep, runs: GrantedRuns) -> list[TokenArray | None]:
+    """The tokens of each run that the client has given, None for the token sampled last."""
+    token_ids: list[TokenArray | None] = [None] * len(runs.rows)
+    for run, given in step.given_tokens.items():
+        token_ids[run] = given
+    return token_ids
 
 
 def _masked_runs(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.ring_layout import LAST_SAMPLED, LENGTH, POSITION, ROW, TOKEN, RingLayout
 from quire.worker.device.capture import (
     CannotCapture,
     cannot_capture,
@@ -32,24 +33,30 @@ from quire.worker.device.capture import (
 from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import Int64s, SequenceTable
-from quire.worker.memory.step_batch import StepBatch, check_runs
+from quire.worker.memory.step_batch import Runs, StepBatch, check_runs
+from quire.worker.memory.step_ring import RingOutOfStep, StepRing, StepTokens
 from quire.worker.model.modes import Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
+from quire.worker.run.model_thread import MAX_UNCOLLECTED
 from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, Way
+
+if TYPE_CHECKING:
+    from quire.kernels.step_ring import StepMemory
 
 log = logging.getLogger(__name__)
 
 MAX_BUCKET = 256
 
-# The rows of StaticDecode's inputs; behind them come the sampler's, and slots in each layer group.
-_ROW, _TOKEN, _POSITION, _LENGTH = range(4)
+# The rows of StaticDecode's inputs behind those of ring_layout.py: the sampler's, and slots in each layer group.
 _DRAWS = slice(4, 4 + len(DRAW_COLUMNS))
 _SLOTS = slice(_DRAWS.stop, None)
-_LAST_SAMPLED = -1
-"""The id in place of a token's that stands for the token sampled last for its row."""
+
+MAX_CHANGES = 1024
+"""Entries of block tables that one step as a whole graph has room for. A sequence that grows needs one for each layer
+group, one that ends one for each of its blocks; more than these are sent in copies of their own."""
 
 # The share of tokens that may differ from the Sampler's in the check of the replayed sampler: rounding moves the
 # borders between tokens, and a uniform number may lie between the old and the new.
@@ -62,6 +69,13 @@ class Stage(StrEnum):
 
     PREPARE = "prepare"
     FORWARD = "forward"
+
+
+class Whole(StrEnum):
+    """A decode step as one graph, by the way in which its tokens are chosen."""
+
+    GREEDY = "whole greedy"
+    DRAWN = "whole drawn"
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -89,6 +103,9 @@ class StaticDecode:
         prepare             inputs, the table -> token_ids, block_tables, seq_lens, temperature
         forward             these, and positions and slots -> logits
         greedy or drawn     logits, and the sampler's inputs -> sampled, and the table's last tokens
+
+    With a ring, a step may also be one graph, which has the same stages and makes no copies:
+        whole               a slot of the ring, the table -> all of these, and the tokens in the ring
     """
 
     def __init__(self, model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_blocks_per_seq: int) -> None:
@@ -98,7 +115,7 @@ class StaticDecode:
         from quire.kernels.sampler import SamplerWorkspace
 
         self._model = model
-        self._pool = pool
+        self.pool = pool
         self.buckets = buckets(max_num_seqs)
         self.samples = True
         """True if sample() may be called: not if it was found to choose other tokens than the Sampler."""
@@ -112,7 +129,7 @@ class StaticDecode:
         """The sequences of prepared steps: the graphs read and write its tensors."""
         num_groups = len(pool.groups)
         self._padding = np.zeros((_SLOTS.start + num_groups, largest), dtype=np.int64)
-        self._padding[_ROW] = self.table.padding_row
+        self._padding[ROW] = self.table.padding_row
         self._padding[_SLOTS] = -1
         with torch.inference_mode(False):  # a tensor made in inference mode could never be written outside of it
             self._inputs = torch.tensor(self._padding, device=device)
@@ -128,9 +145,12 @@ class StaticDecode:
                 max_num_seqs=largest, vocab_size=model.vocab_size, device=device
             )
         self._prepared: StepBatch | None = None
+        self._whole: Runs | None = None
         self.pieces: StaticPieces | None = None
         """The graphs of steps that it does not take; None if there are none."""
-        self._graphs: dict[tuple[Stage | Way, int], torch.cuda.CUDAGraph] = {}
+        self.ring: StepRing | None = None
+        """The inputs and tokens of steps that are one graph; None if none are."""
+        self._graphs: dict[tuple[Stage | Way | Whole, int], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None
         """The torch.cuda.graph_pool_handle() of the graphs, once there is one."""
 
@@ -160,24 +180,89 @@ class StaticDecode:
         The batch is valid until the next call of prepare() or forward(). Raises ValueError as build_step_batch does.
         Cost: one transfer and one launch, whatever the number of sequences; two more if block tables have changed.
         """
-        block_size = self._pool.block_size
-        runs = check_runs(self.table, block_size, rows, starts, [1] * len(rows), token_ids)
+        runs = self._check(rows, starts, token_ids)
         self.table.flush()
-        num_seqs, bucket = len(rows), self._bucket(len(rows))
         inputs = self._padding.copy()
-        inputs[_ROW, :num_seqs] = runs.rows
-        inputs[_TOKEN, :num_seqs] = _LAST_SAMPLED
-        inputs[_TOKEN, list(runs.given)] = [ids[0] for ids in runs.given.values()]
-        inputs[_POSITION, :num_seqs] = runs.starts
-        inputs[_SLOTS, :num_seqs] = self.table.slots(runs.rows, runs.starts, block_size=block_size)
-        inputs[_LENGTH, :num_seqs] = runs.ends
-        if draws is not None:
-            inputs[_DRAWS, :num_seqs] = draws.columns
+        inputs[:, : len(rows)] = self._columns(runs, draws)
         send(torch.from_numpy(inputs), self._inputs)
-        self._replay(Stage.PREPARE, bucket)
-        width = -(-int(runs.ends.max()) // block_size)
-        self._prepared = self._batch(num_seqs, width=width, lengths=tuple(runs.ends.tolist()), rows=tuple(rows))
+        self._replay(Stage.PREPARE, self._bucket(len(rows)))
+        self._prepared = self._batch_of(runs)
         return self._prepared
+
+    def _check(self, rows: Sequence[int], starts: Sequence[int] | Int64s, token_ids: Sequence[TokenIds | None]) -> Runs:
+        return check_runs(self.table, self.pool.block_size, rows, starts, [1] * len(rows), token_ids)
+
+    def _columns(self, runs: Runs, draws: Draws | None) -> Int64s:
+        """The inputs of a step's sequences, without padding."""
+        inputs = np.zeros((len(self._padding), len(runs.rows)), dtype=np.int64)
+        inputs[ROW] = runs.rows
+        inputs[TOKEN] = LAST_SAMPLED
+        inputs[TOKEN, list(runs.given)] = [ids[0] for ids in runs.given.values()]
+        inputs[POSITION] = runs.starts
+        inputs[LENGTH] = runs.ends
+        inputs[_SLOTS] = self.table.slots(runs.rows, runs.starts, block_size=self.pool.block_size)
+        if draws is not None:
+            inputs[_DRAWS] = draws.columns
+        return inputs
+
+    def _batch_of(self, runs: Runs) -> StepBatch:
+        """The buffers as the batch of these runs."""
+        width = -(-int(runs.ends.max()) // self.pool.block_size)
+        lengths, rows = tuple(runs.ends.tolist()), tuple(runs.rows.tolist())
+        return self._batch(len(rows), width=width, lengths=lengths, rows=rows)
+
+    def run_whole(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int] | Int64s,
+        token_ids: Sequence[TokenIds | None],
+        draws: Draws,
+        *,
+        spins: bool = False,
+    ) -> StepTokens | None:
+        """Prepare a batch, run the model and sample, as one graph: return the tokens to come.
+
+        spins is that of Arrival.
+
+        None, with nothing done, if there is no ring, or the steps launched before have all its slots. Raises ValueError
+        as build_step_batch does. Cost: one launch, no copy.
+        """
+        if self.ring is None or not self.ring.has_room:
+            return None
+        runs = self._check(rows, starts, token_ids)
+        self.ring.fill(self._columns(runs, draws), self.table, rows)
+        self._prepared = None
+        self._replay(Whole[draws.way.name], self._bucket(len(rows)))
+        self.table.note_sent()
+        self.table.note_sampled(rows, runs.ends)
+        self._whole = runs
+        return self.ring.launched(len(rows), spins=spins)
+
+    def whole_batch(self) -> StepBatch:
+        """The batch that run_whole() has made last, valid until the next step. The device may not have made it yet."""
+        if self._whole is None:
+            raise ValueError("no step was run as one graph")
+        return self._batch_of(self._whole)
+
+    def begin_anew(self) -> None:
+        """Have all launched steps forgotten: those that failed may have left the ring out of step."""
+        if self.ring is not None:
+            self.ring.begin_anew()
+
+    def make_ring(self) -> None:
+        """Let steps be one graph. Raises CannotCapture if the memory can't be pinned."""
+        layout = RingLayout(
+            num_slots=MAX_UNCOLLECTED,
+            max_num_seqs=self.buckets[-1],
+            num_inputs=len(self._padding),
+            temperature=_DRAWS.start + list(DRAW_COLUMNS).index("temperature"),
+            first_slot=_SLOTS.start,
+            max_changes=MAX_CHANGES,
+        )
+        try:
+            self.ring = StepRing(layout, self._model.device)
+        except RuntimeError as error:
+            raise CannotCapture(f"the memory of the ring can't be pinned: {error}") from error
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Run the model as PagedModel.forward_unconverted does. The logits [n, vocab_size] are valid until the next
@@ -204,34 +289,35 @@ class StaticDecode:
     def _bucket(self, num_seqs: int) -> int:
         return next(size for size in self.buckets if size >= num_seqs)
 
-    def _replay(self, stage: Stage | Way, bucket: int) -> None:
+    def _replay(self, stage: Stage | Way | Whole, bucket: int) -> None:
         graph = self._graphs.get((stage, bucket))
         if graph is None:
             self._run(stage, bucket)
         else:
             graph.replay()
 
-    def _run(self, stage: Stage | Way, bucket: int) -> None:
+    def _run(self, stage: Stage | Way | Whole, bucket: int) -> None:
         match stage:
             case Stage.PREPARE:
                 self._run_prepare(bucket)
             case Stage.FORWARD:
                 self._run_forward(bucket)
-            case Way.GREEDY:
-                self._run_greedy(bucket)
-            case Way.DRAWN:
-                self._run_drawn(bucket)
+            case Way():
+                self._choose(stage, bucket)
+                self._remember(bucket)
+            case Whole():
+                self._run_whole(Way[stage.name], bucket)
 
     def _run_prepare(self, bucket: int) -> None:
         inputs = self._inputs[:, :bucket]
-        last_sampled = self.table.last_token.index_select(0, inputs[_ROW])
-        self._token_ids[:bucket].copy_(torch.where(inputs[_TOKEN] == _LAST_SAMPLED, last_sampled, inputs[_TOKEN]))
-        self._block_tables[:, :bucket].copy_(self.table.block_tables.index_select(1, inputs[_ROW]))
-        self._seq_lens[:bucket].copy_(inputs[_LENGTH])
+        last_sampled = self.table.last_token.index_select(0, inputs[ROW])
+        self._token_ids[:bucket].copy_(torch.where(inputs[TOKEN] == LAST_SAMPLED, last_sampled, inputs[TOKEN]))
+        self._block_tables[:, :bucket].copy_(self.table.block_tables.index_select(1, inputs[ROW]))
+        self._seq_lens[:bucket].copy_(inputs[LENGTH])
         self._temperature[:bucket].copy_(self._draws("temperature", bucket))
 
     def _run_forward(self, bucket: int) -> None:
-        logits = self._model.forward_unconverted(self._batch(bucket), self._pool)
+        logits = self._model.forward_unconverted(self._batch(bucket), self.pool)
         if logits.dtype != self._logits.dtype:
             self._keep_logits_as(logits.dtype)
         self._logits[:bucket].copy_(logits)
@@ -245,11 +331,42 @@ class StaticDecode:
         with torch.inference_mode(False):
             self._logits = torch.zeros(self._logits.shape, dtype=dtype, device=self._logits.device)
 
+    def _run_whole(self, way: Way, bucket: int) -> None:
+        from quire.kernels.step_ring import begin_step, end_step
+
+        assert self.ring is not None
+        memory, layout = self._memory(self.ring), self.ring.layout
+        block_size = self.pool.block_size
+        begin_step(self.ring.slots, memory, layout=layout, num_seqs=bucket, block_size=block_size)
+        self._run_forward(bucket)
+        self._choose(way, bucket)
+        end_step(self.ring.words, memory, layout=layout, num_seqs=bucket)
+
+    def _memory(self, ring: StepRing) -> StepMemory:
+        from quire.kernels.step_ring import StepMemory
+
+        return StepMemory(
+            inputs=self._inputs,
+            token_ids=self._token_ids,
+            block_tables=self._block_tables,
+            seq_lens=self._seq_lens,
+            temperature=self._temperature,
+            sampled=self._sampled,
+            tables=self.table.block_tables,
+            last_token=self.table.last_token,
+            state=ring.state,
+        )
+
+    def _choose(self, way: Way, bucket: int) -> None:
+        if way is Way.GREEDY:
+            self._run_greedy(bucket)
+        else:
+            self._run_drawn(bucket)
+
     def _run_greedy(self, bucket: int) -> None:
         from quire.kernels.sampler import argmax
 
         argmax(self._logits[:bucket], workspace=self._workspace, out=self._sampled[:bucket])
-        self._remember(bucket)
 
     def _run_drawn(self, bucket: int) -> None:
         from quire.kernels.sampler import sample
@@ -258,17 +375,16 @@ class StaticDecode:
             self._logits[:bucket],
             temperature=self._temperature[:bucket],
             seeds=self._draws("seed", bucket),
-            positions=self._inputs[_LENGTH, :bucket],
+            positions=self._inputs[LENGTH, :bucket],
             top_k=self._draws("top_k", bucket),
             top_p=self._draws("top_p", bucket),
             min_p=self._draws("min_p", bucket),
             workspace=self._workspace,
             out=self._sampled[:bucket],
         )
-        self._remember(bucket)
 
     def _remember(self, bucket: int) -> None:
-        self.table.last_token.index_copy_(0, self._inputs[_ROW, :bucket], self._sampled[:bucket])
+        self.table.last_token.index_copy_(0, self._inputs[ROW, :bucket], self._sampled[:bucket])
 
     def _draws(self, name: str, bucket: int) -> Tensor:
         return self._inputs[_DRAWS][list(DRAW_COLUMNS).index(name), :bucket].view(DRAW_COLUMNS[name])
@@ -280,7 +396,7 @@ class StaticDecode:
         send(torch.from_numpy(self._padding), self._inputs)
         self._replay(Stage.PREPARE, self._bucket(num_seqs))
         self._token_ids[:num_seqs].copy_(batch.input_ids)
-        self._inputs[_POSITION, :num_seqs].copy_(batch.positions)
+        self._inputs[POSITION, :num_seqs].copy_(batch.positions)
         self._inputs[_SLOTS, :num_seqs].copy_(batch.slot_mapping)
         self._block_tables[:, :num_seqs, :width].copy_(batch.block_tables)
         self._seq_lens[:num_seqs].copy_(batch.seq_lens)
@@ -293,13 +409,13 @@ class StaticDecode:
         """
         return StepBatch(
             input_ids=self._token_ids[:num_seqs],
-            positions=self._inputs[_POSITION, :num_seqs],
+            positions=self._inputs[POSITION, :num_seqs],
             slot_mapping=self._inputs[_SLOTS, :num_seqs],
             block_tables=self._block_tables[:, :num_seqs, :width],
             seq_lens=self._seq_lens[:num_seqs],
             cu_seqlens_q=self._cu_seqlens[: num_seqs + 1],
             last_indices=self._indices[:num_seqs],
-            rows=self._inputs[_ROW, :num_seqs],
+            rows=self._inputs[ROW, :num_seqs],
             seq_lens_host=lengths,
             counts_host=(1,) * num_seqs,
             rows_host=rows,
@@ -309,7 +425,7 @@ class StaticDecode:
         """Sample from given logits [n, vocab_size], for sequences that the table does not have."""
         num_seqs = len(positions)
         inputs = self._padding.copy()
-        inputs[_LENGTH, :num_seqs] = positions
+        inputs[LENGTH, :num_seqs] = positions
         inputs[_DRAWS, :num_seqs] = draws.columns
         self._prepared = None
         send(torch.from_numpy(inputs), self._inputs)
@@ -330,22 +446,48 @@ class StaticDecode:
         """Capture the sampler in the same way. Raises CannotCapture; then none of it is captured."""
         self._capture_stages(tuple(Way), sizes or self.buckets)
 
-    def _capture_stages(self, stages: Sequence[Stage | Way], sizes: Sequence[int]) -> None:
-        """The largest bucket first, so that the others find its memory."""
+    def capture_whole(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture whole steps in the same way. Raises CannotCapture; then no step is one graph.
+
+        Their stages have to be captured before. Cost: two forwards, and one per bucket.
+        """
+        if self.ring is None:
+            self.make_ring()
+        try:
+            self._capture_stages(tuple(Whole), sizes or self.buckets, is_warm=True)
+        except CannotCapture:
+            self.drop_whole()
+            raise
+        assert self.ring is not None
+        self.ring.begin_anew()  # the steps of the capture took turns, too
+
+    def drop_whole(self) -> None:
+        """Forget the graphs of whole steps, and their ring."""
+        self._forget(tuple(Whole))
+        self.ring = None
+
+    def _forget(self, stages: Sequence[Stage | Way | Whole]) -> None:
+        for key in [key for key in self._graphs if key[0] in stages]:
+            del self._graphs[key]
+
+    def _capture_stages(
+        self, stages: Sequence[Stage | Way | Whole], sizes: Sequence[int], *, is_warm: bool = False
+    ) -> None:
+        """The largest bucket first, so that the others find its memory. is_warm says that its work has been done."""
         if self.memory is None:
             self.memory = torch.cuda.graph_pool_handle()
         try:
             self._refuse_waits(stages)
             for bucket in sorted(sizes, reverse=True):
-                self._warm_up(bucket, stages)
+                if not is_warm:
+                    self._warm_up(bucket, stages)
                 for stage in stages:
                     self._graphs[stage, bucket] = self._capture(stage, bucket)
         except Exception as error:
-            for key in [key for key in self._graphs if key[0] in stages]:
-                del self._graphs[key]
+            self._forget(stages)
             raise cannot_capture(error) from error
 
-    def _refuse_waits(self, stages: Sequence[Stage | Way]) -> None:
+    def _refuse_waits(self, stages: Sequence[Stage | Way | Whole]) -> None:
         """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
         bucket = self.buckets[-1]
         self._warm_up(bucket, stages)  # work that is done only once may wait
@@ -353,14 +495,14 @@ class StaticDecode:
             for stage in stages:
                 self._run(stage, bucket)
 
-    def _warm_up(self, bucket: int, stages: Sequence[Stage | Way]) -> None:
+    def _warm_up(self, bucket: int, stages: Sequence[Stage | Way | Whole]) -> None:
         """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate their memory."""
         send(torch.from_numpy(self._padding), self._inputs)
         with on_capture_stream():
             for stage in stages:
                 self._run(stage, bucket)
 
-    def _capture(self, stage: Stage | Way, bucket: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, stage: Stage | Way | Whole, bucket: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.memory, stream=capture_stream()):
             self._run(stage, bucket)
@@ -368,12 +510,13 @@ class StaticDecode:
 
 
 def capture_decode(
-    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int = 0
+    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int = 0, whole: bool = False
 ) -> StaticDecode | None:
     """The model's decode steps as graphs on this pool, or None, with a log line, if that fails or results differ.
 
     Of mixed steps of up to max_graph_tokens the pieces between attention become graphs, too, unless it is 0. First,
-    graphs on a small pool are checked against the model's results.
+    graphs on a small pool are checked against the model's results. With `whole`, decode steps that need no more are
+    one graph each, if these sample what the graphs of the stages do; the blocks of the pool must not be in use yet.
     """
     try:
         _check_replays(model)
@@ -393,6 +536,8 @@ def capture_decode(
         model.modes.note(Part.SAMPLER, "CUDA graphs")
     model.modes.note(Part.DECODE, f"CUDA graphs of up to {decode.buckets[-1]} sequences")
     log.info("decode steps run as CUDA graphs of up to %d sequences: %s", decode.buckets[-1], captured)
+    if whole:
+        _capture_whole(decode)
     if not max_graph_tokens:
         model.modes.note(Part.PROMPTS, "without CUDA graphs: --max-graph-tokens 0")
     else:
@@ -407,8 +552,28 @@ def _note_without_graphs(model: PagedModel, reason: str, *, max_graph_tokens: in
         model.modes.note(part, "without CUDA graphs", degraded=reason)
 
 
+def _capture_whole(decode: StaticDecode) -> None:
+    """Let decode steps be one graph, or say in the log why they are not."""
+    try:
+        if not decode.samples:
+            raise CannotCapture("their tokens are sampled without graphs")
+        decode.capture_whole()
+        _check_whole(decode)
+    except (CannotCapture, RingOutOfStep, torch.OutOfMemoryError) as error:
+        decode.drop_whole()
+        log.warning("--step-graph one: decode steps run in parts: %s", first_cause(error))
+        return
+    log.info("decode steps without penalties, constraints, grammars and log-probabilities are one CUDA graph")
+
+
 def measure_graphs(
-    model: PagedModel, *, max_num_seqs: int, max_graph_tokens: int = 0, block_size: int, kv_dtype: torch.dtype
+    model: PagedModel,
+    *,
+    max_num_seqs: int,
+    max_graph_tokens: int = 0,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    whole: bool = False,
 ) -> int:
     """Bytes of a GPU's memory that capture_decode() takes besides the pool; 0 if it can't capture.
 
@@ -427,6 +592,8 @@ def measure_graphs(
         for bucket in decode.buckets[:-3:-1]:
             decode.capture([bucket])
             decode.capture_sampling([bucket])
+            if whole:
+                decode.capture_whole([bucket])
             after.append(free())
         num_buckets = len(decode.buckets)
     except (CannotCapture, torch.OutOfMemoryError, MemoryError):
@@ -500,3 +667,62 @@ def _check_sampling(decode: StaticDecode) -> None:
             num_checked += num_seqs
     if num_different > num_checked * MAX_OTHER_TOKENS:
         raise CannotCapture(f"replayed, the sampler chose {num_different} other tokens of {num_checked}")
+
+
+NUM_WHOLE_CHECKED = 3
+
+
+def _check_whole(decode: StaticDecode) -> None:
+    """Run steps as one graph, and again in parts: sequences that grow over the borders of their first blocks.
+
+    Raises CannotCapture if a token differs, or the table on the device is not that of the host; RingOutOfStep if tokens
+    do not arrive.
+    """
+    table, pool, vocab_size = decode.table, decode.pool, decode.logits.shape[1]
+    num_steps = min(pool.block_size + 2, table.max_blocks_per_seq * pool.block_size)
+    num_blocks = -(-num_steps // pool.block_size)
+    num_seqs = min(NUM_WHOLE_CHECKED, decode.buckets[-1], (pool.num_blocks - 1) // (num_blocks * table.num_groups))
+    if not num_seqs:
+        raise CannotCapture(f"a pool of {pool.num_blocks} blocks is too small to check it")
+    sampler = Sampler(max_num_seqs=table.max_num_seqs, vocab_size=vocab_size, device=table.device)
+    block_ids = iter(range(1, pool.num_blocks))
+    rows = [table.add() for _ in range(num_seqs)]
+    num_different = 0
+    try:
+        for position in range(num_steps):
+            for row in rows if position % pool.block_size == 0 else ():
+                for group in range(table.num_groups):
+                    table.stage_blocks(row, position // pool.block_size, [next(block_ids)], group=group)
+            for row, params in zip(rows, _CHECKED_PARAMS, strict=False):
+                sampler.set_params(row, params if position % 2 else SamplingParams())
+            num_different += _count_different(decode, sampler, rows, position)
+        is_sent = table.is_on_device()
+    finally:
+        for row in rows:
+            table.remove(row)
+    if not is_sent:
+        raise CannotCapture("as one graph, steps left other block tables on the device than those of the host")
+    if num_different:
+        raise CannotCapture(f"as one graph, a step chose {num_different} other tokens of {num_steps * num_seqs}")
+
+
+def _count_different(decode: StaticDecode, sampler: Sampler, rows: Sequence[int], position: int) -> int:
+    """Run one token of each row as one graph, then in parts; count the rows with other tokens."""
+    starts = [position] * len(rows)
+    token_ids = [[row + 1] if position == 0 else None for row in rows]
+    draws, before = sampler.draws(rows), decode.table.last_token.clone()
+    assert draws is not None
+    launched = decode.run_whole(rows, starts, token_ids, draws)
+    if launched is None:
+        raise RingOutOfStep("a slot of the ring was not given back")
+    tokens, *_ = launched.wait()
+    after = decode.table.last_token.clone()
+    decode.table.last_token.copy_(before)
+    if position:
+        decode.table.note_sampled(rows, starts)
+    batch = decode.prepare(rows, starts, token_ids, draws=draws)
+    decode.forward(batch)
+    expected = decode.sample(batch, draws.way)
+    index = torch.tensor(rows, device=expected.device)
+    is_other = (tokens.to(expected.device) != expected) | (after.index_select(0, index) != expected)
+    return int(is_other.sum())

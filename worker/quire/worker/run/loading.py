@@ -166,7 +166,13 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     decode = None
     if has_graphs:
         log.info("CUDA graphs of mixed steps: up to %d tokens, by %s", graphs.num_tokens, graphs.reason)
-        decode = capture_decode(model, pool, max_num_seqs=config.max_num_seqs, max_graph_tokens=graphs.num_tokens)
+        decode = capture_decode(
+            model,
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_graph_tokens=graphs.num_tokens,
+            whole=config.step_graph == "one",
+        )
     grammars = load_grammars(
         find_tokenizer(config.model, revision=config.revision),
         vocab_size=model.vocab_size,
@@ -200,6 +206,7 @@ def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Execu
         decode=loaded.decode,
         host_pool=loaded.host_pool,
         ranks=ranks,
+        spins=config.wait == "spin",
     )
 
 

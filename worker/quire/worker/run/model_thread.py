@@ -20,8 +20,9 @@ from typing import NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
-# Pieces of work that are launched and not collected: one that the device runs, and the next one.
-MAX_UNCOLLECTED = 2
+# Pieces of work that are launched and not collected: one that the device runs, and the next ones. An engine plans as
+# many while steps are short.
+MAX_UNCOLLECTED = 4
 
 
 class ModelThread:

@@ -136,6 +136,7 @@ def choose_graphs(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype
             max_graph_tokens=num_tokens,
             block_size=config.block_size,
             kv_dtype=kv_dtype,
+            whole=config.step_graph == "one",
         )
 
     if config.max_graph_tokens is not None:

@@ -448,8 +448,11 @@ class VerifyingExecutor(Executor):
         decode: StaticDecode | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
+        spins: bool = False,
     ) -> None:
-        super().__init__(model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks)
+        super().__init__(
+            model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks, spins=spins
+        )
         self.runs_ahead = False
         self._verifier = OwnershipVerifier(
             num_blocks=pool.num_blocks,
@@ -482,13 +485,20 @@ class VerifyingExecutor(Executor):
         super()._apply(lease, grant)
 
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
+        self._begin_step(grant, batch)
+        return super()._forward(grant, batch)
+
+    def _check_whole(self, grant: grant_pb2.StepGrant, decode: StaticDecode) -> None:
+        """See Executor._check_whole: of what the device has read and written, because it has made the batch itself."""
+        self._begin_step(grant, decode.whole_batch())
+
+    def _begin_step(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> None:
         self._verifier.begin_step(
             grant,
             tokens=batch.input_ids.tolist(),
             slots=batch.slot_mapping.tolist(),
             tables=batch.block_tables.tolist(),
         )
-        return super()._forward(grant, batch)
 
     def _table_digest(self) -> int:
         """Return that of the block tables."""

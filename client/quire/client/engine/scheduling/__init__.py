@@ -22,7 +22,7 @@
     shortage.py        refusals for lack of blocks
     preemption.py      the running sequences that are preempted for others
     tier.py            the cost of the host tier against computing again
-    flight.py          the steps in flight
+    flight.py          the steps in flight, and how many there may be
     failures.py        steps and plans that failed or were refused
     beams.py           successors of beams as sequences
     beam_search.py     the choice of these successors

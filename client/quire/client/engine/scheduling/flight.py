@@ -5,6 +5,29 @@ from collections import abc, deque
 from quire.client.engine.scheduling.plans import StepInFlight
 from quire.client.errors import ProtocolViolation
 
+MAX_STEPS = 2
+MAX_SHORT_STEPS = 4
+SHORT_STEP_S = 0.002
+"""A step that takes a GPU less than this is short."""
+
+
+class FlightLimit:
+    """The number of steps that may be in flight: more of them while steps are short.
+
+    The tokens of a step come to the engine, and a step planned then goes to the worker, in 1 to 6 ms. One step that
+    waits behind the one that runs hides that from a GPU which needs as long for it; short steps take three. More than
+    needed cost something: a sequence that ends is computed in all steps that are in flight by then, and a new prompt
+    waits for them. A CPU computes one step after the other, so there more steps would hide nothing.
+    """
+
+    def __init__(self) -> None:
+        self.max_steps = MAX_STEPS
+
+    def observe(self, step_s: float, *, device: str) -> None:
+        """Learn from a step that has ended: its time on the worker's device, 0 if it was not told."""
+        is_short = device.startswith("cuda") and 0 < step_s < SHORT_STEP_S
+        self.max_steps = MAX_SHORT_STEPS if is_short else MAX_STEPS
+
 
 class Flight:
     """Steps that were planned and have not ended, the oldest first; they end in this order.
