@@ -15,7 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "serving": ("peers", "door"),
     "prefix": ("windows", "queued-prompts"),
     "routing": (),
-    "kernels": ("launches", "gpu"),
+    "kernels": ("launches", "gpu", "rates", "chains"),
     "step": ("grammars", "slow-grammar"),
     "lab": (),
     "allocator": ("schedulers",),
