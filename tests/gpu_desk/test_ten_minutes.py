@@ -34,6 +34,26 @@ def test_a_dry_run_is_green_and_reads_every_command_line(tmp_path: Path) -> None
     assert "predicted" in done.stdout
 
 
+def compile_chains(folder: Path) -> str:
+    """Compile the kernels of one part for an H100; the line that counts them."""
+    command = [sys.executable, str(ROOT / "tests/gpu/ten_minutes/compiling.py"), str(folder), "--only", "chains"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    return next(line for line in done.stdout.splitlines() if line.startswith("chains: "))
+
+
+def test_kernels_compiled_before_are_found_where_the_cache_was_moved_to(tmp_path: Path) -> None:
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    assert compile_chains(made).startswith("chains: 2 compiled in ")
+    assert {path.suffix for path in made.glob("*/*")} == {".json", ".cubin", ".so"}
+    made.rename(moved)
+    sys.path.insert(0, str(ROOT / "tests/gpu/ten_minutes"))
+    from cache import settle
+
+    sys.path.pop(0)
+    settle(moved)
+    assert compile_chains(moved).startswith("chains: 0 compiled in 0.0 s, 2 read from ")
+
+
 def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
     done = make(f"--call 1 --output {tmp_path}")
     assert done.returncode != 0

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cache import described, settle
 from parts import GPU, ROOT, Call, Part, Plan, read_plan
 from reporting import SHOWN_LINES, Machine, report
 from running import Outcome, missing, run_call
@@ -38,6 +39,9 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU; longer parts are only parsed")
     parser.add_argument("--list", action="store_true", help="print the parts, with their limits and predictions")
     parser.add_argument("--output", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="the folder of --compile, moved or not: use its kernels"
+    )
     parser.add_argument("--compile", type=Path, metavar="FOLDER", help="fill a cache of Triton for an H100 or H200")
     parser.add_argument("--decide", type=Path, nargs="+", metavar="RESULTS", help="NAME.json of the calls")
     given = parser.parse_args()
@@ -54,6 +58,10 @@ def main() -> int:
     absent = missing()
     if GPU in absent and not given.dry and given.call != "checks":
         parser.error("there is no GPU here; --dry shows on a CPU that everything runs")
+    if given.cache is not None:
+        settle(given.cache)
+        os.environ["TRITON_CACHE_DIR"] = str(given.cache.resolve())
+        print(described(given.cache))
     folder = (given.output or Path(os.environ.get("OUT") or ROOT / "build/ten-minutes")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     machine = describe(plan, absent, dry=given.dry)

@@ -6,37 +6,19 @@ Each is read by a fork of this process, which has imported torch: without that e
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
-import traceback
-from pathlib import Path
 
-import click
 import matplotlib.pyplot  # noqa: F401
 import torch._dynamo  # noqa: F401
 import transformers  # noqa: F401
+from forks import succeeds
 from parts import ROOT, Part, read_plan
 
 
-def is_right(part: Part) -> bool:
-    """Read the part's command line in a fork, and print what is wrong with it."""
-    if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    try:
-        read(ROOT / part.command[0], list(part.command[1:]))
-        status = 0
-    except click.ClickException as error:
-        print(f"{part.name}: {error.format_message()}", flush=True)
-        status = 1
-    except BaseException:
-        print(f"{part.name}:", traceback.format_exc(), flush=True)
-        status = 1
-    os._exit(status)
-
-
-def read(script: Path, flags: list[str]) -> None:
+def read(part: Part) -> None:
     """Import a benchmark as harness/run.py does, and let its command read the flags."""
+    script, flags = ROOT / part.command[0], list(part.command[1:])
     sys.argv = [str(script), *flags]
     sys.path[:0] = [str(script.parent), str(ROOT / "benchmarks/harness")]
     runpy.run_path(str(script), run_name="read")["main"].make_context(script.name, flags)
@@ -44,7 +26,7 @@ def read(script: Path, flags: list[str]) -> None:
 
 def main() -> int:
     parts = [part for part in read_plan().calls[sys.argv[1]].parts if part.is_only_read]
-    wrong = [part.name for part in parts if not is_right(part)]
+    wrong = [part.name for part in parts if not succeeds(part.name, lambda part=part: read(part))]
     print(f"report: {len(parts) - len(wrong)} of {len(parts)} command lines are right", *wrong, flush=True)
     return int(bool(wrong))
 
