@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cache import described, settle
-from parts import GPU, ROOT, Call, Part, Plan, read_plan
+from parts import GPU, HERE, ROOT, Call, Part, Plan, read_plan
 from reporting import SHOWN_LINES, Machine, report
 from running import Outcome, missing, run_call
 
@@ -49,9 +49,10 @@ def main() -> int:
         print("\n".join(listed(plan)))
         return 0
     if given.compile is not None:
-        return subprocess.run([sys.executable, str(Path(__file__).with_name("compiling.py")), given.compile]).returncode
+        return subprocess.run([sys.executable, str(HERE / "compiling.py"), given.compile]).returncode
     if given.decide is not None:
-        return subprocess.run([sys.executable, str(Path(__file__).with_name("deciding.py")), *given.decide]).returncode
+        command = [sys.executable, str(HERE / "deciding.py"), *given.decide, *["--dry"] * given.dry]
+        return subprocess.run(command).returncode
     calls = [plan.calls[given.call]] if given.call else [plan.calls["1"], plan.calls["2"]] if given.dry else []
     if not calls:
         parser.error("say which: --call 1, --call 2, --call checks, or --dry")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "gpu/ten_minutes"
-NAMES = ("parts", "running", "reporting", "command")
+NAMES = ("parts", "cache", "running", "reporting", "command", "deciding")
 ENDLESS_S = 600
 
 
@@ -41,7 +41,8 @@ class Script:
     """The script with parts made here."""
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
-        self.parts, self.running, self.reporting, self.main = (modules[name] for name in NAMES)
+        self.parts, self.running, self.reporting = (modules[name] for name in ("parts", "running", "reporting"))
+        self.main, self.deciding = modules["command"], modules["deciding"]
         self.gpu, self.core = self.parts.GPU, self.parts.CORE
 
     def part(self, name: str, command: tuple[str, ...], **options: Any) -> Any:
@@ -201,3 +202,129 @@ def test_a_part_of_no_call_is_refused(script: Script, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="x is of a call that is none of 1"):
         script.parts.read_plan(path)
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+SOURCE = """LIMIT = 690e12  # of an H200
+DEPENDENT = False
+EARLY = False
+LATE = False
+"""
+DECISIONS = """
+[[decisions]]
+name = "dependent"
+pairs = [["chains: new", "chains: old"], ["steps: new", "steps: old"]]
+margin = 0.04
+then = true
+constant = { path = "source.py", name = "DEPENDENT" }
+
+[[decisions]]
+name = "early"
+pairs = [["chains: new", "chains: old"], ["steps: new", "steps: slightly more"]]
+margin = 0.04
+at_least = 1
+then = true
+constant = { path = "source.py", name = "EARLY" }
+
+[[decisions]]
+name = "late"
+pairs = [["chains: new", "chains: old"], ["steps: old", "steps: new"]]
+margin = 0.04
+at_least = 1
+then = true
+constant = { path = "source.py", name = "LATE" }
+
+[[decisions]]
+name = "not measured"
+pairs = [["chains: new", "chains: none"]]
+margin = 0.04
+then = "x"
+json = { path = "table.json", key = "form" }
+
+[[decisions]]
+name = "limit"
+measured = { figure = "rates: product", times = 1e12, margin = 0.1 }
+constant = { path = "source.py", name = "LIMIT" }
+
+[[decisions]]
+name = "products"
+rows = { at = "products: rows", value = "own_us", than = "library_us", margin = 0.04 }
+json = { path = "products.json" }
+"""
+
+
+def results_of(gpu: str) -> dict[str, Any]:
+    rows = [{"n": n, "own_us": own, "library_us": 10.0} for n, own in ((1, 9.0), (2, 9.7), (4, 12.0))]
+    return {
+        "gpu": gpu,
+        "parts": {
+            "chains": {"figures": {"new": 0.6, "old": 1.25, "none": None}},
+            "steps": {"figures": {"new": 0.9, "old": 1.1, "slightly more": 0.92}},
+            "rates": {"figures": {"product": 500.0}},
+            "products": {"content": {"rows": rows}},
+        },
+    }
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A folder with decisions, the files that they write, and results."""
+    (tmp_path / "decisions.toml").write_text(DECISIONS)
+    (tmp_path / "source.py").write_text(SOURCE)
+    (tmp_path / "table.json").write_text("{}")
+    (tmp_path / "products.json").write_text('{"NVIDIA H100": [{"n": 8}], "NVIDIA H200": [{"n": 16}]}')
+    for name in ("NVIDIA H200", "NVIDIA H100", "none"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(results_of(name)))
+    return tmp_path
+
+
+def test_results_decide_by_their_rules_and_write_their_places(script: Script, places: Path, capsys: Any) -> None:
+    deciding = script.deciding
+    decisions = deciding.read_decisions(places / "decisions.toml", places)
+    results = deciding.read_results([places / "NVIDIA H200.json"])
+    deciding.decide(decisions, results, dry=True)
+    assert (places / "source.py").read_text() == SOURCE
+    capsys.readouterr()
+    deciding.decide(decisions, results, dry=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "dependent: -> True (2 of 2 better by 4%: 0.6 against 1.25, 0.9 against 1.1)",
+        "early: -> True (1 of 2 better by 4%: 0.6 against 1.25, 0.9 against 0.92)",
+        "late: unchanged (1 of 2 better by 4%: 0.6 against 1.25, 1.1 against 0.9)",
+        "not measured: unchanged (not decided, not measured: 0.6 against not measured)",
+        "limit: -> 500000000000000.0 (measured 5e+14, present 6.9e+14)",
+        "products: -> [{'n': 1, 'own_us': 9.0, 'library_us': 10.0}] (1 of 3 rows better by 4%)",
+    ]
+    expected = SOURCE.replace("690e12", "500000000000000.0").replace("DEPENDENT = False", "DEPENDENT = True")
+    assert (places / "source.py").read_text() == expected.replace("EARLY = False", "EARLY = True")
+    assert json.loads((places / "table.json").read_text()) == {}
+    assert json.loads((places / "products.json").read_text()) == {
+        "NVIDIA H100": [{"n": 8}],
+        "NVIDIA H200": [{"n": 1, "own_us": 9.0, "library_us": 10.0}],
+    }
+
+
+def test_results_of_two_gpus_or_of_none_decide_nothing(script: Script, places: Path) -> None:
+    paths = [places / f"{name}.json" for name in ("NVIDIA H200", "NVIDIA H100")]
+    with pytest.raises(ValueError, match="of NVIDIA H100 and of NVIDIA H200: one GPU decides"):
+        script.deciding.read_results(paths)
+    with pytest.raises(ValueError, match="of none: one GPU decides"):
+        script.deciding.read_results([places / "none.json"])
+
+
+def test_a_place_that_is_not_one_line_is_refused_before_anything_is_written(script: Script, places: Path) -> None:
+    (places / "source.py").write_text(SOURCE + "LIMIT = 1\n")
+    decisions = script.deciding.read_decisions(places / "decisions.toml", places)
+    results = script.deciding.read_results([places / "NVIDIA H200.json"])
+    with pytest.raises(ValueError, match="LIMIT is not assigned in one line"):
+        script.deciding.decide(decisions, results, dry=False)
+    assert (places / "source.py").read_text() == SOURCE + "LIMIT = 1\n"
+
+
+def test_every_decision_reads_figures_of_parts_and_writes_a_place_that_is_there(script: Script) -> None:
+    calls = script.parts.read_plan().calls.values()
+    figures = {f"{part.name}: {figure.name}" for call in calls for part in call.parts for figure in part.figures}
+    for decision in script.deciding.read_decisions():
+        decision.place.read("NVIDIA H200")
+        named = getattr(decision.rule, "pairs", ()) or [(getattr(decision.rule, "figure", None),)]
+        assert {name for pair in named for name in pair if name} <= figures, decision.name
