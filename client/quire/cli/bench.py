@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefix": ("windows", "queued-prompts"),
     "routing": (),
     "kernels": ("launches", "gpu", "rates", "chains"),
-    "step": ("grammars", "slow-grammar"),
+    "step": ("grammars", "slow-grammar", "peers"),
     "lab": (),
     "allocator": ("schedulers",),
     "control-plane": ("restart", "kv-events", "worker"),
