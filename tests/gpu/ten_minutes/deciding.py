@@ -5,7 +5,7 @@ decisions.toml has the decisions. Each reads figures of one or several results b
     pairs      figures [new, old]: `then` if the new ones are better by `margin`, in at least `at_least` pairs (else in
                all), and none is worse by as much; otherwise the place keeps its value
     measured   the figure times a number, where that differs by more than `margin` from the present value
-    rows       a list of a part's JSON: those rows whose `value` is better than `than` by `margin`
+    rows       a list of a part's JSON: those rows of which the best candidate beats `than` by `margin`
 
     constant   an assignment of a number, a string or a truth value at the top level of a Python file
     json       a JSON file: the value is of the GPU's name, and of the key if there is one
@@ -71,19 +71,34 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Take the rows of a part's list in which one value is better than another; less is better."""
+    """Take the rows of a part's list in which the best of some candidates beats a time by a margin.
+
+    at          "PART: KEY" of the list
+    candidates  the key of a row's list of candidates, each with a time under `time`
+    than        the key of the row's time to beat
+    fields      keys of a row that are kept, beside those of the candidate; its time is kept as `own_us`
+    """
 
     at: str
-    value: str
+    candidates: str
+    time: str
     than: str
+    fields: tuple[str, ...]
     margin: float
 
     def decide(self, results: Results, present: Any) -> Choice:
         rows = results.content(self.at)
         if not isinstance(rows, list):
             return Choice(present, "not decided, not measured")
-        chosen = [row for row in rows if row[self.value] < (1 - self.margin) * row[self.than]]
+        chosen = [taken for row in rows if (taken := self._take(row)) is not None]
         return Choice(chosen, f"{len(chosen)} of {len(rows)} rows better by {self.margin:.0%}")
+
+    def _take(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        best = min(row[self.candidates], key=lambda each: each[self.time], default=None)
+        if best is None or best[self.time] >= (1 - self.margin) * row[self.than]:
+            return None
+        kept = {key: value for key, value in best.items() if key != self.time}
+        return {key: row[key] for key in self.fields} | kept | {"own_us": best[self.time], self.than: row[self.than]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +212,15 @@ def _decision(table: Mapping[str, Any], root: Path) -> Decision:
         pairs = tuple((new, old) for new, old in table["pairs"])
         rule = Pairs(pairs, table["margin"], table["then"], table.get("at_least"))
     else:
-        rule = Measured(**table["measured"]) if "measured" in table else Rows(**table["rows"])
+        rule = Measured(**table["measured"]) if "measured" in table else _rows(table["rows"])
     about = table.get("constant") or table["json"]
     path = root / about["path"]
     place = Constant(path, about["name"]) if "constant" in table else JsonFile(path, about.get("key", ""))
     return Decision(table["name"], rule, place)
+
+
+def _rows(table: Mapping[str, Any]) -> Rows:
+    return Rows(**{**table, "fields": tuple(table["fields"])})
 
 
 def _shown(value: float | None) -> str:
@@ -214,7 +233,7 @@ def decide(decisions: Sequence[Decision], results: Results, *, dry: bool) -> Non
     for decision, present in zip(decisions, presents, strict=True):
         choice = decision.rule.decide(results, present)
         is_new = choice.value != present
-        what = f"-> {choice.value!r}"[:60] if is_new else "unchanged"
+        what = f"-> {choice.value!r}"[:90] if is_new else "unchanged"
         print(f"{decision.name}: {what} ({choice.reason})")
         if is_new and not dry:
             decision.place.write(results.gpu, choice.value)

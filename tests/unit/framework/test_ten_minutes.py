@@ -249,20 +249,29 @@ constant = { path = "source.py", name = "LIMIT" }
 
 [[decisions]]
 name = "products"
-rows = { at = "products: rows", value = "own_us", than = "library_us", margin = 0.04 }
 json = { path = "products.json" }
+[decisions.rows]
+at = "products: products"
+candidates = "own"
+time = "taken_us"
+than = "library_us"
+fields = ["n"]
+margin = 0.04
 """
 
 
 def results_of(gpu: str) -> dict[str, Any]:
-    rows = [{"n": n, "own_us": own, "library_us": 10.0} for n, own in ((1, 9.0), (2, 9.7), (4, 12.0))]
+    rows = [
+        {"n": n, "own": [{"tiling": tiling, "taken_us": us} for tiling, us in own], "library_us": 10.0, "more": 0}
+        for n, own in ((1, (("a", 9.5), ("b", 9.0))), (2, (("a", 9.7),)), (4, ()))
+    ]
     return {
         "gpu": gpu,
         "parts": {
             "chains": {"figures": {"new": 0.6, "old": 1.25, "none": None}},
             "steps": {"figures": {"new": 0.9, "old": 1.1, "slightly more": 0.92}},
             "rates": {"figures": {"product": 500.0}},
-            "products": {"content": {"rows": rows}},
+            "products": {"content": {"products": rows}},
         },
     }
 
@@ -293,14 +302,14 @@ def test_results_decide_by_their_rules_and_write_their_places(script: Script, pl
         "late: unchanged (1 of 2 better by 4%: 0.6 against 1.25, 1.1 against 0.9)",
         "not measured: unchanged (not decided, not measured: 0.6 against not measured)",
         "limit: -> 500000000000000.0 (measured 5e+14, present 6.9e+14)",
-        "products: -> [{'n': 1, 'own_us': 9.0, 'library_us': 10.0}] (1 of 3 rows better by 4%)",
+        "products: -> [{'n': 1, 'tiling': 'b', 'own_us': 9.0, 'library_us': 10.0}] (1 of 3 rows better by 4%)",
     ]
     expected = SOURCE.replace("690e12", "500000000000000.0").replace("DEPENDENT = False", "DEPENDENT = True")
     assert (places / "source.py").read_text() == expected.replace("EARLY = False", "EARLY = True")
     assert json.loads((places / "table.json").read_text()) == {}
     assert json.loads((places / "products.json").read_text()) == {
         "NVIDIA H100": [{"n": 8}],
-        "NVIDIA H200": [{"n": 1, "own_us": 9.0, "library_us": 10.0}],
+        "NVIDIA H200": [{"n": 1, "tiling": "b", "own_us": 9.0, "library_us": 10.0}],
     }
 
 
