@@ -55,7 +55,7 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults simulate flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-first-hour gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults simulate flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-ten-minutes gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -127,8 +127,8 @@ bench: venv  ## a benchmark: ARGS="utilization --quick", ARGS="serving door"; wi
 gpu-test:  ## run the kernels' tests compiled, and those that need a GPU; GPU_PYTHON=python3 where no .venv is
 	@$(has_gpu)
 	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) -m pytest tests/kernels tests/gpu $(ARGS)
-gpu-first-hour:  ## the first checks on a machine with a GPU, in twelve steps with a report; ARGS=--list, ARGS="--only dtypes"
-	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/first_hour $(ARGS)
+gpu-ten-minutes:  ## all that a GPU must tell, in ARGS="--call 1" and "--call 2"; ARGS="--call checks", ARGS=--dry, ARGS=--list
+	@$(TEST_ENVIRONMENT) $(GPU_PYTHON) tests/gpu/ten_minutes $(ARGS)
 gpu-bench-kernels:  ## the kernels against others and the card's bandwidth; ARGS=--quick tiny, on a CPU
 	$(GPU_PYTHON) benchmarks/harness/run.py benchmarks/kernels/gpu.py $(if $(findstring --quick,$(ARGS)),,--output benchmarks/results) $(ARGS)
 gpu-bench-step:  ## whole steps and workloads against the card's bandwidth and transformers; ARGS=--quick tiny, on a CPU

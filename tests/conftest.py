@@ -33,7 +33,7 @@ VERIFY = (
     "deploy",
     "robustness/faults",
     "robustness/fuzz",
-    "gpu_desk/test_first_hour.py",
+    "gpu_desk/test_ten_minutes.py",
     "gpu_desk/test_five_architectures.py",
     "gpu_desk/test_own_products.py",
     "gpu_desk/test_pieces.py",

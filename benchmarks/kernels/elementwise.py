@@ -201,12 +201,12 @@ class Jobs:
         shape = (4 * count, self._sizes.num_layers, 2, heads.num_kv_heads, 16, heads.head_dim)
         blocks = block_runs([self._random(*shape)])
         order = torch.randperm(4 * count, generator=torch.Generator().manual_seed(0))
+        ids = order.tolist()[:count]
         sources, targets = (part.to(self._device) for part in order.split(count)[:2])
         num_bytes = 2 * count * blocks.bytes_per_block
         name = f"{count} blocks of {blocks.bytes_per_block >> 10} KiB"
         yield Job("copy_blocks", name, num_bytes, [lambda: copy_blocks(blocks, sources=sources, targets=targets)])
         staging = torch.empty(count, blocks.bytes_per_block, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        ids = sources.tolist()
         for kernel, move in (("gather_blocks", gather_blocks), ("scatter_blocks", scatter_blocks)):
             yield Job(
                 kernel, f"{name}, pinned", num_bytes // 2, [lambda move=move: move(blocks, staging, block_ids=ids)]

@@ -3,8 +3,10 @@
 Each is a row of the table. One that is missing, or can't do a cell, has a reason, which the report repeats.
 
     FlashInfer      pip install --no-deps flashinfer-python==0.6.2 apache-tvm-ffi==0.1.6; compiles its kernels with nvcc
-    vLLM            triton_unified_attention.py and triton_attention_helpers.py of vllm/v1/attention/ops, in the folder
+    vLLM            triton_unified_attention.py of vllm/v1/attention/ops and what it imports from there, in the folder
                     .peers/vllm, which git ignores
+
+benchmarks/harness/obtain_peers.py downloads both.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 import numpy as np
+import torch
 from engines import Running, Setup, generate, two_processes
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -94,12 +95,13 @@ class Prompted:
         return statistics.median(self.cold_s) / statistics.median(self.warm_s)
 
 
-async def measure_prompts(sizes: Sizes, progress: Progress) -> Prompted:
+async def measure_prompts(sizes: Sizes, progress: Progress, *, device: str) -> Prompted:
     task = progress.add_task("prompts, end to end", total=sizes.rounds + 1)
     num_tokens = sizes.system_tokens + sizes.own_tokens + sizes.new_tokens
     with tempfile.TemporaryDirectory() as name:
         llama_56m(Path(name))
-        setup = Setup(Path(name), num_blocks=4 * -(-num_tokens // BLOCK_SIZE) + 1, block_size=BLOCK_SIZE)
+        num_blocks = 4 * -(-num_tokens // BLOCK_SIZE) + 1
+        setup = Setup(Path(name), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
         measured = Prompted(sizes.system_tokens + sizes.own_tokens, [], [], [])
         async with two_processes(setup) as running:
             for number in range(sizes.rounds + 1):
@@ -149,24 +151,28 @@ def measure_trace(name: str) -> list[Measurement]:
     return measurements
 
 
-def measure(quick: bool, progress: Progress) -> Findings:
-    names = [QUICK_TRACE] if quick else list(expectations())
+def measure(quick: bool, progress: Progress, *, prompts: bool) -> Findings:
+    names = [] if prompts else [QUICK_TRACE] if quick else list(expectations())
     task = progress.add_task("traces", total=len(names))
     traces: dict[str, list[Measurement]] = {}
     for name in names:
         progress.update(task, description=name.partition(".")[0])
         traces[name] = measure_trace(name)
         progress.advance(task)
-    prompted = asyncio.run(measure_prompts(QUICK if quick else Sizes(), progress))
+    device = "cuda" if torch.cuda.is_available() and not quick else "cpu"
+    prompted = asyncio.run(measure_prompts(QUICK if quick else Sizes(), progress, device=device))
     rows = [hit_ratios(name, measured) for name, each in traces.items() for measured in each]
     figures: dict[str, Any] = {
         "default": DEFAULT_POLICY,
+        "device": device,
         "traces": rows,
         "end_to_end": asdict(prompted) | {"tokens_per_s": prompted.tokens_per_s, "speedup": prompted.speedup},
     }
     notes = [
         f"Prefill saved is at {prompted.tokens_per_s:,.0f} prompt tokens a second, as the prompts above took here."
     ]
+    if prompts:
+        return Findings([prompt_table(prompted)], figures)
     return Findings([prompt_table(prompted), trace_table(rows, prompted)], figures, lambda: plot(rows), notes)
 
 
@@ -239,7 +245,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-main = benchmark("prefix", measure, packages=("numpy", "torch", "transformers", "grpcio"))
+FLAGS = {"--prompts": "Only requests to the services; no recorded requests."}
+main = benchmark("prefix", measure, packages=("numpy", "torch", "transformers", "grpcio"), flags=FLAGS)
 
 if __name__ == "__main__":
     main()

@@ -71,6 +71,8 @@ class Sizes:
     profiled_steps: int = 5
 
 
+GPU = Sizes(seconds_between_arrivals=0.01)
+"""A GPU is done with a request in less time than lies between two arrivals of the default."""
 QUICK = Sizes(
     num_requests=4, prompt_tokens=(8, 24), new_tokens=3, alone=2, seconds_between_arrivals=0.01, profiled_steps=2
 )
@@ -246,7 +248,7 @@ def parts_of(model: PagedModel, batch: StepBatch, pool: KVPool) -> dict[str, flo
 
 
 def measure(quick: bool, progress: Progress) -> Findings:
-    sizes = QUICK if quick else Sizes()
+    sizes = QUICK if quick else GPU if torch.cuda.is_available() else Sizes()
     device, dtype = ("cuda", "float16") if torch.cuda.is_available() else ("cpu", "bfloat16")
     with tempfile.TemporaryDirectory() as name:
         (tiny_gpt2 if quick else gpt2_small)(Path(name), getattr(torch, dtype))

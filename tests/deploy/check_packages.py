@@ -104,6 +104,7 @@ NOT_CHECKED = {
     "all": "it is others together",
     "dev": "the environment of this check has it",
     "dynamo": "ai-dynamo requires aisimulate, which downloads its wheel from NVIDIA's index; it is not used here",
+    "flashinfer": "it is for a GPU, and requires NVIDIA's packages of some hundred MB",
     "otel": "the environment of this check has it",
 }
 # Nothing is at that address, so it waits.

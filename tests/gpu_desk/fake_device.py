@@ -30,6 +30,7 @@ from unittest import mock
 
 import torch
 import triton.runtime.jit
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
@@ -277,6 +278,7 @@ class _Properties:
     minor: int
     multi_processor_count: int
     shared_memory_per_block_optin: int = 227 << 10
+    L2_cache_size: int = 50 << 20
     total_memory: int = TOTAL_BYTES
 
 
@@ -431,6 +433,7 @@ class FakeGPU:
     def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
         cuda = torch.cuda
         yield FakeTensorMode, "avoid_device_init", True  # it asks is_available(), and would then want a real device
+        yield fake_tensor, "init_gpu_context", lambda device: None  # torch 2.11 asks the same here
         yield cuda, "is_available", lambda: True
         yield cuda, "device_count", lambda: NUM_GPUS
         yield cuda, "current_device", lambda: self.current

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import stand_in_flashinfer
 import torch
 from gpu_desk.fake_device import FakeGPU
 from gpu_desk.steps import make_config, make_executor, mixed_and_decode_steps, start
@@ -20,6 +21,8 @@ from quire.serving.addresses import UnixAddress
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 from quire.serving.server import CannotStartError, StopSignals
+from quire.worker.attention import flashinfer_attention
+from quire.worker.attention.triton_attention import TritonAttentionStep
 from quire.worker.device.devices import pick_device
 from quire.worker.run.executor import Outcome
 from quire.worker.run.loading import load_warm
@@ -100,6 +103,23 @@ def test_a_torch_for_amd_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -
 def test_float8_is_refused_on_a_gpu_that_does_not_have_it(folder: Path) -> None:
     with FakeGPU(capability=(8, 0)), pytest.raises(ValueError, match=r"--kv-dtype float8: .* 8\.9; .* 8\.0"):
         start(save("llama", folder), dtype="bfloat16", kv_dtype="float8")
+
+
+def test_what_flashinfer_cannot_run_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save("llama", folder)
+    with stand_in_flashinfer.installed():
+        with (
+            FakeGPU(),
+            pytest.raises(ValueError, match="flashinfer: layer 0 can't run in it: head dim 8 is not one of"),
+        ):
+            start(model, dtype="bfloat16", attention="flashinfer")
+        monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (8,))
+        with FakeGPU(), pytest.raises(ValueError, match="and the model is in float32"):
+            start(model, dtype="float32", attention="flashinfer")
+        kind = flashinfer_attention.FlashInferAttentionStep
+        monkeypatch.setattr(kind, "_attend_prompts", TritonAttentionStep._attend_prompts)  # it needs numbers
+        with FakeGPU(), pytest.raises(ValueError, match="float8 with --attention flashinfer: it reads keys and values"):
+            start(model, dtype="bfloat16", kv_dtype="float8", attention="flashinfer", cuda_graphs=False)
 
 
 def test_a_folder_of_compiled_kernels_that_is_not_writable_is_refused_before_a_model_is_loaded(

@@ -29,6 +29,9 @@ ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
     "kernels gpu": "tests/kernels/test_benchmark.py",
     "kernels products": "tests/kernels/test_benchmark.py",
+    "step peers": "tests/unit/benchmarks/test_peers.py",
+    "kernels rates": "tests/gpu_desk/test_ten_minutes.py",
+    "kernels chains": "tests/gpu_desk/test_ten_minutes.py",
 }
 """Tests of parts that do not run here."""
 

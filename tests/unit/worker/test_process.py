@@ -34,6 +34,13 @@ def test_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_attention("triton", GPU, block_size=48)
 
 
+def test_flashinfer_where_it_is_not_installed() -> None:
+    with pytest.raises(ValueError, match=r"flashinfer is not installed; install 'quire-kv\[flashinfer\]'"):
+        pick_attention("flashinfer", GPU, block_size=16)
+    with pytest.raises(ValueError, match="--attention flashinfer: it needs a GPU, and the device is cpu"):
+        pick_attention("flashinfer", CPU, block_size=16)
+
+
 def test_triton_on_a_cpu_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick_attention("triton", CPU, block_size=16).__name__ == "TritonAttentionStep"

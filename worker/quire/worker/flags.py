@@ -13,7 +13,7 @@ from quire.serving.runtime_folder import default_cachemgr
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
-ATTENTION_NAMES = ("auto", "torch", "triton")
+ATTENTION_NAMES = ("auto", "torch", "triton", "flashinfer")
 LAYER_GROUP_NAMES = ("auto", "one")
 PRODUCT_NAMES = ("auto", "own", "library")
 STEP_GRAPH_NAMES = ("parts", "one")
@@ -131,7 +131,8 @@ OWN_FLAGS: list[Flag] = [
         "--attention",
         type=click.Choice(ATTENTION_NAMES),
         default="auto",
-        help="Attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch.",
+        help="Attention over the pool; auto: triton on a GPU if the block size is 16, 32, 64 or 128, else torch. "
+        "flashinfer: triton for decodes and FlashInfer, if it is installed, for prompts.",
     ),
     option(
         "--layer-groups",

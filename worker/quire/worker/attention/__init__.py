@@ -2,6 +2,7 @@
 
     torch_attention.py      the function, and the attention of a step in torch operations, for any device
     triton_attention.py     the attention of a step in Triton's kernels
+    flashinfer_attention.py the same with FlashInfer for prompts
     latent_attention.py     multi-head latent attention, on the latents themselves
 
 A step's attention is set for the forward in a context: attention_step().

@@ -162,6 +162,8 @@ class AttentionStep:
 
     min_block_size: ClassVar[int] = 1
     """The least block size of a pool for it."""
+    takes_any_kv_dtype: ClassVar[bool] = True
+    """True if a pool may have another dtype than the model."""
 
     def __init__(
         self, batch: StepBatch, pool: KVPool, *, specs: Mapping[int, LayerSpec], workspace: Workspace | None = None
@@ -180,6 +182,10 @@ class AttentionStep:
     def reads_lengths_on_device(cls, specs: Mapping[int, LayerSpec]) -> bool:
         """True if all it knows of lengths is which sequences run one token, so that a step can be captured."""
         return False
+
+    @classmethod
+    def check(cls, specs: Mapping[int, LayerSpec], *, dtype: torch.dtype) -> None:
+        """Raises ValueError, naming the layer or the dtype, if it can't run a model's layers."""
 
     @classmethod
     def describe(cls, specs: Mapping[int, LayerSpec]) -> str:

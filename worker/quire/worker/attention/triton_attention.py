@@ -30,7 +30,7 @@ from quire.worker.memory.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """n sequences of a step, all of one query or all of several.
 
     tokens          which of the step's: a range, or [N] int64
@@ -138,19 +138,37 @@ class TritonAttentionStep(AttentionStep):
             _put(result, out, part)
         if self._prompts is not None:
             part = self._prompts
-            assert part.cu_seqlens_q is not None
-            window, chunk = _bounds(spec.mask)
-            result = paged_prefill(
-                part.take(queries), k_pool, v_pool, block_tables=part.block_tables[group], seq_lens=part.seq_lens,
-                cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap,
-                sinks=sinks, out=_view(out, part),
+            result = self._attend_prompts(
+                layer_idx, part.take(queries), part, scaling=scaling, softcap=softcap, sinks=sinks,
+                out=_view(out, part),
             )  # fmt: skip
             _put(result, out, part)
         if wanted is not None:
             return wanted if wanted is out else wanted.copy_(out)
         return out if out.dtype == q.dtype else out.to(q.dtype)
 
-    def _decode_plan(self, spec: LayerSpec, part: _Part) -> DecodePlan:
+    def _attend_prompts(
+        self,
+        layer_idx: int,
+        queries: Tensor,
+        part: Part,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Attend for the sequences with several queries: all tokens of `part`, in order. `out` is made if None."""
+        assert part.cu_seqlens_q is not None
+        window, chunk = _bounds(self.specs[layer_idx].mask)
+        return paged_prefill(
+            queries, self.pool.k(layer_idx), self.pool.v(layer_idx),
+            block_tables=part.block_tables[self.pool.group_of(layer_idx)], seq_lens=part.seq_lens,
+            cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
+            out=out,
+        )  # fmt: skip
+
+    def _decode_plan(self, spec: LayerSpec, part: Part) -> DecodePlan:
         decoding = _decoding(spec, self.pool.dtype.itemsize, part.seq_lens.device)
         plan = self._decode_plans.get(decoding)
         if plan is None:
@@ -178,14 +196,14 @@ def _decoding(spec: LayerSpec, kv_itemsize: int, device: torch.device) -> _Decod
     return _Decoding(num_decode_programs(**sizes, device=device), num_head_tiles(**sizes), window, chunk)
 
 
-def _divide(batch: StepBatch) -> tuple[_Part | None, _Part | None]:
+def _divide(batch: StepBatch) -> tuple[Part | None, Part | None]:
     """The sequences with one query and the others; None where there are none."""
     decodes = [seq for seq, count in enumerate(batch.counts_host) if count == 1]
     prompts = [seq for seq, count in enumerate(batch.counts_host) if count > 1]
     return _part(batch, decodes, ragged=False), _part(batch, prompts, ragged=True)
 
 
-def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | None:
+def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> Part | None:
     if not seqs:
         return None
     begin, end = seqs[0], seqs[-1] + 1
@@ -193,7 +211,7 @@ def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | Non
         return _scattered_part(batch, seqs, ragged=ragged)
     firsts = [0, *accumulate(batch.counts_host)]
     cu_seqlens_q = batch.cu_seqlens_q[begin : end + 1]
-    return _Part(
+    return Part(
         tokens=slice(firsts[begin], firsts[end]),
         block_tables=batch.block_tables[:, begin:end].unbind(),
         seq_lens=batch.seq_lens[begin:end],
@@ -201,14 +219,14 @@ def _part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part | Non
     )
 
 
-def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> _Part:
+def _scattered_part(batch: StepBatch, seqs: Sequence[int], *, ragged: bool) -> Part:
     """The part of sequences with others in between. Cost: one transfer, and a copy of their lengths and tables."""
     firsts = [0, *accumulate(batch.counts_host)]
     tokens = [token for seq in seqs for token in range(firsts[seq], firsts[seq + 1])]
     cu_seqlens = [0, *accumulate(batch.counts_host[seq] for seq in seqs)]
     packed = indices([*seqs, *tokens, *cu_seqlens], batch.seq_lens.device)
     device_seqs, device_tokens, device_cu_seqlens = torch.split(packed, [len(seqs), len(tokens), len(cu_seqlens)])
-    return _Part(
+    return Part(
         tokens=device_tokens,
         block_tables=batch.block_tables.index_select(1, device_seqs).unbind(),
         seq_lens=batch.seq_lens.index_select(0, device_seqs),
@@ -228,11 +246,11 @@ def _for_kernels(x: Tensor, pool_dtype: torch.dtype) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _view(out: Tensor, part: _Part) -> Tensor | None:
+def _view(out: Tensor, part: Part) -> Tensor | None:
     """A view of out into which a kernel can write the part's rows itself."""
     return out[part.tokens] if isinstance(part.tokens, slice) else None
 
 
-def _put(result: Tensor, out: Tensor, part: _Part) -> None:
+def _put(result: Tensor, out: Tensor, part: Part) -> None:
     if not isinstance(part.tokens, slice):
         out.index_copy_(0, part.tokens, result)

@@ -70,6 +70,7 @@ class PagedModel:
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
+        step_kind.check(self.attention_specs, dtype=self.dtype)
         self._counts_on = _counts_on_from_cache(text_config)
         self._workspace = Workspace()
         self.allocate_states(0)

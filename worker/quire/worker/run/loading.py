@@ -150,6 +150,9 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
         has = f"its own attention, and reads keys and values of {dtype_name(model.dtype)}"
         raise ValueError(f"--kv-dtype {config.kv_dtype}: {model.architecture} keeps {has}")
+    if kv_dtype != model.dtype and not model.step_kind.takes_any_kv_dtype:
+        reads = f"it reads keys and values of the model's dtype, {dtype_name(model.dtype)}"
+        raise ValueError(f"--kv-dtype {config.kv_dtype} with --attention {config.attention}: {reads}")
     has_graphs = device.type == "cuda" and uses_graphs(config)
     graphs = choose_graphs(config, model, kv_dtype) if has_graphs else NO_GRAPHS
     size = size_of_pool(config, model, kv_dtype, ranks, graphs=graphs)
@@ -274,22 +277,25 @@ def quiet_transformers() -> None:
 
 
 def pick_attention(name: str, device: torch.device, *, block_size: int) -> type[AttentionStep]:
-    """The attention kernels. Raises ValueError if Triton is requested and can't run, or not with this block size."""
+    """The attention kernels. Raises ValueError if those that are named can't run here, or not with this block size."""
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return AttentionStep
     if not kernels_run_on(device):
         raise ValueError(
-            f"--attention triton: it needs a GPU, and the device is {device.type} (for tests it runs in Triton's "
+            f"--attention {name}: it needs a GPU, and the device is {device.type} (for tests it runs in Triton's "
             "interpreter, with TRITON_INTERPRET=1)"
         )
     from quire.kernels.launching import BLOCK_SIZES
+    from quire.worker.attention.flashinfer_attention import FlashInferAttentionStep, check_installed
     from quire.worker.attention.triton_attention import TritonAttentionStep
 
+    if name == "flashinfer":
+        check_installed()
     if block_size in BLOCK_SIZES:
-        return TritonAttentionStep
+        return FlashInferAttentionStep if name == "flashinfer" else TritonAttentionStep
     allowed = ", ".join(map(str, BLOCK_SIZES))
-    if name == "triton":
-        raise ValueError(f"--attention triton: --block-size {block_size} is not one of {allowed}")
+    if name != "auto":
+        raise ValueError(f"--attention {name}: --block-size {block_size} is not one of {allowed}")
     log.warning(
         "attention runs in torch, which is slow on a GPU: --block-size %d is not one of %s", block_size, allowed
     )

@@ -1,4 +1,4 @@
-"""The checks of the first hour that are no tests; `make gpu-first-hour ARGS="--only NAME"` runs one.
+"""The checks that are no tests; `make gpu-ten-minutes ARGS="--call checks --only NAME"` runs one.
 
 Each starts the services with the model that ships here and its flags' defaults, or a worker's inside in this process,
 prints `report: …` lines, and fails with an AssertionError. All run on a CPU too where that makes sense, in small.
@@ -38,7 +38,7 @@ from quire.worker.sampling import parameters
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[2] / "deploy/demo/model"
-OUTPUT = Path(os.environ.get("QUIRE_FIRST_HOUR", "build/gpu-first-hour"))
+OUTPUT = Path(os.environ.get("QUIRE_TEN_MINUTES", "build/ten-minutes"))
 HAS_GPU = torch.cuda.is_available()
 VOCAB_SIZE = 1000  # of any model here
 NUM_NEW = 24
