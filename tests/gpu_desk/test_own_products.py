@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_desk.fake_device import FakeGPU
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import save
 
 from quire.worker.fusion import product_table
 from quire.worker.fusion.product_table import ProductKey, ProductKind, TableEntry, read_table, write_table
+from quire.worker.fusion.steps import choose_steps
 from quire.worker.run.executor import Outcome
 from quire.worker.sampling.parameters import SamplingParams
 
@@ -35,7 +38,8 @@ def forwards(gpu: FakeGPU) -> list[tuple[Counter[str], int]]:
 def test_own_products_make_a_layer_five_launches_beside_attention(tmp_path: Path) -> None:
     """Of eight: norms and SiLU are in the products. So a layer is 7, with attention's two, where it was 10."""
     with FakeGPU() as gpu:
-        start(save("qwen2", tmp_path), dtype="bfloat16", products="own", max_num_seqs=16)
+        loaded = start(save("qwen2", tmp_path), dtype="bfloat16", products="own", max_num_seqs=16)
+        assert str(loaded.model.fusion).startswith("fused (kernels, own products): ")
         assert {products for _, products in forwards(gpu)} == {1}
         found = [layer_launches(kernels) for kernels, _ in forwards(gpu)]
         of_few_rows = {
@@ -51,31 +55,19 @@ def test_own_products_make_a_layer_five_launches_beside_attention(tmp_path: Path
         assert found.count(of_few_rows) >= 4, "of 8, 4, 2 and 1 sequences"
         assert found.count(of_16_rows) >= 1
         assert found.count(of_few_rows) + found.count(of_16_rows) == len(found)
-
-
-def test_without_a_measurement_products_are_the_librarys(tmp_path: Path) -> None:
-    with FakeGPU() as gpu:
-        loaded = start(save("qwen3", tmp_path), dtype="bfloat16")
-        assert str(loaded.model.fusion).startswith("fused (kernels): ")
-        for kernels, num_products in forwards(gpu):
-            assert num_products == 4 * NUM_LAYERS + 1
-            assert layer_launches(kernels) == {
-                "add_rmsnorm_kernel": 2 * NUM_LAYERS + 1,
-                "qkv_prologue_kernel": NUM_LAYERS,
-                "silu_mul_kernel": NUM_LAYERS,
-            }
-
-
-def test_a_step_with_own_products_computes_without_waiting(tmp_path: Path) -> None:
-    with FakeGPU() as gpu:
-        loaded = start(save("qwen3", tmp_path), dtype="bfloat16", products="own")
-        assert str(loaded.model.fusion).startswith("fused (kernels, own products): ")
         executor = make_executor(loaded)
-        for steps in mixed_and_decode_steps(SamplingParams()):
-            for step in steps:
-                with gpu.watch() as seen:
-                    assert executor.launch(step).result.outcome is Outcome.COMPUTED
-                assert (seen.syncs, seen.pageable) == ([], [])
+        for step in chain(*mixed_and_decode_steps(SamplingParams())):
+            with gpu.watch() as seen:
+                assert executor.launch(step).result.outcome is Outcome.COMPUTED
+            assert (seen.syncs, seen.pageable) == ([], [])
+
+
+def test_without_a_measurement_products_are_the_librarys() -> None:
+    with FakeGPU():
+        for products in ("auto", "library"):
+            steps = choose_steps(torch.device("cuda", 0), block_size=16, wanted=None, products=products)  # type: ignore[arg-type]
+            assert steps is not None
+            assert steps.name == "kernels"
 
 
 def test_a_measured_product_is_our_own_and_all_others_the_librarys(

@@ -45,7 +45,6 @@ MODELS = {
     "gemma2": {"dtype": "float16", "fuse": False},
     "mistral": {"dtype": "float32", "kv_dtype": "bfloat16", "cuda_graphs": False},
     "stablelm": {"dtype": "bfloat16", "host_memory_bytes": 8 << 20},
-    "qwen2": {"dtype": "bfloat16", "products": "own", "cuda_graphs": False},
 }
 
 

@@ -52,7 +52,7 @@ def test_a_fused_model_in_bfloat16(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("small_device")
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "olmo2", "mixtral"])
 def test_own_products_say_what_the_modules_of_a_model_say(name: str, device: torch.device) -> None:
     """Biases, norms behind a half, an MLP that is not fused; in whatever form a product has there."""
     own = prepare(name, device, torch.float32, fused=True, own=True)

@@ -54,19 +54,17 @@ class Case:
 
 QKV_06B = Case("gemv", 1, 4096, 1024, has_norm=True)
 QKV_8B = Case("gemv", 2, 6144, 4096, has_norm=True)
-GATE_UP_06B = Case("gemv", 4, 3072, 1024, has_norm=True, gated=True)
 GATE_UP_8B = Case("gemv", 8, 14336, 4096, has_norm=True, gated=True)
 DOWN_06B = Case("gemv", 2, 1024, 3072, has_residual=True)
 DOWN_8B = Case("gemv", 1, 4096, 14336, has_residual=True)
-GEMV = (QKV_06B, QKV_8B, GATE_UP_06B, GATE_UP_8B, DOWN_06B, DOWN_8B)
+GEMV = (QKV_06B, QKV_8B, GATE_UP_8B, DOWN_06B, DOWN_8B)
 DOT = (
     Case("dot", 16, 1024, 2048, has_residual=True),
     Case("dot", 32, 14336, 4096, gated=True),
     Case("dot", 64, 4096, 14336, has_residual=True),
     Case("dot", 128, 1024, 3072, has_residual=True),
-    Case("dot", 128, 3072, 1024, gated=True),
 )
-OTHER_GPUS = [(case, gpu) for gpu in (A100, B200) for case in (QKV_8B, GATE_UP_8B, DOT[1], DOT[3])]
+OTHER_GPUS = [(case, gpu) for gpu in (A100, B200) for case in (GATE_UP_8B, DOT[1], DOT[3])]
 ON_H100 = [(case, H100) for case in (*GEMV, *DOT)]
 FLOAT32 = [(Case("gemv", 8, 3072, 1024, has_norm=True, gated=True, dtype=torch.float32), H100)]
 
