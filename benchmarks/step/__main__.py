@@ -216,9 +216,8 @@ class Run:
             mode=mode,
             num_compiled=self._num_compiled,
         )
-        if timing.num_compiled and not self._limits.allow_degraded:
-            raise DegradedError(f"degraded: kernels: {timing.num_compiled} compiled in measured steps")
         self.measured.timings.append(timing)
+        self._refuse_compiled(timing.num_compiled)
 
     def _serve(self, work: Work, row: str) -> None:
         served = serve(
@@ -227,8 +226,15 @@ class Run:
             device=self.device,
             ceilings=next(iter(self.measured.ceilings.values())),
             allow_degraded=self._limits.allow_degraded,
+            num_compiled=self._num_compiled,
         )
         self.measured.served.append(served)
+        self._refuse_compiled(served.num_compiled)
+
+    def _refuse_compiled(self, num_compiled: int) -> None:
+        """Raise DegradedError if kernels were compiled in measured steps. The figure is kept, with their number."""
+        if num_compiled and not self._limits.allow_degraded:
+            raise DegradedError(f"degraded: kernels: {num_compiled} compiled while it was measured")
 
 
 def chosen(plan: Plan, cells: str) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Served:
     num_generated: int
     bound_tokens_per_s: float
     mode: dict[str, str]
+    num_compiled: int = 0
+    """Kernels compiled while it was measured."""
     must: float | None = None
     """Tokens a second, or a part of the bound if it is at most 1."""
 
@@ -91,24 +94,35 @@ def rows_on(device: torch.device) -> tuple[str, ...]:
 
 
 def serve(
-    work: Work, row: str, *, dtype: torch.dtype, device: torch.device, ceilings: Ceilings, allow_degraded: bool
+    work: Work,
+    row: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ceilings: Ceilings,
+    allow_degraded: bool,
+    num_compiled: Callable[[], int],
 ) -> Served:
     """One of ROWS, after a short run that does not count. Raises DegradedError."""
     bound_s = workload_bound_s(
         work.shape, dtype, ceilings, prompts=[len(prompt) for prompt in work.prompts], outputs=work.num_new
     )
     total, mode = sum(work.num_new), {}
+    compiled = 0
     if row == ROWS[0]:
-        seconds, mode = asyncio.run(_quire(work, dtype=dtype, device=device, allow_degraded=allow_degraded))
+        seconds, mode, compiled = asyncio.run(
+            _quire(work, dtype=dtype, device=device, allow_degraded=allow_degraded, num_compiled=num_compiled)
+        )
     else:
         seconds = _continuous_batching(work, dtype=dtype, device=device)
     must = TO_REACH.get(work.shape.name) if row == ROWS[0] else None
-    return Served(work.name, row, round(seconds, 4), total, total / bound_s, mode, must)
+    return Served(work.name, row, round(seconds, 4), total, total / bound_s, mode, compiled, must)
 
 
 async def _quire(
-    work: Work, *, dtype: torch.dtype, device: torch.device, allow_degraded: bool
-) -> tuple[float, dict[str, str]]:
+    work: Work, *, dtype: torch.dtype, device: torch.device, allow_degraded: bool, num_compiled: Callable[[], int]
+) -> tuple[float, dict[str, str], int]:
+    """Return the seconds, how the model's steps ran, and the kernels that were compiled meanwhile."""
     model = work.shape.load(dtype=dtype, device=device, max_model_len=work.longest + 1)
     setup = Setup(
         model=Path(),  # not read: it is in memory already
@@ -123,9 +137,9 @@ async def _quire(
         mode = check_modes(model, allow_degraded=allow_degraded)
         await generate(running.engine, work.prompts, [min(new, 4) for new in work.num_new])
         await running.forget()
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), num_compiled()
         await generate(running.engine, work.prompts, work.num_new)
-        return time.perf_counter() - start, mode
+        return time.perf_counter() - start, mode, num_compiled() - compiled
 
 
 def _continuous_batching(work: Work, *, dtype: torch.dtype, device: torch.device) -> float:

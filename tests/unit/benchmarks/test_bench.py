@@ -637,6 +637,18 @@ def test_a_degraded_model_is_an_error_unless_it_is_allowed(monkeypatch: pytest.M
     assert "degraded: fused, its logits" in timing["mode"]["modules"]
 
 
+def test_a_kernel_compiled_in_measured_steps_is_an_error_beside_the_figure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = iter(range(100))
+    monkeypatch.setattr(step, "CompilationCount", lambda device: lambda: next(counts))
+    done = CliRunner().invoke(step.main, ["--quick", "--cells", "tiny 2x20", "--json", str(tmp_path / "so far.json")])
+    assert done.exit_code == 1
+    assert "degraded: kernels: 1 compiled while it was measured" in done.output
+    (timing,) = json.loads((tmp_path / "so far.json").read_text())["steps"]
+    assert timing["num_compiled"] == 1
+
+
 @pytest.mark.parametrize("report_of_fusion", [None, FusionReport("kernels", {}, {("A", "is odd"): 1})])
 def test_on_a_gpu_each_module_of_the_shapes_is_fused(report_of_fusion: FusionReport | None) -> None:
     model: Any = SimpleNamespace(modes=Modes(), device=torch.device("cuda"), fusion=report_of_fusion)
