@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefix": ("windows", "queued-prompts"),
     "routing": (),
     "kernels": ("launches", "gpu"),
-    "step": ("grammars", "slow-grammar"),
+    "step": ("grammars", "prompts", "slow-grammar"),
     "lab": (),
     "allocator": ("schedulers",),
     "control-plane": ("restart", "kv-events", "worker"),

@@ -273,6 +273,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         layer_groups=settings.layer_groups,
         cuda_graphs=False,
         max_graph_tokens=0,
+        max_whole_graph_tokens=0,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,

@@ -28,6 +28,7 @@ class WorkerConfig:
     layer_groups: Literal["auto", "one"]
     cuda_graphs: bool
     max_graph_tokens: int | None
+    max_whole_graph_tokens: int
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None

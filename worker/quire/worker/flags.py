@@ -152,6 +152,15 @@ OWN_FLAGS: list[Flag] = [
         "but for their attention; 0: none are.",
     ),
     option(
+        "--max-whole-graph-tokens",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default="0, none",
+        metavar="TOKENS",
+        help="With --cuda-graphs, steps with prompts of up to so many tokens in all, at most 1,024, of up to 16 "
+        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included.",
+    ),
+    option(
         "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS", help="Longest sequence; default: the model's."
     ),
     option(
