@@ -37,6 +37,7 @@ VERIFY = (
     "gpu_desk/test_five_architectures.py",
     "gpu_desk/test_own_products.py",
     "gpu_desk/test_pieces.py",
+    "gpu_desk/test_prompt_graphs.py",
     "gpu_desk/test_start_and_steps.py",
     "gpu_desk/test_warm_up.py",
     "integration/test_bench.py",

@@ -27,6 +27,7 @@ from quire.worker.run.executor import Executor
 from quire.worker.run.graph_limit import limit_by_model
 from quire.worker.run.graphs import capture_decode
 from quire.worker.run.model_thread import ModelThread
+from quire.worker.run.prompt_graphs import capture_prompts
 from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.servicer import encode_ended
 from quire.worker.service.steps import EndedStep, StepLimits, Steps, new_epoch
@@ -46,13 +47,18 @@ def refused_error(refused: CallRefused | Refused) -> QuireError:
 
 
 def make_executor(
-    model: PagedModel, pool: KVPool, *, max_num_seqs: int, max_graph_tokens: int | None = None
+    model: PagedModel,
+    pool: KVPool,
+    *,
+    max_num_seqs: int,
+    max_graph_tokens: int | None = None,
+    max_whole_graph_tokens: int = 0,
 ) -> Executor:
     """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept.
 
-    max_graph_tokens is the worker's flag, None its default.
+    max_graph_tokens and max_whole_graph_tokens are the worker's flags, with their defaults.
     """
-    decode = None
+    decode = prompts = None
     if model.device.type == "cuda":
         if max_graph_tokens is None:
             max_graph_tokens = limit_by_model(
@@ -61,11 +67,13 @@ def make_executor(
                 max_step_tokens=MAX_STEP_TOKENS,
             ).num_tokens
         decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=max_graph_tokens)
+        if decode is not None and max_whole_graph_tokens:
+            prompts = capture_prompts(model, pool, max_tokens=max_whole_graph_tokens, memory=decode.memory)
     else:
         keep_freed_memory()
         model.modes.note_without_graphs("a CPU has none")
     model.note_attention()
-    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode)
+    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode, prompts=prompts)
 
 
 class InProcessServices:

@@ -29,6 +29,8 @@ from quire.worker.run.executor import Executor, StepResult
 from quire.worker.run.graphs import StaticDecode, capture_decode, measure_graphs
 from quire.worker.run.model_thread import MAX_UNCOLLECTED
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
+from quire.worker.run.pieces import StaticPieces
+from quire.worker.run.prompt_graphs import NUM_SLOTS, StaticPrompts, capture_prompts
 from quire.worker.sampling.parameters import SamplingParams as WorkerParams
 
 BLOCK_SIZE = 16
@@ -148,11 +150,15 @@ def test_replayed_decodes_equal_the_ordinary_step(model: PagedModel, kv_dtype: t
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_mixed_steps_in_pieces_equal_the_ordinary_step(model: PagedModel, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", ["pieces", "one graph"])
+def test_mixed_steps_in_graphs_equal_the_ordinary_step(model: PagedModel, kv_dtype: torch.dtype, way: str) -> None:
     """Prompts at their beginning and behind a prefix, among decodes; full buckets and padded ones, large and small."""
     pool = make_pool(model, kv_dtype)
-    pieces = capture(model, pool).pieces
-    assert pieces is not None
+    decode = capture(model, pool)
+    graphs: StaticPieces | StaticPrompts | None = decode.pieces
+    if way == "one graph":
+        graphs = capture_prompts(model, pool, max_tokens=MAX_GRAPH_TOKENS + NUM_SLOTS, memory=decode.memory)
+    assert graphs is not None, "the log says why"
     sequences = Sequences(model, [700, 1, 17, 300, 511, 64, 900])
     sequences.fill(pool)
     for rows, starts, counts in (
@@ -167,7 +173,8 @@ def test_mixed_steps_in_pieces_equal_the_ordinary_step(model: PagedModel, kv_dty
         for tensor, written in zip(own_pool.tensors(), pool.tensors(), strict=True):
             tensor.copy_(written)
         expected = model.forward(batch, own_pool)
-        logits = pieces.forward(batch)
+        assert graphs.takes(batch)
+        logits = graphs.forward(batch)
         assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE
         for tensor, written in zip(pool.tensors(), own_pool.tensors(), strict=True):
             difference = (tensor.float() - written.float()).abs().max()

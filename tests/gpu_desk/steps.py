@@ -49,6 +49,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "products": "auto",
             "step_graph": "parts",
             "wait": "block",
+            "max_whole_graph_tokens": 0,
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,
@@ -66,7 +67,12 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
 def make_executor(loaded: Loaded) -> Executor:
     """As quire.worker.run.loading makes it."""
     return Executor(
-        loaded.model, loaded.pool, max_num_seqs=MAX_NUM_SEQS, decode=loaded.decode, host_pool=loaded.host_pool
+        loaded.model,
+        loaded.pool,
+        max_num_seqs=MAX_NUM_SEQS,
+        decode=loaded.decode,
+        prompts=loaded.prompts,
+        host_pool=loaded.host_pool,
     )
 
 

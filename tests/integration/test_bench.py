@@ -22,7 +22,7 @@ FILES = {
 }
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
-    *("step grammars", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
+    *("step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
     *("control-plane worker", "start", "serve-gpu", "pipeline"),
 }
 ELSEWHERE = {
@@ -349,6 +349,15 @@ def test_launches_of_a_llama_layer_are_eight_when_fused(tmp_path: Path) -> None:
     kernels = {row["kernel"]: (row["bound_us"], row["kept_us"]) for row in written["host_times"]}
     assert kernels.keys() == {"add_rmsnorm", "qkv_prologue", "paged_prefill", "paged_decode", "silu_mul"}
     assert all(min(times) > 0 for times in kernels.values())
+
+
+def test_prompt_steps_are_timed_in_each_way(tmp_path: Path) -> None:
+    written, _ = run_quick("step prompts", tmp_path, "--way", "whole", "--way", "none")
+    rows = written["rows"]
+    assert {(row["way"], row["cell"]) for row in rows} == {
+        (way, cell) for way in ("whole", "none") for cell in ("prompt 1 x 9", "prompt 2 x 5")
+    }
+    assert all(len(row["step_ms"]) == 3 and min(row["step_ms"]) > 0 for row in rows)
 
 
 def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefix": ("windows", "queued-prompts"),
     "routing": (),
     "kernels": ("launches", "gpu", "products", "rates", "chains"),
-    "step": ("grammars", "slow-grammar", "peers"),
+    "step": ("grammars", "prompts", "slow-grammar", "peers"),
     "serve-gpu": (),
     "lab": (),
     "allocator": ("schedulers",),

@@ -277,6 +277,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         max_graph_tokens=0,
         step_graph="parts",
         wait="block",
+        max_whole_graph_tokens=0,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,

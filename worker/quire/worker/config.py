@@ -31,6 +31,7 @@ class WorkerConfig:
     dependent_launch: bool | None
     step_graph: Literal["parts", "one"]
     wait: Literal["block", "spin"]
+    max_whole_graph_tokens: int
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None

@@ -156,6 +156,15 @@ OWN_FLAGS: list[Flag] = [
         "but for their attention; 0: none are.",
     ),
     option(
+        "--max-whole-graph-tokens",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default="0, none",
+        metavar="TOKENS",
+        help="With --cuda-graphs, steps with prompts of up to so many tokens in all, at most 1,024, of up to 16 "
+        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included.",
+    ),
+    option(
         "--dependent-launch/--no-dependent-launch",
         default=None,
         show_default="off until it is measured",

@@ -10,6 +10,7 @@
     verify.py           the executor of QUIRE_VERIFY=1, which checks every access
     graphs.py           decode steps as CUDA graphs
     pieces.py           mixed steps as CUDA graphs, but for their attention
+    prompt_graphs.py    small steps with prompts as one CUDA graph each
     ranks.py            what the executor asks the ranks of a group
     watchdog.py         ends the process if a step does not end
 

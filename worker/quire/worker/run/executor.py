@@ -31,6 +31,7 @@ from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
+from quire.worker.run.prompt_graphs import StaticPrompts
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenArray
@@ -243,11 +244,13 @@ class Executor:
         *,
         max_num_seqs: int,
         decode: StaticDecode | None = None,
+        prompts: StaticPrompts | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
         spins: bool = False,
     ) -> None:
-        """`decode` runs the steps that it takes, the model the others. There is no host tier without a pool for it.
+        """`decode` and `prompts` run the steps that they take, the model the others. There is no host tier without a
+        pool for it.
 
         With `spins` the thread that collects a step of `decode` keeps its core busy until the device has ended, if the
         last one took less than MAX_SPIN_S.
@@ -261,6 +264,7 @@ class Executor:
             model.allocate_states(max_num_seqs)
         self._pool = pool
         self._decode = decode
+        self._prompts = prompts
         self.runs_ahead = model.device.type == "cuda"
         """True if it pays to launch a step before earlier ones are collected."""
         self._host_pool = host_pool or make_host_pool(pool, num_blocks=0)
@@ -576,6 +580,8 @@ class Executor:
             return self._model.forward(batch, self._pool)
         if self._decode is not None and self._decode.takes(batch):
             return self._decode.forward(batch)
+        if self._prompts is not None and self._prompts.takes(batch):
+            return self._prompts.forward(batch)
         pieces = None if self._decode is None else self._decode.pieces
         if pieces is not None and pieces.takes(batch):
             return pieces.forward(batch)

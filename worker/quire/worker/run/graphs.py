@@ -604,10 +604,10 @@ def measure_graphs(
             pieces.capture([bucket])
             after_pieces.append(free())
     del decode, pieces
-    return _extrapolate(free(), after, num_buckets) + _extrapolate(after[-1], after_pieces, len(sizes))
+    return extrapolate(free(), after, num_buckets) + extrapolate(after[-1], after_pieces, len(sizes))
 
 
-def _extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
+def extrapolate(before: int, after: Sequence[int], num_buckets: int) -> int:
     """Bytes of all buckets, by the free memory before the first one, after it, and after the second."""
     if not after:
         return 0

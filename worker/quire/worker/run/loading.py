@@ -32,6 +32,7 @@ from quire.worker.run.executor import Executor
 from quire.worker.run.graph_limit import NO_GRAPHS
 from quire.worker.run.graphs import StaticDecode, capture_decode
 from quire.worker.run.pool_budget import choose_graphs, size_of_pool
+from quire.worker.run.prompt_graphs import StaticPrompts, capture_prompts
 from quire.worker.run.ranks import ONE_RANK, OneRank
 from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.run.warm_up import StepSizes, warm_up
@@ -48,7 +49,7 @@ FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The parts of a worker before it serves; `decode` are its decode steps as graphs, if they are captured.
+    """The parts of a worker before it serves; `decode` and `prompts` are steps as graphs, if they are captured.
 
     block_bytes are those of a block over all ranks.
     """
@@ -59,6 +60,7 @@ class Loaded:
     host_pool: HostPool
     decode: StaticDecode | None
     block_bytes: int
+    prompts: StaticPrompts | None = None
 
 
 def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
@@ -103,7 +105,11 @@ def warn_of_degraded(modes: Modes) -> None:
 
 
 def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
-    """Run the steps of warm_up on the loaded parts. Raises ValueError if one fails."""
+    """Run the steps of warm_up on the loaded parts. Raises ValueError if one fails.
+
+    Steps that have a graph of their own run in pieces here: the kernels of pieces have to be compiled, and those of the
+    graphs are.
+    """
     model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
     executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
     sizes = StepSizes(
@@ -176,6 +182,10 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
             max_graph_tokens=graphs.num_tokens,
             whole=config.step_graph == "one",
         )
+    prompts = None
+    if decode is not None and config.max_whole_graph_tokens:
+        max_tokens = min(config.max_whole_graph_tokens, config.max_step_tokens)
+        prompts = capture_prompts(model, pool, max_tokens=max_tokens, memory=decode.memory)
     grammars = load_grammars(
         find_tokenizer(config.model, revision=config.revision),
         vocab_size=model.vocab_size,
@@ -184,7 +194,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if isinstance(grammars, NoGrammars):
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
-    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block))
+    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts)
 
 
 def choose_launches(is_wanted: bool | None, device: torch.device) -> None:
@@ -207,6 +217,7 @@ def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Execu
         loaded.pool,
         max_num_seqs=config.max_num_seqs,
         decode=loaded.decode,
+        prompts=loaded.prompts,
         host_pool=loaded.host_pool,
         ranks=ranks,
         spins=config.wait == "spin",

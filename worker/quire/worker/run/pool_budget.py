@@ -13,6 +13,7 @@ from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graph_limit import NO_GRAPHS, GraphLimit, limit_by_memory, limit_by_model
 from quire.worker.run.graphs import measure_graphs
 from quire.worker.run.peak_step import peak_memory_bytes, run_largest_step
+from quire.worker.run.prompt_graphs import measure_prompt_graphs
 from quire.worker.run.ranks import OneRank
 
 MAX_BLOCKS = 2**24  # that a pool can be registered with
@@ -129,8 +130,13 @@ def choose_graphs(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype
     """
     total_bytes = torch.cuda.mem_get_info(model.device)[1]
 
+    whole = min(config.max_whole_graph_tokens, config.max_step_tokens)
+    whole_bytes = 0
+    if whole:
+        whole_bytes = measure_prompt_graphs(model, max_tokens=whole, block_size=config.block_size, kv_dtype=kv_dtype)
+
     def measure_bytes(num_tokens: int) -> int:
-        return measure_graphs(
+        return whole_bytes + measure_graphs(
             model,
             max_num_seqs=config.max_num_seqs,
             max_graph_tokens=num_tokens,

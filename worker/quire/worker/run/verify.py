@@ -43,6 +43,7 @@ from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor, LeaseRows, Outcome, PoolDamagedError, StepResult
 from quire.worker.run.graphs import StaticDecode
+from quire.worker.run.prompt_graphs import StaticPrompts
 from quire.worker.run.ranks import ONE_RANK, OneRank
 
 Holder = tuple[str, int]
@@ -446,12 +447,20 @@ class VerifyingExecutor(Executor):
         *,
         max_num_seqs: int,
         decode: StaticDecode | None = None,
+        prompts: StaticPrompts | None = None,
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
         spins: bool = False,
     ) -> None:
         super().__init__(
-            model, pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool, ranks=ranks, spins=spins
+            model,
+            pool,
+            max_num_seqs=max_num_seqs,
+            decode=decode,
+            prompts=prompts,
+            host_pool=host_pool,
+            ranks=ranks,
+            spins=spins,
         )
         self.runs_ahead = False
         self._verifier = OwnershipVerifier(
