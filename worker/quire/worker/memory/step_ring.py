@@ -115,8 +115,9 @@ class StepTokens:
 
 
 def _changes_by_sequence(table: SequenceTable, rows: Sequence[int]) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the first change and their number for each row, and last for all other rows together; and the changes, which
-    are the entries staged in the table, in this order.
+    """Return the first change and their number for each row, and last for all other rows together; and the changes.
+
+    These are the entries staged in the table, in this order.
     """
     places, block_ids = table.staged()
     if not len(places):
