@@ -104,7 +104,7 @@ class SleepingDecode(StaticDecode):
 
 
 class SleepingStep(LaunchedStep):
-    """A launched step whose tokens are there at a given time."""
+    """A launched step with tokens that are there at a given time."""
 
     def __init__(self, launched: LaunchedStep, ends_at_s: float, step_s: float) -> None:
         self._launched, self._ends_at_s, self._step_s = launched, ends_at_s, step_s
@@ -273,7 +273,7 @@ def measure(quick: bool, progress: Progress, *, pattern: str = "") -> Findings:
 
 
 def name_of(row: Row) -> str:
-    """What the table calls a load."""
+    """The name of a load in the table."""
     boundary = f", answers {row.boundary_ms:g} ms later" if row.boundary_ms else ""
     graph = "one graph" if row.step_graph == "one" else "parts"
     return f"{row.num_seqs} x {row.step_ms:g} ms, {graph}, {row.in_flight} in flight{boundary}"

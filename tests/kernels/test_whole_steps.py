@@ -38,7 +38,7 @@ def make_whole(model: PagedModel, pool: KVPool, *, max_num_seqs: int = MAX_NUM_S
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
-    """What is replayed from here on."""
+    """The stages that are replayed from here on."""
     noted: Replays = []
     replay = StaticDecode._replay
 

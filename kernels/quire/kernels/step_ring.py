@@ -51,7 +51,7 @@ _LAST_SAMPLED = tl.constexpr(LAST_SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a step reads and writes on the device. Sizes: L sequences, I inputs, G layer groups, R rows, M blocks.
+    """The memory of a step on the device. Sizes: L sequences, I inputs, G layer groups, R rows, M blocks.
 
     inputs          [I, L]      int64
     token_ids       [L]         int64

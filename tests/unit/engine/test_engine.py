@@ -761,7 +761,7 @@ def test_a_plan_without_an_answer_is_repeated_under_its_request_id(is_applied: b
 
 
 def on_a_gpu(body: Callable[[Engine, Services], Awaitable[None]], *, device: str = "cuda:0", step_s: float) -> None:
-    """Run the body with a worker on this device, whose steps take so long there."""
+    """Run the body with a worker on this device, where a step takes so long."""
 
     async def main() -> None:
         services = Services()

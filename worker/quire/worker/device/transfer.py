@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Flags of cudaHostRegister.
+_PORTABLE, _MAPPED = 1, 2
+
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return host values on the device. No sync: from memory that is not pinned, a copy would wait for its turn."""
@@ -34,13 +37,12 @@ def indices(values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device) 
 
 
 def pin(owner: object, memory: Tensor) -> None:
-    """Lock memory of the host for the GPU, as long as its owner lives. torch's own pinned memory has sizes of powers of
-    two only.
+    """Lock memory of the host for the GPU, as long as its owner lives, and let kernels read and write it.
 
-    Raises RuntimeError.
+    torch's own pinned memory has sizes of powers of two only. Raises RuntimeError.
     """
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    torch.cuda.check_error(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE | _MAPPED))
     weakref.finalize(owner, driver.cudaHostUnregister, memory.data_ptr())
 
 

@@ -115,8 +115,10 @@ class StepTokens:
 
 
 def _changes_by_sequence(table: SequenceTable, rows: Sequence[int]) -> tuple[Int64s, Int64s, Int64s]:
-    """What is staged in the table: the first change and their number for each row, then for all other rows together;
-    and the changes, in this order."""
+    """Return the first change and their number for each row, and last for all other rows together; and the changes.
+
+    These are the entries staged in the table, in this order.
+    """
     places, block_ids = table.staged()
     if not len(places):
         nothing = np.zeros(len(rows) + 1, dtype=np.int64)
