@@ -161,15 +161,16 @@ def chosen_for(limits: DeviceLimits) -> Iterator[None]:
     """Choose for a GPU of these limits where there is none: for tests of a launcher's choices."""
     global DEFAULT_LIMITS
     before, DEFAULT_LIMITS = DEFAULT_LIMITS, limits
-    _forget_prepared()
+    forget_prepared()
     try:
         yield
     finally:
         DEFAULT_LIMITS = before
-        _forget_prepared()
+        forget_prepared()
 
 
-def _forget_prepared() -> None:
+def forget_prepared() -> None:
+    """Forget what prepared_once() remembers, after a change of what it was chosen by."""
     for remembered in _REMEMBERED:
         remembered.cache_clear()
 
