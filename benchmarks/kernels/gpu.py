@@ -2,6 +2,7 @@
 
     quire bench kernels gpu                     decode, prompts and the small kernels
     quire bench kernels gpu --grid decode       bandwidth by batch and context
+    quire bench kernels gpu --grid variants     ours beside its own choices that no GPU has judged
     quire bench kernels gpu --quick             all of it on a CPU, tiny, interpreted
 
 Every figure is a median of replays of a CUDA graph, over layers that together are three times the L2 cache. The
@@ -24,8 +25,8 @@ import elementwise
 import tables
 import torch
 from attention import fits, measure, present
-from grids import decode_cells, dry_cells, prefill_cells
-from ours import Naive, Quire
+from grids import decode_cells, dry_cells, prefill_cells, variant_cells
+from ours import VARIANTS, Naive, Quire
 from peers import DenseSdpa, FlashInfer, VllmTriton
 from report import command_line
 from rich.console import Console
@@ -34,7 +35,7 @@ from timing import Clock, DryClock, GraphClock, ceilings
 
 from quire.kernels.dependent_launch import IS_DEFAULT, use_dependent_launches
 
-GRIDS = ("decode", "prefill", "elementwise")
+GRIDS = ("decode", "prefill", "elementwise", "variants")
 CEILING_BYTES = 4 << 30
 DRY_CEILING_BYTES = 1 << 18
 
@@ -64,13 +65,19 @@ class Run:
 
     def measure_attention(self, grid: str) -> None:
         """Every cell of the grid that fits and is reached in time."""
-        rows = present(ROWS, self.results.absent)
+        rows = list(VARIANTS) if grid == "variants" else present(ROWS, self.results.absent)
+        cells_of = {"decode": decode_cells, "prefill": prefill_cells, "variants": variant_cells}
         if self.results.dry:
-            cells = list(dry_cells(grid))
+            dry_grids = ("decode", "prefill") if grid == "variants" else (grid,)
+            cells = [cell for each in dry_grids for cell in dry_cells(each)]
         else:
-            cells = list(decode_cells() if grid == "decode" else prefill_cells())
+            cells = list(cells_of[grid]())
         deadline = time.monotonic() + self._minutes * 60
-        target = self.results.decode if grid == "decode" else self.results.prefill
+        target = {
+            "decode": self.results.decode,
+            "prefill": self.results.prefill,
+            "variants": self.results.variants,
+        }[grid]
         task = self._progress.add_task(grid, total=len(cells))
         for cell in cells:
             about = " ".join(str(value) for value in list(cell.describe().values())[:6])
@@ -112,7 +119,7 @@ def main(grid: str, minutes: float, dry: bool, dependent_launch: bool, output: P
         run.measure_ceilings()
         if "elementwise" in grids:
             run.measure_elementwise()
-        for each in ("decode", "prefill"):
+        for each in ("decode", "prefill", "variants"):
             if each in grids:
                 run.measure_attention(each)
     tables.show(results)

@@ -83,6 +83,18 @@ def prefill_cells() -> Iterator[Cell]:
     yield Cell("q8192", LLAMA, (8192,), (8192,), kv_dtype=FP8)
 
 
+def variant_cells() -> Iterator[Cell]:
+    """Ten decodes and five prompts, on which the choices of ours.VARIANTS are compared."""
+    for num_seqs, context in ((1, 1024), (1, 4096), (8, 1024), (16, 1024), (32, 1024), (128, 1024)):
+        yield uniform(LLAMA, num_seqs, context)
+    for num_seqs, context in ((1, 1024), (32, 1024), (128, 1024), (64, 4096)):
+        yield uniform(Heads(32, 8, 64), num_seqs, context)
+    for length, prefix in ((2048, 0), (8192, 0), (1024, 8192)):
+        yield Cell(f"q{length} on {prefix}", LLAMA, (length,), (length + prefix,))
+    yield Cell("q8192", LLAMA, (8192,), (8192,), block_size=64)
+    yield Cell("q8192", LLAMA, (8192,), (8192,), kv_dtype=FP8)
+
+
 DRY_HEADS = Heads(2, 1, 32)
 
 

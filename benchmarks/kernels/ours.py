@@ -8,16 +8,28 @@ from peers import Row, UnfitError
 from timing import Call
 from workload import Tensors
 
-from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels import paged_decode as paged_decode_module
+from quire.kernels.decode_plan import MIN_SPREAD, DecodePlan, build_decode_plan
+from quire.kernels.launching import forget_prepared
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
 from quire.kernels.paged_prefill import paged_prefill
 
 
 class Quire(Row):
     """Sequences with one query by paged_decode, with a plan made before, as once a step; the others, which come
-    first, by paged_prefill."""
+    first, by paged_prefill.
 
-    name = "Quire"
+    A variant differs in one choice: the least keys of a program while some multiprocessors have none, tiles of 64 keys
+    for those of up to 128 bytes, products of prompts begun a tile ahead.
+    """
+
+    def __init__(
+        self, name: str = "Quire", *, min_spread: int = MIN_SPREAD, long_tiles: bool = True, qk_ahead: bool = False
+    ) -> None:
+        self.name = name
+        self._min_spread = min_spread
+        self._long_tiles = long_tiles
+        self._qk_ahead = qk_ahead
 
     def calls(self, tensors: Tensors) -> list[Call]:
         num_prompts = sum(count > 1 for count in tensors.cell.query_lens)
@@ -30,8 +42,7 @@ class Quire(Row):
             parts.append(self._decode_calls(tensors, num_prompts))
         return [lambda together=together: [call() for call in together] for together in zip(*parts, strict=True)]
 
-    @staticmethod
-    def _prefill_calls(tensors: Tensors, num_prompts: int) -> list[Call]:
+    def _prefill_calls(self, tensors: Tensors, num_prompts: int) -> list[Call]:
         num_tokens = sum(tensors.cell.query_lens[:num_prompts])
         batch = {
             "block_tables": tensors.block_tables[:num_prompts],
@@ -39,12 +50,12 @@ class Quire(Row):
             "cu_seqlens_q": tensors.cu_seqlens_q[: num_prompts + 1],
             "scaling": tensors.scaling,
             "out": tensors.out[:num_tokens],
+            "qk_ahead": self._qk_ahead,
         }
         return [lambda k=k, v=v: paged_prefill(tensors.q[:num_tokens], k, v, **batch) for k, v in tensors.pools]
 
-    @staticmethod
-    def _decode_calls(tensors: Tensors, first: int) -> list[Call]:
-        plan = decode_plan(tensors, first)
+    def _decode_calls(self, tensors: Tensors, first: int) -> list[Call]:
+        plan = decode_plan(tensors, first, min_spread=self._min_spread)
         first_token = sum(tensors.cell.query_lens[:first])
         heads = tensors.cell.heads
         size = workspace_size(plan, num_query_heads=heads.num_query_heads, head_dim=heads.head_dim)
@@ -56,10 +67,35 @@ class Quire(Row):
             "out": tensors.out[first_token:],
             "workspace": torch.empty(size, dtype=torch.float32, device=tensors.device),
         }
-        return [lambda k=k, v=v: paged_decode(tensors.q[first_token:], k, v, **batch) for k, v in tensors.pools]
+        q = tensors.q[first_token:]
+        calls: list[Call] = [lambda k=k, v=v: paged_decode(q, k, v, **batch) for k, v in tensors.pools]
+        return calls if self._long_tiles else [lambda call=call: _with_short_tiles(call) for call in calls]
 
 
-def decode_plan(tensors: Tensors, first: int = 0, *, out: DecodePlan | None = None) -> DecodePlan:
+def _with_short_tiles(call: Call) -> None:
+    """Choose tiles as if there were no long ones; on a GPU at the capture of the graph, not at its replays."""
+    kept = paged_decode_module._LONG_TILES.copy()
+    paged_decode_module._LONG_TILES.clear()
+    forget_prepared()
+    try:
+        call()
+    finally:
+        paged_decode_module._LONG_TILES.update(kept)
+        forget_prepared()
+
+
+VARIANTS = (
+    Quire(),
+    Quire("runs of 128 keys", min_spread=128),
+    Quire("tiles of 64 keys", long_tiles=False),
+    Quire("products ahead", qk_ahead=True),
+)
+"""Choices that only a GPU can judge, each beside the default."""
+
+
+def decode_plan(
+    tensors: Tensors, first: int = 0, *, min_spread: int = MIN_SPREAD, out: DecodePlan | None = None
+) -> DecodePlan:
     """For the sequences from `first` on, one query each."""
     heads = tensors.cell.heads
     return build_decode_plan(
@@ -73,6 +109,7 @@ def decode_plan(tensors: Tensors, first: int = 0, *, out: DecodePlan | None = No
             kv_itemsize=tensors.cell.kv_dtype.itemsize,
             device=tensors.device,
         ),
+        min_spread=min_spread,
         out=out,
     )
 

@@ -35,6 +35,7 @@ class Results:
     decode: list[Measured] = field(default_factory=list)
     prefill: list[Measured] = field(default_factory=list)
     elementwise: list[Timing] = field(default_factory=list)
+    variants: list[Measured] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """Cells that did not fit the memory or the time."""
@@ -50,6 +51,7 @@ class Results:
             "decode": [each.as_json() for each in self.decode],
             "prefill": [each.as_json() for each in self.prefill],
             "elementwise": [each.as_json() for each in self.elementwise],
+            "variants": [each.as_json() for each in self.variants],
         }
 
     def ceiling_gb_s(self, name: str) -> float:
@@ -78,7 +80,12 @@ def show(results: Results) -> None:
         console.print(
             f"copy {results.ceiling_gb_s('copy_gb_s'):,.0f} GB/s, read {results.ceiling_gb_s('read_gb_s'):,.0f} GB/s"
         )
-    for name, measured in (("decode", results.decode), ("prefill", results.prefill)):
+    for name, measured in (
+        ("decode", results.decode),
+        ("prefill", results.prefill),
+        ("decode", [each for each in results.variants if each.cell.is_decode]),
+        ("prefill", [each for each in results.variants if not each.cell.is_decode]),
+    ):
         if measured:
             console.print(attention_table(name, measured, results))
     if results.elementwise:

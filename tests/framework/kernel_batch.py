@@ -236,7 +236,9 @@ class Batch:
             **self.attention,
         )
 
-    def prefill(self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None) -> Tensor:
+    def prefill(
+        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, qk_ahead: bool = False
+    ) -> Tensor:
         return paged_prefill(
             self.q,
             *self.layers[layer],
@@ -244,6 +246,7 @@ class Batch:
             window=self.shape.window,
             chunk=self.shape.chunk,
             num_splits=num_splits,
+            qk_ahead=qk_ahead,
             out=out,
             **self.attention,
         )

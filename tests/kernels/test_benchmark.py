@@ -31,6 +31,9 @@ def test_a_quick_run_measures_every_row_and_writes_what_it_measured(tmp_path: Pa
         assert all(error < 1e-5 for cell in results[grid] for error in cell["errors"].values())
     assert {"Quire", "tutorial", "dense SDPA"} <= results["decode"][0]["taken_us"].keys()
     assert {"q20"} <= {cell["name"] for cell in results["prefill"]}
+    for cell in results["variants"]:
+        assert {"Quire", "runs of 128 keys", "tiles of 64 keys", "products ahead"} == cell["taken_us"].keys()
+        assert all(error < 1e-5 for error in cell["errors"].values())
     kernels = {timing["kernel"] for timing in results["elementwise"]}
     assert {"add_rmsnorm", "copy_blocks", "qkv_prologue", "argmax", "build_decode_plan"} <= kernels
     everyone = {"Quire", "tutorial", "FlashInfer", "FlashInfer, CUDA cores", "vLLM Triton", "dense SDPA"}

@@ -191,6 +191,20 @@ def test_prefill_uses_warpgroup_matrix_instructions(name: str, num_tokens: int) 
         assert code.count("HMMA") == 0
 
 
+@pytest.mark.parametrize("name", ["llama-8b", "llama-8b-block-64", "llama-1b", "llama-8b-fp8-kv"])
+def test_products_begun_a_tile_ahead_run_while_weights_are_computed(name: str) -> None:
+    """The exponentials stand between products that are begun and the wait for them: not timed, so not the default."""
+    shape = SHAPES[name]
+    batch = Batch(shape, (LONG,), (LONG,), META)
+    launch, code = compiled(lambda: batch.prefill(qk_ahead=True), "paged_prefill_kernel")
+    check_copies(code, tile_keys=launch.constant("BLOCK_N"), shape=shape)
+    opcodes = [each.opcode for each in code.copy_loops[0].instructions]
+    products = [index for index, opcode in enumerate(opcodes) if opcode.startswith("HGMMA")]
+    waits = [index for index, opcode in enumerate(opcodes) if opcode.startswith("WARPGROUP.DEPBAR")]
+    first_wait = next(index for index in waits if index > products[0])
+    assert sum(opcode.startswith("MUFU") for opcode in opcodes[products[0] : first_wait]) >= 32
+
+
 SMALL: dict[str, Callable[[Batch], object]] = {
     "decode_plan": Batch.plan,
     "merge_states": Batch.merge,

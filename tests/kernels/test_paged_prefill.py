@@ -199,6 +199,18 @@ def test_splits(device: torch.device, num_splits: int, feature: dict[str, Any]) 
     case.check(num_splits=num_splits)
 
 
+@pytest.mark.parametrize(
+    "feature",
+    [{}, {"window": 70}, {"chunk": 100, "sinks": True}, {"softcap": 3.0, "block_size": 64}, {"kv_dtype": FP8}],
+    ids=str,
+)
+def test_products_begun_a_tile_ahead_change_no_bit(device: torch.device, feature: dict[str, Any]) -> None:
+    """Nor do they read slots that no query sees, which are NaN."""
+    case = make_case(device, [(1, 1), (64, 64), (65, 5), (230, 140)], num_pads=2, **feature)
+    for found, expected in zip(case.run(qk_ahead=True), case.run(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_few_rows_behind_a_long_prefix_are_split(device: torch.device) -> None:
     case = make_case(device, [(1100, 5)], num_kv_heads=2)
     case.check()

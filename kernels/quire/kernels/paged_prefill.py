@@ -78,6 +78,7 @@ def paged_prefill(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_splits: int | None = None,
+    qk_ahead: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -104,6 +105,8 @@ def paged_prefill(
         num_splits      in how many parts the keys of a tile are taken; by default as many as keep the GPU busy, from
                         shapes alone. 1 makes a sequence's result independent of the rest of the batch, but for
                         rounding where the choice of tile differs
+        qk_ahead        begins the products of the next tile's keys before this one's weights are computed: the same
+                        bits, and not timed yet
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
@@ -115,7 +118,7 @@ def paged_prefill(
     are split; no sync. Equal inputs give equal bits.
     """
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
-    numbers = (scaling, window, chunk, softcap, num_splits)
+    numbers = (scaling, window, chunk, softcap, num_splits, qk_ahead)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
     num_tokens, num_heads, _ = q.shape
     if out is None:
@@ -158,6 +161,7 @@ def _prepare(
     chunk: int | None,
     softcap: float | None,
     num_splits: int | None,
+    qk_ahead: bool,
 ) -> Launch:
     """The launch of paged_prefill_kernel; its grid is [tiles, kv heads, splits]."""
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
@@ -198,6 +202,7 @@ def _prepare(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None or num_splits > 1,
+        qk_ahead=qk_ahead,
         stride_unit=stride_unit(q, k_pool, v_pool, out),
         limits=limits,
     )
@@ -254,6 +259,7 @@ def prefill_variant(
     has_sinks: bool,
     has_alibi: bool,
     has_lse: bool,
+    qk_ahead: bool,
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
@@ -275,6 +281,7 @@ def prefill_variant(
         "HAS_SINKS": has_sinks,
         "HAS_ALIBI": has_alibi,
         "HAS_LSE": has_lse,
+        "QK_AHEAD": qk_ahead,
         "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=num_warps, num_stages=num_stages)
@@ -365,30 +372,58 @@ def _load_tile(
 
 
 @triton.jit
+def _offsets(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots within their blocks of the tile at `start`."""
+    offsets = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    if BLOCK_SIZE >= BLOCK_N:
+        offsets += start % BLOCK_SIZE
+    return offsets
+
+
+@triton.jit
 def _attend(
     q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, end, last_block, first_key, positions, slopes,
     score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    QK_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Take keys begin .. end - 1 into the running softmax, begin a multiple of BLOCK_N.
 
+    With QK_AHEAD the products of the next tile's keys are begun before this tile's weights are computed, so that the
+    matrix units work meanwhile; those behind the last tile are dropped. No bit differs.
     highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
     """
     lanes = tl.arange(0, BLOCK_N)
     next_ids = _load_block_ids(table_ptr, begin, last_block, BLOCK_SIZE, BLOCK_N)
+    if QK_AHEAD:
+        offsets = _offsets(begin, BLOCK_SIZE, BLOCK_N)
+        seen = (begin + lanes >= first_key) & (begin + lanes < end)
+        k = _load_tile(k_ptr, next_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, True)
+        next_scores = dot(q, tl.trans(k.to(q.dtype)))
+        ahead_ids = _load_block_ids(table_ptr, begin + BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         block_ids = next_ids
         next_ids = _load_block_ids(table_ptr, start + BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
-        offsets = lanes % BLOCK_SIZE
-        if BLOCK_SIZE >= BLOCK_N:
-            offsets += start % BLOCK_SIZE
+        offsets = _offsets(start, BLOCK_SIZE, BLOCK_N)
         keys = start + lanes
         seen = (keys >= first_key) & (keys < end)
-        k = _load_tile(k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED)
+        if QK_AHEAD:
+            scores = next_scores
+            # Keys have ids of their own: with one carried through two iterations Triton keeps no tile in flight.
+            key_ids = ahead_ids
+            ahead_ids = _load_block_ids(table_ptr, start + 2 * BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
+            next_offsets = _offsets(start + BLOCK_N, BLOCK_SIZE, BLOCK_N)
+            next_seen = (keys + BLOCK_N >= first_key) & (keys + BLOCK_N < end)
+            k = _load_tile(
+                k_ptr, key_ids, next_offsets, k_block_stride, k_slot_stride, next_seen, HEAD_DIM_K, BLOCK_DK, MASKED
+            )  # fmt: skip
+            next_scores = dot(q, tl.trans(k.to(q.dtype)))
+        else:
+            k = _load_tile(k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED)
+            scores = dot(q, tl.trans(k.to(q.dtype)))
         v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
-        scores = dot(q, tl.trans(k.to(q.dtype)))
         scale = score_scale
         if HAS_SOFTCAP:
             # tanh in the form that neither overflows nor divides inf by inf.
@@ -475,6 +510,7 @@ def paged_prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    QK_AHEAD: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
 ):
     q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
@@ -545,16 +581,19 @@ def paged_prefill_kernel(
             q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, full_begin, last_block, first_key, positions,
             slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+            QK_AHEAD,
         )  # fmt: skip
     highest, total, acc = _attend(
         q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_begin, full_end, last_block, first_key, positions,
         slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, False, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+        QK_AHEAD,
     )  # fmt: skip
     highest, total, acc = _attend(
         q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_end, end, last_block, first_key, positions,
         slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
+            QK_AHEAD,
     )  # fmt: skip
 
     total = tl.where(total == 0, 1.0, total)

@@ -263,7 +263,7 @@ class StaticPrompts:
             counts_host=shape.counts,
             rows_host=(),
         )
-        self._model.forward(batch, self._pool, out=self._logits)
+        self._logits.copy_(self._model.forward_unconverted(batch, self._pool))
 
     def capture(self, shapes: Sequence[Shape] | None = None) -> None:
         """Capture the graph of every shape, or of those given. Needs a GPU.
