@@ -49,8 +49,6 @@ from quire.kernels.launching import (
 # Tokens per program of survey and collect, 16 a thread.
 CHUNK = 4096
 _NUM_WARPS = 8
-# Those of choose, a program a row: the fewer they are, the less they wait for one another.
-_CHOOSE_WARPS = 4
 # Tokens or candidates that a pass of choose takes at a time.
 PIECE = 512
 
@@ -70,7 +68,8 @@ _LEAST_WEIGHT = tl.constexpr(math.exp(-_CELL * (NUM_CELLS - 2)))
 _FARTHEST_CELL = tl.constexpr(2.0**29)
 # exp(-105) is 0 in float32: what lies beyond has no weight, and no filter needs to know it.
 _WEIGHTLESS = tl.constexpr(105.0)
-_WAYS = tl.constexpr(8)
+# Parts of a range that a pass of choose tells apart: with 8, and with 4 warps, it has too few registers on some GPU.
+_WAYS = tl.constexpr(4)
 _LAST_COUNT = tl.constexpr(2**31 - 1)
 
 # Read one number at a time, so a slice of a longer tensor is as good, and compiles nothing new.
@@ -750,7 +749,7 @@ def sample(
     Tokens do not depend on the dtype of the logits, only on their values. Raises ValueError if a shape, dtype or device
     is another, or the workspace is for fewer rows or another V. No sync.
     Cost: 4 launches, whatever the parameters are, 3 without top_k, top_p and min_p; reads the logits twice. A row
-    without a filter reads a chunk once more, one whose candidates exceed the workspace's capacity its logits 6 to 20
+    without a filter reads a chunk once more, one whose candidates exceed the workspace's capacity its logits 8 to 40
     times more, in one program.
     """
     _check_parameters(
@@ -782,7 +781,7 @@ def sample(
         logits, temperature, seeds, positions, *given, workspace.greatest, workspace.likeliest,
         workspace.num_candidates, workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens,
         workspace.thresholds, tokens, *sizes, logits.stride(0), **filters, **constexprs, PIECE=PIECE,
-        **dependent_options(choose_kernel, logits.device), num_warps=_CHOOSE_WARPS, num_stages=num_stages,
+        **dependent_options(choose_kernel, logits.device), **options,
     )  # fmt: skip
     return tokens
 
