@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
-from quire.client.engine.caching import CacheParams, Retention
+from quire.client.engine.caching import CacheParams, CacheUse, Retention
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
 from quire.client.errors import InvalidRequest
@@ -22,6 +22,7 @@ from quire.compute.v1.sampling_ranges import (
     MAX_LOGIT_BIASES,
     Range,
 )
+from quire.gateway.chat.cache_fields import KeptEnds
 from quire.gateway.chat.json_schemas import closed, with_options
 from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, object_of, text_of
@@ -48,8 +49,6 @@ IGNORED = (
     "store",
     "service_tier",
     "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
 )
 
 
@@ -232,8 +231,10 @@ def with_grammar(params: SamplingParams, path: str, **wanted: Any) -> SamplingPa
     return changed
 
 
-def cache_of(fields: Fields) -> CacheParams | None:
+def cache_of(fields: Fields, kept: KeptEnds, *, explains_miss: bool = False) -> CacheParams | None:
     """Return the cache parameters of a body; None if it has none. The pool separates tenants with any salt.
+
+    kept are the ends of prefixes to keep that were found in it. Their places are known when the prompt is.
 
     Raises HttpError: 400 with the field's path.
     """
@@ -246,6 +247,10 @@ def cache_of(fields: Fields) -> CacheParams | None:
     if (hints := fields.object("kv_hints")) is not None:
         values |= _hints(hints)
         paths |= {"retention": hints.path_of("retention"), "retention.num_tokens": hints.path_of("retention")}
+    if not kept.uses_cache:
+        values["cache_use"] = CacheUse.NONE
+    if explains_miss or kept.options.compared_with is not None:
+        values["explain_miss"] = True
     return _made_at(paths, CacheParams, **values) if values else None
 
 
@@ -368,4 +373,4 @@ def replace_max_tokens(params: SamplingParams, max_tokens: int | None) -> Sampli
 
 def ignore_bookkeeping(fields: Fields) -> None:
     """Let fields be given that say nothing of the text."""
-    fields.ignore(*IGNORED, "prompt_cache_options")
+    fields.ignore(*IGNORED)
