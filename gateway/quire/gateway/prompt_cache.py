@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
-
-import msgspec
 
 from quire.client.engine.caching import Breakpoint, CacheOutcome, Miss
 from quire.gateway.chat.conversation import Conversation
@@ -60,7 +59,8 @@ def prompt_of(model: str, conversation: Conversation, token_ids: Sequence[int]) 
 
 
 def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(msgspec.json.encode(value), digest_size=_DIGEST_BYTES).digest()
+    # Not msgspec: a caller's integer may have any size.
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 class Divergence(Enum):

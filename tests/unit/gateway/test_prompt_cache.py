@@ -91,6 +91,13 @@ def report(prompts: Kept[KeptPrompt], tenant: str, compared_with: str | None, *b
     return CacheReport(prompts, tenant, BEFORE, breakpoints=breakpoints, compared_with=compared_with, block_size=BLOCK)
 
 
+def test_any_value_of_a_body_has_a_digest() -> None:
+    """A request whose `chat_template_kwargs` had an integer of more than 64 bits failed with 500."""
+    further = {"big": 2**70, "odd": float("nan"), "surrogate": "\ud800"}
+    one, other = (prompt_of("m", Conversation([SYSTEM], further=each), [1]) for each in (further, {}))
+    assert one.further != other.further
+
+
 def test_an_answer_of_another_tenant_is_not_known() -> None:
     prompts: Kept[KeptPrompt] = Kept(keep_s=60.0, max_tenant_bytes=10_000, clock=lambda: 0.0)
     first = report(prompts, "alice", None)
