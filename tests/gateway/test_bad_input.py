@@ -60,6 +60,16 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
     *((COMPLETIONS, "priority", value, None) for value in ("1", 1.5, BIG)),
     *((COMPLETIONS, "cache_salt", value, None) for value in (7, "", "x" * 65)),
     *((COMPLETIONS, name, value, None) for name in ("cache_hints", "kv_hints") for value in (7, [], "x")),
+    *(
+        (COMPLETIONS, "kv_hints", {name: value}, f"kv_hints.{path}")
+        for name, value, path in (
+            ("actions", 7, "actions"),
+            ("actions", [7], "actions[0]"),
+            ("actions", [{}] * 1025, "actions"),
+            ("protocol_version", 1, "protocol_version"),
+            ("message_id", 1, "message_id"),
+        )
+    ),
     *((COMPLETIONS, "prompt_cache_key", value, None) for value in (7, [])),
     *((COMPLETIONS, "prompt_cache_retention", value, None) for value in (7, "25h")),
     *((COMPLETIONS, "prompt_cache_options", value, None) for value in (7, [])),
@@ -85,10 +95,6 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
                     ({"unknown": 1}, "retention[1].unknown"),
                 )
             ),
-            ({"actions": 7}, "actions"),
-            ({"actions": [7]}, "actions[0]"),
-            ({"actions": [], "expected_in_s": -1}, "expected_in_s"),
-            ({"protocol_version": 1}, "protocol_version"),
             ({"unknown": 1}, "unknown"),
         )
     ),
