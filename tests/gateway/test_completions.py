@@ -265,7 +265,8 @@ def test_usage_in_each_event_counts_the_prompt_once(http_client: httpx.Client, a
 def test_known_actions_of_routers_hints_are_advice_and_others_are_named(http_client: httpx.Client) -> None:
     def sent(**hints: Any) -> httpx.Response:
         return http_client.post(
-            "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "kv_hints": hints}
+            "/v1/completions",
+            json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "kv_hints": hints},
         )
 
     plain = complete(http_client, max_tokens=4)["choices"][0]["text"]
