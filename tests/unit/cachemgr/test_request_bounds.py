@@ -335,4 +335,5 @@ def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
 
 def test_a_client_checks_with_the_numbers_of_the_core() -> None:
     names = ("MAX_SALT_BYTES", "MAX_RANGES", "LEAST_PRIORITY", "MOST_PRIORITY", "MAX_RETENTION_S", "MAX_EXPECTED_S")
+    names += ("MAX_BREAKPOINTS", "LEAST_KEEP_S", "MAX_KEEP_S")
     assert [getattr(admission_bounds, name) for name in names] == [getattr(_core, name) for name in names]
