@@ -22,12 +22,17 @@ _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens of a request, counted as its chunks come; report says what is kept of its prompt."""
+    """Tokens of a request, counted as its chunks come; report says what is kept of its prompt.
+
+    keeps   prompts without a report are kept whole
+    """
 
     num_prompt_tokens: int
     report: CacheReport | None = None
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
+    num_kept_tokens: int = 0
+    keeps: bool = False
     num_generated_tokens: int = 0
 
     def count(self, chunk: Chunk, *, generates: bool = True) -> None:
@@ -35,6 +40,7 @@ class TokenUsage:
         if chunk.cache_outcome is not None:
             self.num_cached_tokens += chunk.cache_outcome.num_cached_tokens
             self.num_written_tokens += chunk.cache_outcome.num_written_tokens
+            self.num_kept_tokens += chunk.cache_outcome.num_kept_tokens
         self.num_generated_tokens += len(chunk.token_ids) if generates else 0
 
     @property
@@ -51,7 +57,9 @@ class TokenUsage:
     def prompt_details(self) -> dict[str, Any]:
         """Return what of the prompt was found in the prefix cache, and written to it."""
         found = {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": self.num_written_tokens}
-        return found if self.report is None else found | self.report.details
+        if self.report is not None:
+            return found | self.report.details
+        return found | {"cache_kept_tokens": self.num_kept_tokens} if self.keeps else found
 
 
 # Reasons that OpenAI has; it tells a system's message and the others as one input.

@@ -229,7 +229,7 @@ class _CompletionAnswer:
     def __init__(self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
+        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts), keeps=bool(asked.kept))
         self._choices: dict[int, _Choice] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._head = {
