@@ -503,9 +503,7 @@ class Ledger:
     def keep_contents(self, are_kept: bool) -> None:
         """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
 
-    def reset_prefix_cache(
-        self, first: int = 0, end: int | None = None, *, now: float = 0.0, by: str = ""
-    ) -> int:
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0, by: str = "") -> int:
         """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
 
         From the first block on it ends all pins, too.
@@ -659,6 +657,10 @@ class Probe:
 
     def parked_blocks(self) -> list[int]:
         """The cached blocks in the eviction policy's order."""
+
+    def kept_blocks(self, tenant: str) -> list[tuple[int, int, int]]:
+        """The blocks that breakpoints keep for a tenant, the least recently used first: block, end, and time from a use
+        to it, in milliseconds."""
 
     def follow(self, candidate: int) -> None:
         """Lets the default policy follow a candidate until it chooses one itself. For tests."""

@@ -53,7 +53,7 @@ def test_without_a_word_everybody_may_have_everything(path: Path, text: str) -> 
 
 
 def test_who_has_no_keep_limit_has_the_one_of_all(path: Path) -> None:
-    shares = read_shares(write(path, '[tenants.alice]\nkeep_limit = 7\n[tenants.bob]\n'), keep_limit=Percentage(40))
+    shares = read_shares(write(path, "[tenants.alice]\nkeep_limit = 7\n[tenants.bob]\n"), keep_limit=Percentage(40))
     default, by_name = shares.resolve(100)
     assert (default.keep_limit, by_name["alice"].keep_limit, by_name["bob"].keep_limit) == (40, 7, 40)
 

@@ -276,9 +276,7 @@ def parts_of_whole_reset(ledger: Ledger, now: float, *, by: str) -> Iterator[Cal
     return (partial(drop, first) for first in range(0, ledger.geometry.num_blocks, RESET_SLICE))
 
 
-def parts_of_reset(
-    ledger: Ledger, reset: Reset, now: float, *, by: str
-) -> Iterator[Callable[[], tuple[int, int]]]:
+def parts_of_reset(ledger: Ledger, reset: Reset, now: float, *, by: str) -> Iterator[Callable[[], tuple[int, int]]]:
     """Drop a reset's content for a caller, a part at a time: each returns the numbers of blocks and pins."""
     is_done = False
 

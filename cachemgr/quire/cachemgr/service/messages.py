@@ -91,9 +91,7 @@ def known_bytes(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def encode_plan(
-    plan: GrantedStep, pool: AttachedPool, *, lease_id: str, wall_clock_offset_s: float = 0.0
-) -> bytes:
+def encode_plan(plan: GrantedStep, pool: AttachedPool, *, lease_id: str, wall_clock_offset_s: float = 0.0) -> bytes:
     """A serialised PlanStepResponse. Only this pool's cachemgr can have made its grant."""
     ledger = pool.ledger
     answer = plan.encode_signed(

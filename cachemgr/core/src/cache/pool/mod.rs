@@ -453,6 +453,15 @@ impl BlockPool {
         Ok(())
     }
 
+    /// Evicts a parked block, whatever the order is.
+    #[cfg(test)]
+    pub(crate) fn evict_for_test(&mut self, block: BlockId, asker: &Asker) {
+        self.parking.take(block, &mut Vec::new());
+        self.accounts.uncache(self.owners[block as usize], 1);
+        self.lose(block, asker);
+        self.free.push(block);
+    }
+
     // -- inside -------------------------------------------------------------------------------------------------------
 
     /// Frees these blocks: their content does not matter any more.
