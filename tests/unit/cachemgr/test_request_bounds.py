@@ -160,6 +160,7 @@ LISTS: dict[str, Beyond] = {
     "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
+    "Admission.breakpoints": admission("breakpoints", breakpoints=[{"token_count": 1, "ttl": {"seconds": 1}}] * 5),
     "ExpectedPrompt.token_ids": expected("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "ExpectedPrompt.salt": expected("salt", salt=bytes(65)),
     "LookupPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),

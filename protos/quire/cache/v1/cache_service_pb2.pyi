@@ -874,9 +874,10 @@ Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
 @_typing.final
 class Breakpoint(_message.Message):
-    """Keeps a prefix of an admission's tokens for a time after each use. An admission
-    that finds one of its blocks, or computes it, with a breakpoint at or behind it is
-    a use, by any lease of the tenant.
+    """Keeps a prefix of an admission's tokens for a time after each use. Uses of a block
+    are: an admission of the tenant that finds it, with or without breakpoints; an
+    admission that computes it, with a breakpoint at or behind it; and a restore of
+    such a sequence.
 
     Kept blocks are evicted after all others, also after those of prompts that wait.
     So a kept prefix is no pin: running sequences and the floors of other tenants come
@@ -893,7 +894,8 @@ class Breakpoint(_message.Message):
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """The time after the last use, 1 s to 24 h. Required. A use with a shorter ttl
-        does not shorten the time of a block.
+        does not shorten the time of a block, which has the longest ttl that it was kept
+        with.
         """
 
     def __init__(
@@ -1048,7 +1050,7 @@ class PlanStepResponse(_message.Message):
     @_builtins.property
     def admitted_written_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the prompts that the sequences compute in full blocks and publish;
-        parallel to admitted_sequence_ids.
+        parallel to admitted_sequence_ids. 0 for admissions with resumed.
         """
 
     @_builtins.property
@@ -1121,7 +1123,9 @@ class AdmissionMiss(_message.Message):
     """
     @_builtins.property
     def lost_time(self) -> _timestamp_pb2.Timestamp:
-        """The time of its eviction or reset. Set for EVICTED and RESET."""
+        """The time of its eviction or reset. Set for EVICTED and RESET, and for
+        WINDOW_EVICTED if it is known.
+        """
 
     def __init__(
         self,
@@ -1828,8 +1832,8 @@ class Block(_message.Message):
     """Its tenant, unless it is free."""
     priority: _builtins.int
     """Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-    its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
-    the block is free.
+    its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 11: a
+    Breakpoint keeps it. 0 if the block is free.
     """
     prefix_pin_count: _builtins.int
     """Pins that keep it from eviction."""

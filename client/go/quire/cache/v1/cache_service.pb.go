@@ -1498,9 +1498,10 @@ func (x *Admission) GetExplainsMiss() bool {
 	return false
 }
 
-// Keeps a prefix of an admission's tokens for a time after each use. An admission
-// that finds one of its blocks, or computes it, with a breakpoint at or behind it is
-// a use, by any lease of the tenant.
+// Keeps a prefix of an admission's tokens for a time after each use. Uses of a block
+// are: an admission of the tenant that finds it, with or without breakpoints; an
+// admission that computes it, with a breakpoint at or behind it; and a restore of
+// such a sequence.
 //
 // Kept blocks are evicted after all others, also after those of prompts that wait.
 // So a kept prefix is no pin: running sequences and the floors of other tenants come
@@ -1511,7 +1512,8 @@ type Breakpoint struct {
 	// The end of the prefix, from 1 to the admission's tokens. Full blocks are kept.
 	TokenCount int32 `protobuf:"varint,1,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	// The time after the last use, 1 s to 24 h. Required. A use with a shorter ttl
-	// does not shorten the time of a block.
+	// does not shorten the time of a block, which has the longest ttl that it was kept
+	// with.
 	Ttl           *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1715,7 +1717,7 @@ type PlanStepResponse struct {
 	// Tokens that need not be computed again; parallel to restored_sequence_ids.
 	RestoredTokenCounts []int32 `protobuf:"varint,23,rep,packed,name=restored_token_counts,json=restoredTokenCounts,proto3" json:"restored_token_counts,omitempty"`
 	// Tokens of the prompts that the sequences compute in full blocks and publish;
-	// parallel to admitted_sequence_ids.
+	// parallel to admitted_sequence_ids. 0 for admissions with resumed.
 	AdmittedWrittenTokenCounts []int32 `protobuf:"varint,24,rep,packed,name=admitted_written_token_counts,json=admittedWrittenTokenCounts,proto3" json:"admitted_written_token_counts,omitempty"`
 	// Tokens that are kept because of the admissions' breakpoints, once they are
 	// computed: less than the last breakpoint if the tenant's limit is smaller.
@@ -1882,7 +1884,8 @@ type AdmissionMiss struct {
 	MissingBlockIndex int32 `protobuf:"varint,2,opt,name=missing_block_index,json=missingBlockIndex,proto3" json:"missing_block_index,omitempty"`
 	// The reason.
 	Reason MissReason `protobuf:"varint,3,opt,name=reason,proto3,enum=quire.cache.v1.MissReason" json:"reason,omitempty"`
-	// The time of its eviction or reset. Set for EVICTED and RESET.
+	// The time of its eviction or reset. Set for EVICTED and RESET, and for
+	// WINDOW_EVICTED if it is known.
 	LostTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
 	// The tenant of the allocation that evicted it, if that is the tenant of the
 	// admission.
@@ -3301,8 +3304,8 @@ type Block struct {
 	// Its tenant, unless it is free.
 	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	// Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-	// its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
-	// the block is free.
+	// its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 11: a
+	// Breakpoint keeps it. 0 if the block is free.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Pins that keep it from eviction.
 	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
