@@ -97,6 +97,14 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """A prefix to keep for a time after each use."""
+
+    num_tokens: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReturnHint:
     """Hints about the future of a sequence that is released."""
 
@@ -134,6 +142,10 @@ class Admission:
     cache_use: CacheUse = CacheUse.READ_AND_WRITE
     tenant: str | None = None
     """None: the lease's."""
+    breakpoints: Sequence[Breakpoint] = ()
+    """The shorter ones first."""
+    waits_for_prefix: bool = False
+    explains_miss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +257,11 @@ def message_of(admission: Admission) -> pb.Admission:
         resumed=admission.resumed,
         cache_use=admission.cache_use.value,
         tenant=admission.tenant,
+        waits_for_prefix=admission.waits_for_prefix,
+        explains_miss=admission.explains_miss,
     )
+    for each in admission.breakpoints:
+        message.breakpoints.add(token_count=each.num_tokens).ttl.FromNanoseconds(int(each.ttl_s * 1e9))
     for part in admission.retention:
         added = message.retention.add(token_count=part.num_tokens, priority=part.priority)
         if part.ttl_s is not None:
@@ -286,6 +302,9 @@ GRANTED = {
 ANSWERED = {
     "admitted_ids": "admitted_sequence_ids",
     "admitted_cached_counts": "admitted_cached_token_counts",
+    "admitted_written_counts": "admitted_written_token_counts",
+    "admitted_kept_counts": "admitted_kept_token_counts",
+    "admitted_misses": "admitted_misses",
     "restored_ids": "restored_sequence_ids",
     "restored_counts": "restored_token_counts",
 }

@@ -68,7 +68,7 @@ assert beta.content
 assert [each.id for each in client.models.list()] == [MODEL]
 assert client.models.retrieve(MODEL).display_name == MODEL
 
-must_raise(anthropic.BadRequestError, client, max_tokens=0)
+must_raise(anthropic.BadRequestError, client, max_tokens=-1)
 must_raise(anthropic.NotFoundError, client, model="other")
 large = [{"role": "user", "content": "x" * (2 * 2**20)}]
 must_raise(anthropic.RequestTooLargeError, client, messages=large)

@@ -29,7 +29,7 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
     (COMPLETIONS, "prompt", ["a"] * 300, None),
     (COMPLETIONS, "prompt", [1] * 100_000, None),
     *((COMPLETIONS, "model", value, None) for value in (7, [])),
-    *((COMPLETIONS, "max_tokens", value, None) for value in ("9", -1, 0, 1.5, True, BIG)),
+    *((COMPLETIONS, "max_tokens", value, None) for value in ("9", -1, 1.5, True, BIG)),
     *((COMPLETIONS, "temperature", value, None) for value in ("1", -1, True, 1e39, 10**400, [1])),
     *((COMPLETIONS, "top_p", value, None) for value in ("1", 0, 1.5, {})),
     *((COMPLETIONS, "top_k", value, None) for value in ("1", -2, 1.5, BIG)),
@@ -59,9 +59,26 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
     *((COMPLETIONS, "stream_options", value, None) for value in (7, {"include_usage": True})),
     *((COMPLETIONS, "priority", value, None) for value in ("1", 1.5, BIG)),
     *((COMPLETIONS, "cache_salt", value, None) for value in (7, "", "x" * 65)),
-    *((COMPLETIONS, "kv_hints", value, None) for value in (7, [], "x")),
+    *((COMPLETIONS, name, value, None) for name in ("cache_hints", "kv_hints") for value in (7, [], "x")),
     *(
-        (COMPLETIONS, "kv_hints", value, f"kv_hints.{path}")
+        (COMPLETIONS, "kv_hints", {name: value}, f"kv_hints.{path}")
+        for name, value, path in (
+            ("actions", 7, "actions"),
+            ("actions", [7], "actions[0]"),
+            ("actions", [{}] * 1025, "actions"),
+            ("protocol_version", 1, "protocol_version"),
+            ("message_id", 1, "message_id"),
+        )
+    ),
+    *((COMPLETIONS, "prompt_cache_key", value, None) for value in (7, [])),
+    *((COMPLETIONS, "prompt_cache_retention", value, None) for value in (7, "25h")),
+    *((COMPLETIONS, "prompt_cache_options", value, None) for value in (7, [])),
+    *(
+        (COMPLETIONS, "prompt_cache_options", {name: value}, f"prompt_cache_options.{name}")
+        for name, value in (("mode", "both"), ("ttl", "2m"), ("ttl", 60), ("prewarm", 1), ("comparison_response_id", 7))
+    ),
+    *(
+        (COMPLETIONS, "cache_hints", value, f"cache_hints.{path}")
         for value, path in (
             *(({"expected_in_s": value}, "expected_in_s") for value in ("1", -1, 86_401, True, 10**400)),
             ({"not_expected": 1}, "not_expected"),
@@ -78,10 +95,6 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
                     ({"unknown": 1}, "retention[1].unknown"),
                 )
             ),
-            ({"actions": 7}, "actions"),
-            ({"actions": [7]}, "actions[0]"),
-            ({"actions": [], "expected_in_s": -1}, "expected_in_s"),
-            ({"protocol_version": 1}, "protocol_version"),
             ({"unknown": 1}, "unknown"),
         )
     ),

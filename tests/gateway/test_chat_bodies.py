@@ -56,7 +56,7 @@ CHAT: dict[str, Any] = {
     "reasoning_effort": "low",
     "continue_final_message": False,
     "cache_salt": "x",
-    "kv_hints": {"expected_in_s": 1, "retention": [{"num_tokens": 8, "priority": 9, "ttl_s": 60}]},
+    "cache_hints": {"expected_in_s": 1, "retention": [{"num_tokens": 8, "priority": 9, "ttl_s": 60}]},
     "priority": 1,
     "return_token_ids": True,
     "metadata": {},

@@ -105,9 +105,9 @@ def test_hints_to_the_cache_reach_the_blocks(http_client: httpx.Client, services
 
     assert 9 not in asyncio.run(priorities())
     hints = {"expected_in_s": 60, "retention": [{"num_tokens": 0, "priority": 9, "ttl_s": 600}]}
-    complete(http_client, prompt="A hint is followed. " * 10, max_tokens=1, cache_salt="hints", kv_hints=hints)
+    complete(http_client, prompt="A hint is followed. " * 10, max_tokens=1, cache_salt="hints", cache_hints=hints)
     assert 9 in asyncio.run(priorities())
-    complete(http_client, max_tokens=1, kv_hints={"not_expected": True})
+    complete(http_client, max_tokens=1, cache_hints={"not_expected": True})
 
 
 def test_all_kinds_of_prompts(http_client: httpx.Client) -> None:
@@ -262,10 +262,32 @@ def test_usage_in_each_event_counts_the_prompt_once(http_client: httpx.Client, a
     assert (events[-1]["choices"] == []) == at_end
 
 
-def test_the_envelope_of_routers_hints_is_accepted_and_changes_nothing(http_client: httpx.Client) -> None:
-    action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1", "payload": {"x": [1]}}
-    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [action], "later": 1}
-    plain = complete(http_client, max_tokens=4)["choices"]
-    for hints in (envelope, {"actions": []}, {"message_id": None, "actions": None, "protocol_version": "1"}):
-        assert complete(http_client, max_tokens=4, kv_hints=hints)["choices"] == plain
-    assert complete(http_client, max_tokens=4, kv_hints={**envelope, "expected_in_s": 3})["choices"] == plain
+def test_known_actions_of_routers_hints_are_advice_and_others_are_named(http_client: httpx.Client) -> None:
+    def sent(**hints: Any) -> httpx.Response:
+        return http_client.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "kv_hints": hints},
+        )
+
+    plain = complete(http_client, max_tokens=4)["choices"][0]["text"]
+    unknown = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1", "payload": {"x": [1]}}
+    later = {"action_id": "b", "action_type": "kv.keep", "action_version": "7", "payload": {"priority": "?"}}
+    keep = {"action_id": "c", "action_type": "kv.keep", "action_version": "1", "payload": {"ttl_s": 60, "new": 1}}
+    expect = {"action_id": "d", "action_type": "kv.expect", "action_version": 1, "payload": {"in_s": 20}}
+    drop = {"action_id": "e", "action_type": "kv.drop", "action_version": "1"}
+    answer = sent(protocol_version="0.1", message_id="m", actions=[unknown, keep, later, expect], later=1)
+    assert answer.json()["choices"][0]["text"] == plain
+    assert answer.headers["X-Quire-Ignored-Fields"] == "kv_hints.actions%5B0%5D, kv_hints.actions%5B2%5D"
+    for actions in ([], None, [drop], [keep, drop]):
+        answer = sent(message_id=None, actions=actions)
+        assert answer.json()["choices"][0]["text"] == plain
+        assert "X-Quire-Ignored-Fields" not in answer.headers
+    for wrong, path in (
+        ({**keep, "payload": {"priority": 10}}, "actions[0].payload.priority"),
+        ({**keep, "payload": {"ttl_s": 0}}, "actions[0].payload.ttl_s"),
+        ({**expect, "payload": {}}, "actions[0].payload.in_s"),
+        ({**keep, "payload": 7}, "actions[0].payload"),
+        (7, "actions[0]"),
+    ):
+        answer = sent(actions=[wrong])
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"kv_hints.{path}")

@@ -273,7 +273,6 @@ CLAUDE_CODE: dict[str, Any] = {
             "name": "mcp__files__list",
             "input_schema": {"type": "object", "properties": {}},
             "defer_loading": True,
-            "cache_control": {"type": "ephemeral"},
         },
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
     ],

@@ -22,6 +22,8 @@ from integration.lone_cachemgr import (
 )
 from integration.protocol_client import RefusedError, await_that, seconds
 
+from quire.cache.v1 import cache_service_pb2
+
 TENANTS = """
 [default]
 pin_budget = 6
@@ -376,4 +378,136 @@ def test_who_came_back_is_counted_apart(cachemgr: LoneCachemgr, worker: Bookkeep
     resumed = (statistics.resumed_token_count, statistics.resumed_cached_token_count)
     assert (statistics.resumed_admission_count, *resumed) == (1, 14, 12)
     tenant.settle()
+    tenant.delete()
+
+
+# -- kept prefixes ------------------------------------------------------------------------------------------------
+
+
+def keeping(seq_id: int, tokens: list[int], *breakpoints: int, ttl_s: float = 60, **fields: Any) -> dict[str, Any]:
+    kept = [{"token_count": count, "ttl": seconds(ttl_s)} for count in breakpoints]
+    return {"sequence_id": seq_id, "token_ids": tokens, "breakpoints": kept, **fields}
+
+
+def test_what_a_breakpoint_keeps_is_evicted_last_and_its_tenant_sees_how_much(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    tenant, kept = begin(), prompt(1, 3)
+    answer = tenant.plan(admissions=[keeping(1, [*kept, 5], 6, 12)])
+    assert (list(answer.admitted_written_token_counts), list(answer.admitted_kept_token_counts)) == ([12], [12])
+    tenant.settle()
+    tenant.plan(release_sequence_ids=[1])
+    tenant.settle()
+    shown = use(cachemgr, worker, "alice")
+    assert (shown.kept_block_count, shown.keep_limit_block_count) == (3, 3), "a quarter of 12 blocks"
+    assert (shown.admitted_token_count, shown.written_token_count, shown.cached_token_count) == (13, 12, 0)
+    assert shown.next_keep_end_time.ToNanoseconds() > 0
+    tenant.cache(2, prompt(2, 9))
+    tenant.cache(3, prompt(3, 9))
+    assert cached(cachemgr, worker, kept) == 3
+    priorities = [block.priority for block in call(cachemgr, "alice", "ListBlocks", pool=worker.pool).blocks]
+    assert priorities.count(11) == 3
+    answer = tenant.plan(admissions=[keeping(4, prompt(4, 5), 20)])
+    assert list(answer.admitted_kept_token_counts) == [12], "no more than the limit, from the beginning on"
+    tenant.settle()
+    assert use(cachemgr, worker, "alice").kept_block_count == 3
+    tenant.delete()
+
+
+def test_the_sums_of_answers_are_the_books_counters(cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin) -> None:
+    tenant, sums = begin(), [0, 0, 0]
+    for seq_id, tokens in enumerate([prompt(1, 3), [*prompt(1, 3), 5], prompt(2, 2), [*prompt(1, 2), 6, 6]]):
+        answer = tenant.plan(admissions=[keeping(seq_id, tokens, 4)], release_sequence_ids=[seq_id - 1])
+        sums[0] += len(tokens)
+        sums[1] += sum(answer.admitted_cached_token_counts)
+        sums[2] += sum(answer.admitted_written_token_counts)
+        tenant.settle()
+    (refused,) = refusals(tenant.plan(admissions=[keeping(3, prompt(9, 3), 4)]))
+    assert refused.reason == "SEQUENCE_EXISTS"
+    tenant.plan(release_sequence_ids=[3], admissions=[keeping(5, prompt(9, 3), 4, resumed=True)])
+    shown = use(cachemgr, worker, "alice")
+    assert [shown.admitted_token_count, shown.cached_token_count, shown.written_token_count] == sums
+    (statistics,) = call(cachemgr, "olga", "GetStatistics", pool=worker.pool).pools
+    assert [statistics.admitted_token_count, statistics.cached_token_count, statistics.written_token_count] == sums
+    for _ in range(2):
+        tenant.settle()
+    tenant.delete()
+
+
+def test_a_breakpoint_that_cant_be_is_refused_by_its_field(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    tenant, tokens = begin(), prompt(1, 2)
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        (keeping(1, tokens, 0), "admissions.breakpoints.token_count", "1 to 8"),
+        (keeping(1, tokens, 9), "admissions.breakpoints.token_count", "1 to 8"),
+        (keeping(1, tokens, 4, 4), "admissions.breakpoints.token_count", "5 to 8"),
+        (keeping(1, tokens, 1, 2, 3, 4, 5), "admissions.breakpoints", "at most 4 entries"),
+        (keeping(1, tokens, 4, ttl_s=0.5), "admissions.breakpoints.ttl", "1 s to 86400 s"),
+        (keeping(1, tokens, 4, ttl_s=86401), "admissions.breakpoints.ttl", "1 s to 86400 s"),
+        ({**keeping(1, tokens), "breakpoints": [{"token_count": 4}]}, "admissions.breakpoints.ttl", "1 s to 86400 s"),
+        (keeping(1, tokens, 4, cache_use="CACHE_USE_NONE"), "admissions.breakpoints", "empty with CACHE_USE_NONE"),
+    ]
+    for admission, field, limit in wrong:
+        with pytest.raises(grpc.RpcError) as failed:
+            tenant.plan(admissions=[admission])
+        refused = RefusedError.of_call(failed.value)
+        assert (refused.reason, refused.metadata["field"], refused.metadata["limit"]) == (
+            "INVALID_ARGUMENT",
+            field,
+            limit,
+        )
+    tenant.delete()
+
+
+def test_one_lease_waits_for_what_another_computes_and_is_told_why_it_found_no_more(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    first, second, other = begin(), begin(), begin("bob")
+    tokens = [*prompt(1, 3), 5]
+    first.plan(admissions=[keeping(1, tokens)])
+    (refused,) = refusals(second.plan(admissions=[keeping(1, tokens, waits_for_prefix=True)]))
+    assert (refused.reason, refused.code) == ("PREFIX_BEING_COMPUTED", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (refused.metadata, refused.retry_delay_s is not None) == ({"sequence_id": "1", "tokens": "0"}, True)
+    second.settle()
+    answer = other.plan(admissions=[keeping(1, tokens, waits_for_prefix=True, explains_miss=True)])
+    (miss,) = answer.admitted_misses
+    assert (miss.sequence_id, miss.missing_block_index) == (1, 0)
+    assert miss.reason == cache_service_pb2.MISS_REASON_NEVER_COMPUTED, "nothing of another tenant"
+    first.settle()
+    answer = second.plan(admissions=[keeping(1, [*tokens, 5, 5, 5, 5], waits_for_prefix=True, explains_miss=True)])
+    assert list(answer.admitted_cached_token_counts) == [12]
+    assert [miss.missing_block_index for miss in answer.admitted_misses] == [3]
+    for tenant in (second, other):
+        tenant.settle()
+        tenant.delete()
+    first.delete()
+    call(cachemgr, "alice", "ResetPrefixCache", pool=worker.pool, token_ids=prompt(1, 1))
+    third = begin()
+    (miss,) = third.plan(admissions=[keeping(1, tokens, explains_miss=True)]).admitted_misses
+    assert (miss.reason, miss.HasField("lost_time")) == (cache_service_pb2.MISS_REASON_RESET, True)
+    third.settle()
+    third.delete()
+
+
+def test_a_reset_ends_what_is_kept_and_its_tenant_is_told_by_whom(
+    cachemgr: LoneCachemgr, worker: Bookkeeper, begin: Begin
+) -> None:
+    tenant, tokens = begin(), [*prompt(1, 2), 5]
+    tenant.plan(admissions=[keeping(1, tokens, 8)])
+    tenant.settle()
+    call(cachemgr, "alice", "ResetPrefixCache", pool=worker.pool, tenant="alice")
+    shown = use(cachemgr, worker, "alice")
+    assert (shown.kept_block_count, shown.HasField("next_keep_end_time")) == (0, False)
+    told = call(cachemgr, "alice", "ExplainPrefix", pool=worker.pool, token_ids=tokens)
+    assert (told.reason, told.reset_by, told.epoch) == (cache_service_pb2.MISS_REASON_RESET, "alice", worker.epoch)
+    assert 0 < told.epoch_time.ToNanoseconds() < told.lost_time.ToNanoseconds()
+    tenant.plan(release_sequence_ids=[1])
+    tenant.settle()
+    tenant.plan(admissions=[keeping(2, tokens, 8)])
+    tenant.settle()
+    call(cachemgr, "olga", "ResetPrefixCache", pool=worker.pool)
+    assert call(cachemgr, "alice", "ExplainPrefix", pool=worker.pool, token_ids=tokens).reset_by == ""
+    by_operator = call(cachemgr, "olga", "ExplainPrefix", pool=worker.pool, token_ids=tokens, tenant="alice")
+    assert by_operator.reset_by == "olga"
     tenant.delete()

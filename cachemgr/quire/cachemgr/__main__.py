@@ -50,6 +50,7 @@ def main(
     eviction_policy: str,
     max_leases: int,
     tenants: Path | None,
+    keep_share: float,
     keep_tokens: bool,
     state_dir: Path | None,
 ) -> None:
@@ -77,6 +78,7 @@ def main(
         policy=eviction_policy,
         max_leases=max_leases,
         tenants=tenants,
+        keep_share=keep_share,
         keep_tokens=keep_tokens,
         state_dir=state_dir,
         verify=verify,

@@ -49,6 +49,11 @@ MAX_SALT_BYTES: int
 MAX_RANGES: int
 """Ranges of an admission's retention."""
 
+MAX_BREAKPOINTS: int
+"""Of an admission."""
+LEAST_KEEP_S: float
+"""Seconds for which a breakpoint keeps."""
+MAX_KEEP_S: float
 MAX_RETENTION_S: float
 MAX_EXPECTED_S: float
 LEAST_PRIORITY: int
@@ -117,10 +122,19 @@ class GrantedStep:
     def encode_grant(self, pool: str, epoch: int, term: int, lease_id: str) -> bytes:
         """A serialised StepGrant."""
 
-    def encode_answer(self) -> bytes:
+    def encode_answer(self, *, wall_clock_offset_s: float = 0.0) -> bytes:
         """A serialised PlanStepResponse, without its grant and its refusals."""
 
-    def encode_signed(self, pool: str, epoch: int, term: int, lease_id: str, signing_key: bytes) -> bytes:
+    def encode_signed(
+        self,
+        pool: str,
+        epoch: int,
+        term: int,
+        lease_id: str,
+        signing_key: bytes,
+        *,
+        wall_clock_offset_s: float = 0.0,
+    ) -> bytes:
         """A serialised PlanStepResponse with its grant and the grant's HMAC-SHA256, without its refusals."""
 
     @property
@@ -247,6 +261,25 @@ class TenantUse:
     def num_reserved(self) -> int: ...
     @property
     def num_pinned(self) -> int: ...
+    @property
+    def keep_limit(self) -> int: ...
+    @property
+    def num_kept(self) -> int: ...
+    @property
+    def next_keep_end_s(self) -> float | None:
+        """When the next of its kept blocks ends, by the clock of `plan`."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its admitted prompts that were found, in the epoch."""
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens of its admitted prompts that were computed in full blocks and published."""
+
+    @property
+    def num_admitted_tokens(self) -> int:
+        """Tokens of its admitted prompts."""
 
 @final
 class AdmissionCheck:
@@ -282,7 +315,8 @@ class PinView:
 class Explanation:
     """The reason why a prefix is not found.
 
-    `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant".
+    `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant",
+    "window_evicted".
     """
 
     @property
@@ -313,6 +347,9 @@ class Explanation:
 
     @property
     def other_tenant(self) -> str | None: ...
+    @property
+    def reset_by(self) -> str | None:
+        """The name of the caller that reset it, if that is known."""
 
 @final
 class StepView:
@@ -349,8 +386,9 @@ class Ledger:
         verify: bool = False,
         listeners: Iterable[Callable[[], None]] = ...,
         directory: Path | None = None,
+        now: float = 0.0,
     ) -> Ledger:
-        """Empty books. `listeners` are called after every change; they must not call the ledger.
+        """Empty books of an epoch that begins now. `listeners` are called after every change; they must not call the ledger.
 
         With a directory, which must exist and be empty, changes are written to a store there. A store that fails, now
         or later, is removed and logged, and the books continue without it. Raises KeyError for an unknown policy, and
@@ -380,6 +418,10 @@ class Ledger:
     def epoch(self) -> int: ...
     @property
     def geometry(self) -> Geometry: ...
+    @property
+    def began_at(self) -> float:
+        """When the epoch began, by the clock of `plan`."""
+
     @property
     def inspector(self) -> Inspector:
         """The views of the books that change nothing."""
@@ -461,7 +503,7 @@ class Ledger:
     def keep_contents(self, are_kept: bool) -> None:
         """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
 
-    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0) -> int:
+    def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0, by: str = "") -> int:
         """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
 
         From the first block on it ends all pins, too.
@@ -474,7 +516,7 @@ class Ledger:
         Only the full blocks of the tokens count. Sequences in the host tier will not publish their computed blocks.
         """
 
-    def go_on_with_reset(self, reset: Reset, *, now: float = 0.0) -> tuple[int, int] | None:
+    def go_on_with_reset(self, reset: Reset, *, now: float = 0.0, by: str = "") -> tuple[int, int] | None:
         """Drops the next part: returns the numbers of blocks and pins. None if all is done."""
 
 @final
@@ -529,6 +571,9 @@ class Inspector:
 
     def tenants(self) -> list[TenantUse]:
         """The tenants that were named or have a share of their own, by name."""
+
+    def num_tenants_at_keep_limit(self) -> int:
+        """Tenants that keep as many blocks as they may, and more than none."""
 
     def tenant_use(self, name: str) -> TenantUse | None:
         """One tenant's use."""
@@ -612,6 +657,10 @@ class Probe:
 
     def parked_blocks(self) -> list[int]:
         """The cached blocks in the eviction policy's order."""
+
+    def kept_blocks(self, tenant: str) -> list[tuple[int, int, int]]:
+        """The blocks that breakpoints keep for a tenant, the least recently used first: block, end, and time from a use
+        to it, in milliseconds."""
 
     def follow(self, candidate: int) -> None:
         """Lets the default policy follow a candidate until it chooses one itself. For tests."""

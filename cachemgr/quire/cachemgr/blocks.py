@@ -26,3 +26,5 @@ class BlockShare(NamedTuple):
     """The tenant never holds more."""
     pin_budget: int
     """The tenant never pins more."""
+    keep_limit: int = 0
+    """Breakpoints of the tenant's prompts never keep more."""

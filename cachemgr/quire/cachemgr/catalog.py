@@ -183,7 +183,13 @@ class Catalog:
         return pool if pool is not None and pool.ledger.epoch == epoch else None
 
     def register(
-        self, registration: Registration, *, signing_key: bytes, uptime_s: float = 0.0, term_step: int = 1
+        self,
+        registration: Registration,
+        *,
+        signing_key: bytes,
+        uptime_s: float = 0.0,
+        term_step: int = 1,
+        now: float = 0.0,
     ) -> AttachedPool | NewEpoch:
         """Attaches a pool, unless its worker has to begin a new epoch first.
 
@@ -192,6 +198,7 @@ class Catalog:
         uptime_s        seconds since this cachemgr started
         term_step       how far to go above a higher term that the worker has obeyed, 1 to MAX_TERM_STEP: at random, so
                         that two cachemgrs that do so have different terms
+        now             when the epoch begins, if it is new here, by the clock of plans
 
         Raises CallRefused (TERM_SUPERSEDED, POOL_ALREADY_ATTACHED).
         """
@@ -214,10 +221,10 @@ class Catalog:
             return known
         if registration.attached_term:
             return NewEpoch(term)
-        return self._begin(registration, signing_key, known, term)
+        return self._begin(registration, signing_key, known, term, now)
 
     def _begin(
-        self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int
+        self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int, now: float
     ) -> AttachedPool:
         """Make the books of a new epoch. Open leases of the pool stay, without their sequences."""
         name, epoch = registration.pool, registration.epoch
@@ -231,6 +238,7 @@ class Catalog:
             verify=self._verify,
             listeners=self.listeners(name),
             directory=self._begin_state(saved),
+            now=now,
         )
         ledger.keep_contents(self._keep_tokens)
         self._apply_shares(ledger)

@@ -30,6 +30,14 @@ OWN_FLAGS: list[Flag] = [
         help="The tenants' shares of the pools' blocks, TOML. Read again when it changes.",
     ),
     option(
+        "--keep-share",
+        type=click.FloatRange(0, 1),
+        default=0.25,
+        metavar="FRACTION",
+        help="The share of a pool's blocks that the breakpoints of one tenant's prompts may keep, unless the tenants "
+        "file has its keep_limit.",
+    ),
+    option(
         "--keep-tokens/--no-keep-tokens",
         default=True,
         help="Keep the tokens of cached blocks for watchers with the role content, such as `quire events`: 4 bytes a "

@@ -30,6 +30,10 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
         "Tokens of admitted prompts that were found in the prefix cache.",
         lambda pool: pool.cached_token_count,
     ),
+    "quire_cache_prefix_written_tokens": (
+        "Tokens of admitted prompts that were computed in full blocks and published.",
+        lambda pool: pool.written_token_count,
+    ),
     "quire_cache_resumed_admissions": (
         "Sequences admitted again after they were released to make room.",
         lambda pool: pool.resumed_admission_count,
@@ -60,6 +64,10 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
         "Blocks that lost their content to make room.",
         lambda pool: pool.evicted_block_count,
     ),
+    "quire_cache_kept_blocks_evicted": (
+        "Blocks that breakpoints kept, evicted before their end because no other block could be.",
+        lambda pool: pool.evicted_kept_block_count,
+    ),
     "quire_cache_blocks_published": (
         "Blocks that could be found by content for the first time.",
         lambda pool: pool.published_block_count,
@@ -79,6 +87,7 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
         lambda pool: pool.reserved_block_count,
     ),
     "quire_kv_pinned_blocks": ("Cached blocks that are pinned.", lambda pool: pool.pinned_block_count),
+    "quire_kv_kept_blocks": ("Blocks that breakpoints of prompts keep.", lambda pool: pool.kept_block_count),
 }
 GROUP_GAUGES: dict[str, tuple[str, Callable[[LayerGroupStatistics], int]]] = {
     "quire_kv_layer_group_active_blocks": (
@@ -135,6 +144,11 @@ def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator
     attached = GaugeMetricFamily("quire_pool_attached", "Whether the pool's worker is attached.", labels=["pool"])
     leases = GaugeMetricFamily("quire_leases", "Leases by state.", labels=["pool", "state"])
     in_flight = GaugeMetricFamily("quire_cache_steps_in_flight", "Steps planned and not reported.", labels=["pool"])
+    limited = GaugeMetricFamily(
+        "quire_cache_tenants_at_keep_limit",
+        "Tenants whose breakpoints keep as many blocks as they may.",
+        labels=["pool"],
+    )
     for pool in pools:
         ledger, geometry = pool.ledger, pool.ledger.geometry
         sizes = {"block_size_tokens": str(geometry.block_size), "block_bytes": str(geometry.block_bytes)}
@@ -144,7 +158,8 @@ def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator
         leases.add_metric([ledger.pool, "open"], values.lease_count - values.fencing_lease_count)
         leases.add_metric([ledger.pool, "fencing"], values.fencing_lease_count)
         in_flight.add_metric([ledger.pool], values.step_in_flight_count)
-    yield from (info, attached, leases, in_flight)
+        limited.add_metric([ledger.pool], ledger.inspector.num_tenants_at_keep_limit())
+    yield from (info, attached, leases, in_flight, limited)
 
 
 def block_families(statistics: Statistics) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from quire.cachemgr.metrics import metric_families
 from quire.cachemgr.service.roles import MESSAGE_LIMITS, ROLES
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.cachemgr.service.statuses import DOMAIN
-from quire.cachemgr.shares import Shares, watch_shares
+from quire.cachemgr.shares import Percentage, Shares, watch_shares
 from quire.cachemgr.state import StateDirectory, StateUnusable
 from quire.serving.metrics import MetricsPage
 from quire.serving.options import ServerOptions
@@ -38,6 +38,7 @@ async def serve(
     policy: str,
     max_leases: int,
     tenants: Path | None,
+    keep_share: float,
     keep_tokens: bool,
     state_dir: Path | None,
     verify: bool,
@@ -47,7 +48,10 @@ async def serve(
         state = None if state_dir is None else StateDirectory(state_dir)
     except StateUnusable as error:
         raise CannotStartError(str(error)) from error
-    shares: Callable[[], Shares] = Shares if tenants is None else watch_shares(tenants).current
+    keep_limit = Percentage(100 * keep_share)
+    shares: Callable[[], Shares] = partial(Shares, keep_limit=keep_limit)
+    if tenants is not None:
+        shares = watch_shares(tenants, keep_limit=keep_limit).current
     security = options.secure(roles=ROLES, domain=DOMAIN)
     # A later start is a higher term. If the clock was set back, `Catalog.register` finds a higher one.
     term = time.time_ns()

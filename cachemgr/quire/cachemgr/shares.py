@@ -3,6 +3,7 @@
     [default]                # every tenant without a section of its own
     limit = "50%"            # of each pool's blocks; or a number of blocks
     pin_budget = "5%"
+    keep_limit = "10%"
     max_leases = 100
 
     [tenants.alice]
@@ -18,7 +19,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _PERCENTAGE = re.compile(r"(?P<number>\d{1,3}(\.\d+)?) ?%")
 _RISING = ("floor", "quota", "limit")
-_AMOUNTS = (*_RISING, "pin_budget")
+_AMOUNTS = (*_RISING, "pin_budget", "keep_limit")
 _KEYS = (*_AMOUNTS, "max_leases")
 MAX_COUNT = 2**31 - 1
 
@@ -46,6 +47,7 @@ class Percentage:
 
 Amount = int | Percentage
 """Blocks, or a part of a pool's."""
+DEFAULT_KEEP_LIMIT = Percentage(25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Share:
     quota       if it holds and caches more, its cached blocks are evicted before others'; None: no quota
     limit       it never holds more; None: no limit
     pin_budget  it never pins more
+    keep_limit  breakpoints of its prompts never keep more; None: the limit of all tenants without their own
     max_leases  in all pools together, those being fenced included; None: the limit of all tenants together
     """
 
@@ -63,10 +66,11 @@ class Share:
     quota: Amount | None = None
     limit: Amount | None = None
     pin_budget: Amount = Percentage(10)
+    keep_limit: Amount | None = None
     max_leases: int | None = None
 
-    def resolve(self, num_usable_blocks: int) -> BlockShare:
-        """The share in blocks of a pool that has so many, without the null block.
+    def resolve(self, num_usable_blocks: int, *, keep_limit: Amount = DEFAULT_KEEP_LIMIT) -> BlockShare:
+        """The share in blocks of a pool that has so many, without the null block. `keep_limit`: unless it has its own.
 
         Numbers of blocks and percentages can't be compared before: if they conflict in a pool, the larger is lowered,
         the quota to the limit and the floor to the quota.
@@ -79,15 +83,20 @@ class Share:
 
         limit = blocks(self.limit)
         quota = min(blocks(self.quota), limit)
-        return BlockShare(min(blocks(self.floor), quota), quota, limit, blocks(self.pin_budget))
+        kept = blocks(keep_limit if self.keep_limit is None else self.keep_limit)
+        return BlockShare(min(blocks(self.floor), quota), quota, limit, blocks(self.pin_budget), kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of all tenants: `tenants` by name, and `default` for all others."""
+    """The shares of all tenants: `tenants` by name, and `default` for all others.
+
+    keep_limit  of each tenant without its own
+    """
 
     default: Share = Share()
     tenants: Mapping[str, Share] = field(default_factory=dict)
+    keep_limit: Amount = DEFAULT_KEEP_LIMIT
 
     def of(self, tenant: str) -> Share:
         """Return the share of a tenant."""
@@ -95,17 +104,20 @@ class Shares:
 
     def resolve(self, num_usable_blocks: int) -> tuple[BlockShare, dict[str, BlockShare]]:
         """The default, and those by name, of a pool that has so many blocks."""
-        by_name = {name: share.resolve(num_usable_blocks) for name, share in self.tenants.items()}
-        return self.default.resolve(num_usable_blocks), by_name
+
+        def resolved(share: Share) -> BlockShare:
+            return share.resolve(num_usable_blocks, keep_limit=self.keep_limit)
+
+        return resolved(self.default), {name: resolved(share) for name, share in self.tenants.items()}
 
 
-def watch_shares(path: Path) -> WatchedFiles[Shares]:
+def watch_shares(path: Path, *, keep_limit: Amount = DEFAULT_KEEP_LIMIT) -> WatchedFiles[Shares]:
     """The shares of a file, read again when it changes. Raises FileError, when it is made, if it can't be used."""
-    return WatchedFiles("tenants file", [path], lambda: read_shares(path))
+    return WatchedFiles("tenants file", [path], lambda: read_shares(path, keep_limit=keep_limit))
 
 
-def read_shares(path: Path) -> Shares:
-    """Raises FileError, which names the file, the section and the key."""
+def read_shares(path: Path, *, keep_limit: Amount = DEFAULT_KEEP_LIMIT) -> Shares:
+    """`keep_limit`: of tenants without their own. Raises FileError, which names the file, the section and the key."""
     try:
         content = tomllib.loads(read_bytes(path).decode())
     except UnicodeDecodeError:
@@ -113,7 +125,7 @@ def read_shares(path: Path) -> Shares:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not TOML: {error}") from None
     try:
-        return _shares(content)
+        return replace(_shares(content), keep_limit=keep_limit)
     except ValueError as error:
         raise FileError(f"{path}: {error}") from None
 

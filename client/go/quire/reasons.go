@@ -31,6 +31,7 @@ const (
 	ErrTooManyLeases       Reason = "TOO_MANY_LEASES"
 	ErrOverloaded          Reason = "OVERLOADED"
 	ErrOutOfHostBlocks     Reason = "OUT_OF_HOST_BLOCKS"
+	ErrPrefixBeingComputed Reason = "PREFIX_BEING_COMPUTED"
 	ErrPoolDetached        Reason = "POOL_DETACHED"
 	ErrShuttingDown        Reason = "SHUTTING_DOWN"
 	ErrCredentialsMissing  Reason = "CREDENTIALS_MISSING"

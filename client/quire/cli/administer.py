@@ -149,13 +149,28 @@ def run_pin(place: Place, prefix: Prefix, *, tenant: str | None, ttl_s: float | 
 
 
 def run_pins(place: Place, *, tenant: str | None, as_json: bool) -> None:
-    """Print the pins of a pool; tenant None: of all that the caller may see."""
-    pins = _ask(place, lambda cache: cache.list_pins(place.pool, tenant=tenant))
+    """Print the pins of a pool, and what breakpoints keep; tenant None: of all that the caller may see."""
+
+    async def look(cache: CacheClient) -> tuple[list[pb.Pin], list[pb.Tenant]]:
+        pins = await cache.list_pins(place.pool, tenant=tenant)
+        tenants = [each for each in await cache.list_tenants(place.pool) if tenant in (None, each.name)]
+        return pins, [each for each in tenants if each.kept_block_count]
+
+    pins, tenants = _ask(place, look)
     table = _table("pin", "tenant", "pinned tokens", "expires")
     for pin in pins:
         expires = _time_of(pin.expire_time.ToJsonString())
         table.add_row(pin.pin_id, pin.tenant, str(pin.pinned_token_count), expires)
-    _print({"pins": pins}, table, as_json=as_json, if_empty="There are no pins.")
+    if_empty = "\n".join(["There are no pins.", *map(_kept_by, tenants)])
+    answer = {"pins": pins, "keeping_tenants": tenants}
+    _print(answer, table, as_json=as_json, if_empty=if_empty, notes=map(_kept_by, tenants))
+
+
+def _kept_by(tenant: pb.Tenant) -> str:
+    """Return what the breakpoints of a tenant's prompts keep."""
+    name, ends = tenant.name or "nobody", _time_of(tenant.next_keep_end_time.ToJsonString())
+    kept, limit = tenant.kept_block_count, tenant.keep_limit_block_count
+    return f"Breakpoints of {name} keep {kept} of at most {limit} blocks, the next until {ends}."
 
 
 def run_unpin(place: Place, pin_id: str, *, tenant: str | None) -> None:

@@ -336,6 +336,7 @@ def _rows_prefix(statistics: pb.PoolStatistics, hit_ratio: float | None) -> list
         ("admissions", f"{statistics.admission_count:,}"),
         ("prompt tokens", f"{statistics.admitted_token_count:,}"),
         ("found in cache", f"{statistics.cached_token_count:,}"),
+        ("written to cache", f"{statistics.written_token_count:,}"),
         ("hit ratio", format_ratio(hit_ratio)),
         ("forks", f"{statistics.fork_count:,}"),
     ]
@@ -347,6 +348,7 @@ def _rows_blocks(statistics: pb.PoolStatistics) -> list[Row]:
         ("copied on write", f"{statistics.copied_block_count:,}"),
         ("published", f"{statistics.published_block_count:,}"),
         ("evicted", f"{statistics.evicted_block_count:,}"),
+        ("kept", f"{statistics.kept_block_count:,}"),
     ]
 
 

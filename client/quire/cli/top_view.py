@@ -265,8 +265,10 @@ def _block_numbers(statistics: pb.PoolStatistics) -> Text:
         *(_number(f"{counts.retired_count:,}", warns=counts.retired_count > 0), " retired   "),
         *(_number(f"{counts.free_count:,}"), " free"),
     ]
-    if statistics.reserved_block_count or statistics.pinned_block_count:
+    if statistics.reserved_block_count or statistics.pinned_block_count or statistics.kept_block_count:
         parts.append(f"   {statistics.reserved_block_count:,} reserved, {statistics.pinned_block_count:,} pinned")
+    if statistics.kept_block_count:
+        parts.append(f", {statistics.kept_block_count:,} kept")
     host = statistics.host_block_counts
     if num_host_blocks := host.free_count + host.held_count + host.retired_count:
         used = ratio(num_host_blocks - host.free_count, num_host_blocks)
@@ -515,6 +517,9 @@ def _fields(shown: Shown) -> dict[Tab, list[_Field]]:
             _Field("cached", 7, count("cached_block_count")),
             _Field("reserved", 8, some("reserved_block_count")),
             _Field("pinned", 7, some("pinned_block_count")),
+            _Field("kept", 6, some("kept_block_count")),
+            _Field("keep limit", 10, count("keep_limit_block_count"), from_width=110),
+            _Field("keep ends", 9, lambda entry: _keep_ends_in(entry, shown.now_s), from_width=120),
             _Field("floor", 6, some("floor_block_count")),
             _Field("quota", 6, count("quota_block_count")),
             _Field("limit", 6, count("limit_block_count"), from_width=85),
@@ -525,6 +530,12 @@ def _fields(shown: Shown) -> dict[Tab, list[_Field]]:
 
 def _lease_state(entry: Entry) -> str:
     return _STATE_NAMES.get(entry.state, "?") if isinstance(entry, pb.Lease) else ""
+
+
+def _keep_ends_in(entry: Entry, now_s: float) -> str:
+    if not isinstance(entry, pb.Tenant) or not entry.HasField("next_keep_end_time"):
+        return ""
+    return f"{max(0.0, entry.next_keep_end_time.ToNanoseconds() / 1e9 - now_s):,.0f} s"
 
 
 def _ends_in(entry: Entry, now_s: float) -> str:

@@ -18,7 +18,8 @@
     metrics.py         measurements
     chat/              from a conversation to a prompt, and from text to tool calls
     routing/           the backend that generates: an engine, or a router over several pools
-    kept_responses.py  answers of /v1/responses, for their callers
+    kept_responses.py  what is kept of answers, for their callers
+    prompt_cache.py    what the cache did for a prompt, and why it found less than an earlier one left
     limits.py, fields.py, texts.py, token_texts.py, callers.py, errors.py   values that all levels share
 
 Each module imports modules of the lines below it alone. The contract "gateway" in pyproject.toml has the levels.

@@ -11,8 +11,9 @@ import click
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.gateway.chat.options import ChatOptions
 from quire.gateway.chat.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.gateway.kept_responses import KeptResponses
+from quire.gateway.kept_responses import Kept, KeptResponses
 from quire.gateway.limits import RequestLimits
+from quire.gateway.prompt_cache import KeptPrompt
 from quire.serving.addresses import Address
 from quire.serving.flags import FILE, HOST_FLAGS, LISTEN_ADDRESS, Flag, cachemgr_option, option
 
@@ -76,9 +77,15 @@ class GatewayOptions:
     @property
     def kept_responses(self) -> KeptResponses:
         """Return an empty store of responses."""
-        return KeptResponses(
-            keep_s=self.responses_kept_s, max_tenant_bytes=self.responses_kept_bytes, clock=time.monotonic
-        )
+        return self._kept()
+
+    @property
+    def kept_prompts(self) -> Kept[KeptPrompt]:
+        """Return an empty store of prompts."""
+        return self._kept()
+
+    def _kept(self) -> Kept[Any]:
+        return Kept(keep_s=self.responses_kept_s, max_tenant_bytes=self.responses_kept_bytes, clock=time.monotonic)
 
     @property
     def chat(self) -> ChatOptions:

@@ -12,9 +12,9 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.client.errors import (
     AccessDenied,
@@ -26,6 +26,8 @@ from quire.client.errors import (
     RequestFailed,
     Unavailable,
 )
+
+Made = TypeVar("Made")
 
 RETRY_AFTER_S = 1.0
 """The delay for a retry, if the error has none itself."""
@@ -130,3 +132,22 @@ _STATUSES: tuple[tuple[type[QuireError], int], ...] = (
 
 def _status_of(error: QuireError) -> int:
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+def make(kind: Callable[..., Made], **values: Any) -> Made:
+    """Return kind(**values). Raises HttpError for InvalidRequest."""
+    try:
+        return kind(**values)
+    except InvalidRequest as error:
+        raise http_error_of(error) from None
+
+
+def made_at(paths: Mapping[str, str], kind: Callable[..., Made], **values: Any) -> Made:
+    """Return kind(**values). Raises HttpError that names a field by its path in the body, not as kind does."""
+    try:
+        return make(kind, **values)
+    except HttpError as error:
+        if error.param is not None and (path := paths.get(error.param)) is not None:
+            error.message = error.message.replace(error.param, path, 1)
+            error.param = path
+        raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
@@ -16,9 +16,10 @@ from quire.client.errors import QuireError
 from quire.gateway.callers import Admission, Caller, Keys, NoKeys, NoRateLimits, RateLimiter
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.errors import HttpError, http_error_of, invalid
-from quire.gateway.kept_responses import KeptResponses
+from quire.gateway.kept_responses import Kept, KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics, RequestMeasure
+from quire.gateway.prompt_cache import KeptPrompt
 from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.token_texts import TokenTexts
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from quire.client.cache_client import CacheClient
 
 
-def kept_nothing() -> KeptResponses:
-    """Return a store that keeps no response."""
-    return KeptResponses(keep_s=0, max_tenant_bytes=0, clock=time.monotonic)
+def kept_nothing() -> Kept[Any]:
+    """Return a store that keeps nothing."""
+    return Kept(keep_s=0, max_tenant_bytes=0, clock=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class Gateway:
     cache        cachemgr, for the page; None: there is no page
     bodies       of the requests over HTTP
     responses    that callers can fetch and continue
+    prompts      that later ones are compared with
     names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """
 
@@ -60,6 +62,7 @@ class Gateway:
     cache: "CacheClient | None" = None
     names_tenants: bool = False
     responses: KeptResponses = field(default_factory=kept_nothing)
+    prompts: Kept[KeptPrompt] = field(default_factory=kept_nothing)
     bodies: OpenBodies = field(init=False)
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
 

@@ -8,9 +8,29 @@ the end of a conversation is dropped before its beginning, without which it is o
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 ENTRY_BYTES = 512
 """Counted for each response beside its texts."""
+
+
+class Entry(Protocol):
+    """What is kept under an id, perhaps behind another one."""
+
+    @property
+    def id(self) -> str:
+        """Return its id."""
+
+    @property
+    def previous(self) -> str | None:
+        """Return the id of the entry that it continues; None: there is none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that it counts for."""
+
+
+Kind = TypeVar("Kind", bound=Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +67,21 @@ class KeptStatistics:
     num_evicted: int
 
 
-class KeptResponses:
-    """The responses of all tenants. No tenant sees, or makes room at the expense of, another's."""
+class Kept(Generic[Kind]):
+    """The entries of all tenants. No tenant sees, or makes room at the expense of, another's."""
 
     def __init__(self, *, keep_s: float, max_tenant_bytes: int, clock: Callable[[], float]) -> None:
         """keep_s is the time from the last use, 0: nothing is kept."""
         self.keep_s = keep_s
         self._max_tenant_bytes = max_tenant_bytes
         self._clock = clock
-        self._tenants: dict[str, OrderedDict[str, KeptResponse]] = {}  # the one used longest ago first
+        self._tenants: dict[str, OrderedDict[str, Kind]] = {}  # the one used longest ago first
         self._num_bytes: dict[str, int] = {}
         self._used_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # likewise, of all tenants
         self._num_expired = 0
         self._num_evicted = 0
 
-    def keep(self, tenant: str, response: KeptResponse) -> None:
+    def keep(self, tenant: str, response: Kind) -> None:
         """Keep a response of a tenant, and drop as many of its others as have no room beside it."""
         self._expire()
         if not self.keep_s or response.num_bytes > self._max_tenant_bytes:
@@ -75,13 +95,13 @@ class KeptResponses:
             self.forget(tenant, next(iter(responses)))
             self._num_evicted += 1
 
-    def find(self, tenant: str, response_id: str) -> KeptResponse | None:
+    def find(self, tenant: str, response_id: str) -> Kind | None:
         """Return a response of a tenant; None if none of this id is kept for it."""
         self._expire()
         responses = self._tenants.get(tenant)
         return None if responses is None else responses.get(response_id)
 
-    def conversation(self, tenant: str, response_id: str) -> list[KeptResponse] | None:
+    def conversation(self, tenant: str, response_id: str) -> list[Kind] | None:
         """Return a response and those before it, the first one first; None if one of them is not kept any more."""
         self._expire()
         found = self._back_from(tenant, response_id)
@@ -119,10 +139,10 @@ class KeptResponses:
             assert self._num_bytes[tenant] <= self._max_tenant_bytes
         assert self._num_bytes.keys() == self._tenants.keys()
 
-    def _back_from(self, tenant: str, response_id: str) -> list[KeptResponse]:
+    def _back_from(self, tenant: str, response_id: str) -> list[Kind]:
         """Return a response and those before it, the last one first, as far as they are kept."""
         responses = self._tenants.get(tenant)
-        found: list[KeptResponse] = []
+        found: list[Kind] = []
         name: str | None = response_id
         while responses and name is not None and (response := responses.get(name)) is not None:
             found.append(response)
@@ -145,3 +165,6 @@ class KeptResponses:
                 return
             self.forget(tenant, response_id)
             self._num_expired += 1
+
+
+KeptResponses = Kept[KeptResponse]

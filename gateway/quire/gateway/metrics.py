@@ -3,6 +3,7 @@
 docs/how-to/observability.md lists them.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +18,16 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
+from quire.client.engine.caching import CacheOutcome
 from quire.client.engine.metrics import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, REQUEST_TOKENS, Histogram
 from quire.client.engine.outputs import Chunk
 from quire.client.errors import QuireError
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.kept_responses import KeptStatistics
 from quire.gateway.routing.backend import Backend
+
+_usage = logging.getLogger("quire.gateway.usage")
+"""One line for each request that has ended."""
 
 
 @dataclass(slots=True)
@@ -46,6 +51,7 @@ class ModelMeasured:
     num_open: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_written_tokens: int = 0
     num_generated_tokens: int = 0
 
 
@@ -58,6 +64,8 @@ class TenantMeasured:
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_written_tokens: int = 0
     num_generated_tokens: int = 0
     num_first_tokens: int = 0
     first_token_s: float = 0.0
@@ -66,13 +74,14 @@ class TenantMeasured:
 class RequestMeasure:
     """Measures one request while it runs, for its model and its tenant."""
 
-    __slots__ = ("_began_s", "_last_s", "_measured", "_tenant", "num_generated_tokens")
+    __slots__ = ("_began_s", "_last_s", "_measured", "_tenant", "cache_outcome", "num_generated_tokens")
 
     def __init__(self, measured: ModelMeasured, tenant: TenantMeasured, began_s: float) -> None:
         self._measured = measured
         self._tenant = tenant
         self._began_s = began_s
         self._last_s: dict[int, float] = {}
+        self.cache_outcome = CacheOutcome()
         self.num_generated_tokens = 0
 
     def chunk(self, chunk: Chunk, at_s: float) -> None:
@@ -90,7 +99,11 @@ class RequestMeasure:
             self.num_generated_tokens += num_tokens
             measured.num_generated_tokens += num_tokens
             self._tenant.num_generated_tokens += num_tokens
-        measured.num_cached_tokens += chunk.num_cached_tokens or 0
+        if (outcome := chunk.cache_outcome) is not None:
+            self.cache_outcome = outcome
+            for each in (measured, self._tenant):
+                each.num_cached_tokens += outcome.num_cached_tokens
+                each.num_written_tokens += outcome.num_written_tokens
         if chunk.finish_reason is not None:
             measured.finished[chunk.finish_reason.value] += 1
 
@@ -129,6 +142,7 @@ class GatewayMetrics:
             raise
         finally:
             measured.num_open -= 1
+            _log_usage(tenant, model, num_prompt_tokens, request)
 
     def families(self, backends: Iterable[Backend], *, tenant: str | None = None) -> Iterator[Metric]:
         """All metrics, as they are now. With a tenant: of tenants those of this one alone."""
@@ -150,6 +164,18 @@ class GatewayMetrics:
         for (path, status), count in self._answers.items():
             answers.add_metric((path, str(status)), count)
         yield answers
+
+
+def _log_usage(tenant: str, model: str, num_prompt_tokens: int, request: RequestMeasure) -> None:
+    """Write a line for the bill of a tenant; without tenants for whoever looks for it."""
+    outcome = request.cache_outcome
+    _usage.log(
+        logging.INFO if tenant else logging.DEBUG,
+        "usage tenant=%s model=%s prompt_tokens=%d cached_tokens=%d cache_write_tokens=%d kept_tokens=%d "
+        "generated_tokens=%d",
+        *(tenant, model, num_prompt_tokens, outcome.num_cached_tokens, outcome.num_written_tokens),
+        *(outcome.num_kept_tokens, request.num_generated_tokens),
+    )
 
 
 def kept_families(kept: KeptStatistics) -> Iterator[Metric]:
@@ -218,6 +244,11 @@ _COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated.", "num_generated_tokens"),
     ("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.", "num_prompt_tokens"),
     ("vllm:prefix_cache_hits", "Of these, tokens that were found.", "num_cached_tokens"),
+    (
+        "quire_gateway_prefix_cache_writes",
+        "Tokens of prompts that were computed in full blocks, which later requests find.",
+        "num_written_tokens",
+    ),
 )
 _HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "From a request to its first token.", "first_token"),
@@ -266,6 +297,16 @@ def _of_models(models: dict[str, ModelMeasured]) -> Iterator[Metric]:
 _OF_TENANTS = (
     ("quire_gateway_tenant_requests", "Requests of a tenant, by prompts.", "num_requests"),
     ("quire_gateway_tenant_prompt_tokens", "Tokens of a tenant's prompts.", "num_prompt_tokens"),
+    (
+        "quire_gateway_tenant_cached_tokens",
+        "Of these, tokens that the prefix cache had.",
+        "num_cached_tokens",
+    ),
+    (
+        "quire_gateway_tenant_cache_write_tokens",
+        "Tokens of a tenant's prompts that were computed in full blocks, which its later requests find.",
+        "num_written_tokens",
+    ),
     ("quire_gateway_tenant_generation_tokens", "Tokens generated for a tenant.", "num_generated_tokens"),
 )
 

@@ -61,7 +61,7 @@ async def serve(
         stack.push_async_callback(cache.close)
         names_tenants = flags.api_keys is not None
         gateway = Gateway({}, GatewayMetrics(), limits=flags.limits, cache=cache, names_tenants=names_tenants)
-        gateway.responses = flags.kept_responses
+        gateway.responses, gateway.prompts = flags.kept_responses, flags.kept_prompts
         gateway.keys, gateway.rate_limiter = keys or gateway.keys, rate_limiter or gateway.rate_limiter
         if options.metrics_listen is not None:
             read = partial(_read_metrics, gateway)

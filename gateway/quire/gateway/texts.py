@@ -85,6 +85,13 @@ async def encode_ordinary(tokenizer: Tokenizer, parts: Sequence[str]) -> list[in
     return await _threads.run(sum(map(len, parts)), lambda: tokenizer.encode_parts(parts))
 
 
+async def encode_to_places(
+    tokenizer: Tokenizer, parts: Sequence[str], prefixes: Sequence[Sequence[str]]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text in parts, and of each prefix: see Tokenizer.encode_to_places."""
+    return await _threads.run(sum(map(len, parts)), lambda: tokenizer.encode_to_places(parts, prefixes))
+
+
 def tokenizer_for(path: str, tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the tokenizer for a field's text. Raises HttpError if there is none."""
     if tokenizer is None:

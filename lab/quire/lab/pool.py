@@ -268,7 +268,7 @@ class SimulatedPool:
     def _note_first(self, job: Job, sequence: EngineSequence, now_s: float, on_first: Callable[[Job], None]) -> None:
         if job.first_at_s is None:
             job.first_at_s = now_s
-            job.num_cached = sequence.num_cached_tokens or 0
+            job.num_cached = 0 if sequence.cache_outcome is None else sequence.cache_outcome.num_cached_tokens
             on_first(job)
 
     def _end(self, job: Job, sequence: EngineSequence, now_s: float, on_end: Callable[[Job], None]) -> None:

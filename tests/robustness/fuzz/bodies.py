@@ -180,7 +180,7 @@ def _reach_edges(rng: random.Random, body: dict[str, Any]) -> None:
             count = rng.choice((256, 257, 32, 4))
             body |= {"prompt": ["a"] * count, "n": 1024 // count + near, "max_tokens": 1}
         case 4:  # tokens x retention
-            body["kv_hints"] = {
+            body["cache_hints"] = {
                 "retention": [{"num_tokens": INT32, "priority": 9, "ttl_s": FLOAT32}] * rng.choice((1, 2, 9))
             }
         case _:
@@ -341,7 +341,7 @@ SAMPLING: Mapping[str, Draw] = {
     "guided_choice": _choice,
     "guided_grammar": _grammar_text,
     "cache_salt": _text,
-    "kv_hints": _hints,
+    "cache_hints": _hints,
     "truncate_prompt_tokens": edge(-1),
     "prompt_logprobs": edge(0, 1),
     "stream": _flag,

@@ -558,6 +558,90 @@ BUGS = [
         "a pinned block that no sequence holds is charged to nobody",
         ("refuse_pin", "pool.num_parked(blocks)", "0"),
     ),
+    # -- prefixes that breakpoints keep, what they cost, and why admissions find no more
+    rust(
+        "kept prefixes",
+        "a hit without a breakpoint does not renew what it finds",
+        ("use_prefix", "self.pool.keeper().renew(&others, now);", ""),
+    ),
+    rust(
+        "kept prefixes",
+        "a use with a breakpoint shortens the time of a block",
+        ("keep", "self.ttls[at].max(u32::try_from(ttl).unwrap_or(u32::MAX))", "u32::try_from(ttl).unwrap_or(u32::MAX)"),
+    ),
+    rust(
+        "kept prefixes",
+        "times begin anew when plans are made again after a restart",
+        (
+            "apply",
+            "books.plan(lease_id, request, *now, &RequestKey",
+            "books.plan(lease_id, request, *now + 60.0, &RequestKey",
+        ),
+    ),
+    rust(
+        "kept prefixes",
+        "what is kept is evicted as what has no advice",
+        ("level", "if self.is_kept(block) { KEPT } else { self.book.level(block) }", "self.book.level(block)"),
+    ),
+    rust(
+        "kept prefixes",
+        "the limit of a tenant ends what another one keeps",
+        ("limit", "keeps.of_tenant(tenant)", "keeps.of_tenant(0)"),
+    ),
+    rust(
+        "kept prefixes",
+        "a tenant keeps more than its limit",
+        ("use_prefix", "self.pool.keeper().limit(tenant);", ""),
+    ),
+    rust(
+        "kept prefixes",
+        "a block with the same tokens that was published first is not kept instead",
+        ("publish", "self.pool.keeper().hand_over(block, standing);", ""),
+    ),
+    rust(
+        "kept prefixes",
+        "a reset does not end what is kept of a held block",
+        ("drop_content", "self.keeper().end_all(&[block]);", ""),
+    ),
+    rust(
+        "kept prefixes",
+        "the windows of a breakpoint that come with later steps are not kept",
+        ("make_table_writable", "self.keep_fresh(row, group, foreign.into_iter().chain(length..end));", ""),
+    ),
+    rust(
+        "kept prefixes",
+        "what a tenant writes is counted twice",
+        ("count_admission", "tokens.written += counts.written;", "tokens.written += 2 * counts.written;"),
+    ),
+    rust(
+        "kept prefixes",
+        "what is resumed is counted as written again",
+        ("answer_admission", "if admission.resumed { 0 } else { num_written }", "num_written"),
+    ),
+    rust(
+        "kept prefixes",
+        "a block that is in the index already is counted as written",
+        (
+            "num_written",
+            "hashes[num_found..].iter().filter(is_new).count()",
+            "hashes[num_found..].len() + 0 * hashes.iter().filter(is_new).count()",
+        ),
+    ),
+    rust(
+        "kept prefixes",
+        "an admission waits for a lease that has ended",
+        ("fills_elsewhere", "*id != lease_id && !lease.is_ending", "*id != lease_id"),
+    ),
+    rust(
+        "kept prefixes",
+        "the reason of a miss names another tenant",
+        ("explain_miss", "if *by == tenant", "if *by == *by"),
+    ),
+    rust(
+        "kept prefixes",
+        "the reason of a miss tells that another tenant has the block",
+        ("explain_miss", "Some(tenant), false)", "Some(tenant), true)"),
+    ),
     # -- tenants of one lease
     rust(
         "tenants of a lease",

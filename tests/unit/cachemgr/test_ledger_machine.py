@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from planning import (
     Admission,
+    Breakpoint,
     CacheUse,
     ExpectedPrompt,
     Fork,
@@ -90,6 +91,7 @@ class Share:
     floor: int
     limit: int
     pin_budget: int
+    keep_limit: int
 
 
 def first_seen(group: LayerGroup, position: int) -> int:
@@ -340,6 +342,8 @@ class BookSequence:
     cache_use: CacheUse = CacheUse.READ_AND_WRITE
     withheld: int = 0
     """Leading blocks that a reset has dropped: they are not published at its restore."""
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    """The prefixes of its breakpoints, the shorter ones first: full blocks, and milliseconds from a use to the end."""
 
     @property
     def known(self) -> int:
@@ -439,6 +443,12 @@ class Books:
         self.leases: dict[str, BookLease] = {}
         self.index: dict[tuple, int] = {}
         """By layer group, tag and tokens."""
+        self.keeps: dict[int, tuple[int, int]] = {}
+        """Blocks that breakpoints keep, the least recently used first: the end, and the time from a use to it, in
+        milliseconds."""
+        self.now_ms = 0
+        self.written = 0
+        """Tokens."""
         self.stranded: list[int] = []
         """Blocks that nobody could find any more when another one was evicted, the last one last."""
         self.pins: dict[bytes, BookPin] = {}
@@ -496,8 +506,10 @@ class Books:
 
     def rest(self) -> None:
         """After every event: what became evictable goes to the recent end, in the order of release."""
-        states, kept = self.states(), self.kept()
+        states, kept, findable = self.states(), self.kept(), set(self.index.values())
         cached = {block for block, state in states.items() if state is BlockState.CACHED and block not in kept}
+        is_lost = lambda block: states[block] is BlockState.FREE or (block in self.sealed and block not in findable)  # noqa: E731
+        self.keeps = {block: keep for block, keep in self.keeps.items() if not is_lost(block)}
         self.lru = [block for block in self.lru if block in cached]
         self.lru += sorted(cached - set(self.lru), key=self.order)
 
@@ -509,6 +521,35 @@ class Books:
         return sum(
             state in (BlockState.FREE, BlockState.CACHED) and block not in kept for block, state in states.items()
         )
+
+    # breakpoints
+
+    def use(self, tenant: int, prefixes: list[tuple[int, int]], table: list[int], num_found: int) -> None:
+        """An admission, or a restore, with these prefixes: the last block of its table is used first."""
+        num_kept = prefixes[-1][0] if prefixes else 0
+        for index in reversed(range(max(num_found, num_kept))):
+            longer = [ttl for num_blocks, ttl in prefixes if index < num_blocks]
+            if longer or table[index] in self.keeps:
+                self.keep(table[index], max(longer, default=0), self.now_ms)
+        self.limit_keeps(tenant)
+
+    def keep(self, block: int, ttl: int, now_ms: int) -> None:
+        """The longest time counts, and no use shortens it."""
+        until, known = self.keeps.pop(block, (0, 0))
+        self.keeps[block] = (max(until, now_ms + max(ttl, known)), max(ttl, known))
+
+    def keep_fresh(self, sequence: BookSequence, indexes: Collection[int]) -> None:
+        for index in sorted(indexes, reverse=True):
+            longer = [ttl for num_blocks, ttl in sequence.kept if index < num_blocks]
+            if longer:
+                self.keep(sequence.tables[0][index], max(longer), self.now_ms)
+        self.limit_keeps(sequence.tenant)
+
+    def limit_keeps(self, tenant: int) -> None:
+        """The least recently used ones of the tenant end, and those of nobody else."""
+        own = [block for block in self.keeps if self.owners[block] == tenant]
+        for block in own[: max(0, len(own) - self.shares[tenant].keep_limit)]:
+            del self.keeps[block]
 
     # pins
 
@@ -543,6 +584,8 @@ class Books:
         for until, pin_id in sorted((pin.until, pin_id) for pin_id, pin in self.pins.items()):
             if until <= now:
                 self.unpin(pin_id)
+        self.now_ms = int(now * 1e3)
+        self.keeps = {block: keep for block, keep in self.keeps.items() if keep[0] > self.now_ms}
 
     def num_pinned(self, tenant: int) -> int:
         return sum(self.owners[block] == tenant for block in self.kept())
@@ -642,6 +685,7 @@ class Books:
             else:
                 self.check_eviction(block)
                 self.evict(block)
+            self.keeps.pop(block, None)
             self.taken.add(block)
             self.owners[block] = tenant
             self.sealed.discard(block)
@@ -654,6 +698,9 @@ class Books:
         If a block replaced another sequence's equal block, the policy does not know it as the parent of the blocks
         after that one: two sequences computed the same tokens, or a copy came after a reset.
         """
+        if block in self.keeps:
+            others = [other for other in self.lru if other not in self.keeps]
+            assert not others, f"block {block} evicted, which is kept, before {others}"
         if self.has_advice:
             assert block in self.lru, f"block {block} evicted, it is not parked"
             return
@@ -765,6 +812,7 @@ class Books:
         self.expected_copies: list[tuple[int, int]] = []
         self.expected_restores: list[tuple[int, int]] = []
         self.expected_passes: list[tuple[int, int, int]] = []
+        self.expected_written: list[int] = []
         self.leasts: list[int] = []
         """The least positions that the items with a position out of range name."""
         self.touched_now, self.host_touched_now = set(), set()
@@ -829,6 +877,8 @@ class Books:
         out_of_range = [r for r in plan.refusals if r.refusal.reason is Reason.POSITION_OUT_OF_RANGE]
         assert [int(r.refusal.metadata["least"]) for r in out_of_range] == self.leasts
         assert list(zip(plan.admitted_ids, plan.admitted_cached_counts, strict=True)) == admitted
+        assert plan.admitted_written_counts == self.expected_written
+        self.written += sum(self.expected_written)
         runs = zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples, strict=True)
         assert [(*run, i in plan.given_run_indexes) for i, run in enumerate(runs)] == self.runs
         return self.planned
@@ -925,6 +975,8 @@ class Books:
             return reason
         hosted = [num_passed(table) for table in sequence.tables]
         sequence.tables = self.take_blocks(sequence.seq_id, tables, ends, sequence.tenant)
+        if not sequence.withheld:
+            self.use(sequence.tenant, sequence.kept, sequence.tables[0], length)
         end = self.num_blocks_for(sequence.scheduled)
         for table, found_table, first, host in zip(sequence.tables, tables, hosted, sequence.host, strict=True):
             copied = range(len(found_table), end)
@@ -977,6 +1029,7 @@ class Books:
         full, kept = count // self.size, -(-count // self.size)
         kept = max(map(len, sequence.tables)) if sequence.reserved_tokens else kept
         sequence.tokens = sequence.tokens[:count]
+        sequence.kept = [(min(num_blocks, full), ttl) for num_blocks, ttl in sequence.kept]
         sequence.computed = min(sequence.computed, count)
         sequence.scheduled = min(sequence.scheduled, count)
         sequence.published, sequence.withheld = min(sequence.published, full), min(sequence.withheld, full)
@@ -1114,6 +1167,7 @@ class Books:
             self.drop([source], [self.step] if index * self.size < start else self.lease.steps)
         table += fresh
         self.taken = set()
+        self.keep_fresh(sequence, {*foreign, *range(len(table) - grown, len(table))})
 
     def forget_claims(self, block: int) -> None:
         """A block that is written in place is not published by a released sequence that filled it before."""
@@ -1179,6 +1233,10 @@ class Books:
         needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
+        is_written = admission.cache_use is not CacheUse.NONE
+        unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length:]
+        is_new = lambda prefix: any((number, *prefix) not in self.index for number in range(len(self.groups)))  # noqa: E731
+        self.expected_written.append(self.size * sum(map(is_new, unfound)))
         tables = self.take_blocks(admission.seq_id, tables, ends, tenant)
         sequence = BookSequence(
             admission.seq_id,
@@ -1190,7 +1248,9 @@ class Books:
             published=published,
             reserved_tokens=admission.reserved_tokens,
             cache_use=admission.cache_use,
+            kept=[(each.num_tokens // self.size, int(each.ttl_s * 1e3)) for each in admission.breakpoints],
         )
+        self.use(tenant, sequence.kept, tables[0], length)
         self.lease.sequences[admission.seq_id] = sequence
         if later or admission.reserved_tokens:
             self.promise(*self.lease.sequences.values())
@@ -1291,6 +1351,9 @@ class Books:
         key = (number, *sequence.prefix((index + 1) * self.size))
         standing = self.index.setdefault(key, block)
         self.knows_parents &= standing == block
+        if standing != block and block in self.keeps:
+            until, ttl = self.keeps.pop(block)
+            self.keep(standing, ttl, until - ttl)
         if standing == block:
             self.sealed.add(block)
             self.new.add(block)
@@ -1357,6 +1420,8 @@ class Client:
 
 class LedgerMachine(RuleBasedStateMachine):
     policy = "lru"
+    keeps = False
+    """True if half of the admissions have breakpoints, at least."""
 
     @initialize(
         groups=st.sampled_from(LAYER_GROUPS),
@@ -1373,6 +1438,8 @@ class LedgerMachine(RuleBasedStateMachine):
         pinning=st.sampled_from([0.1, 0.0, 0.3]),
         budgets=st.sampled_from([(None, None), (None, 2), (2, 4), (0, 1)]),
         expecting=st.sampled_from([0.0, 0.0, 0.5]),
+        keeping=st.sampled_from([0.0, 0.5, 0.8]),
+        keep_limits=st.sampled_from([(None, None), (3, 2), (None, 1), (0, 4)]),
     )
     def start(
         self,
@@ -1390,7 +1457,12 @@ class LedgerMachine(RuleBasedStateMachine):
         pinning,
         budgets,
         expecting,
+        keeping,
+        keep_limits,
     ):
+        if self.keeps:
+            groups, keeping, expecting, max_sequences = (FULL,), max(keeping, 0.5), 0.0, 8
+            num_usable, max_tokens, reserving = max(num_usable, 6), 24, 0.0
         num_usable += 3 * (len(groups) - 1)
         num_host += 3 * (len(groups) - 1) * (num_host > 0)
         self.geometry = Geometry(
@@ -1408,12 +1480,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
         budget, other_budget = (num_usable if budget is None else budget for budget in budgets)
-        of_all, of_second = Share(0, num_usable, budget), Share(floor, limit, other_budget)
-        as_blocks = lambda share: (share.floor, num_usable, share.limit, share.pin_budget)  # noqa: E731
+        keep_limit, other_keep_limit = (num_usable if most is None else most for most in keep_limits)
+        of_all = Share(0, num_usable, budget, keep_limit)
+        of_second = Share(floor, limit, other_budget, other_keep_limit)
+        as_blocks = lambda share: (share.floor, num_usable, share.limit, share.pin_budget, share.keep_limit)  # noqa: E731
+        keeping = keeping if groups == (FULL,) else 0.0  # windows: see the core's own tests
         self.ledger.set_shares(as_blocks(of_all), {TENANTS[1]: as_blocks(of_second)})
         # A pool with windows is always under LRU.
         self.is_lru = self.policy == "lru" or any(group != FULL for group in groups)
-        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru, has_advice=expecting > 0.0)
+        self.books = Books(self.geometry, [of_all, of_second], is_lru=self.is_lru, has_advice=expecting + keeping > 0.0)
         self.worker = Worker(self.geometry)
         self.tenants = tenants
         self.delay = delay
@@ -1425,6 +1500,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """The part of the plans that a pin follows."""
         self.expecting = expecting
         """The part of the plans that name prompts that wait."""
+        self.keeping = keeping
+        """The part of the admissions that have breakpoints."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -1454,6 +1531,8 @@ class LedgerMachine(RuleBasedStateMachine):
         releases, offloads, trims, forks, counts, appends, restores, admissions = [], [], [], [], {}, {}, [], []
         for _ in range(num_items):
             weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1, 2, 1 + 3 * len(away)]
+            if self.keeps:
+                weights[1], weights[4] = 6, 9
             kinds = ["extend", "release", "trim", "fork", "admit", "offload", "restore"]
             kind = rng.choices(kinds, weights)[0] if ids else "admit"
             seq_id = rng.choice(ids) if ids and rng.random() < 0.97 else rng.randrange(10)
@@ -1479,6 +1558,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 salt = SALTS[rng.random() < 0.2]
                 tenant = rng.randrange(len(TENANTS)) if rng.random() < self.naming else None
                 tokens = self.prompt(book, rng)
+                cache_use = rng.choices([*CacheUse], [6, 1, 2])[0]
                 admissions.append(
                     Admission(
                         new_id,
@@ -1486,8 +1566,9 @@ class LedgerMachine(RuleBasedStateMachine):
                         max_compute=rng.choice([0, 0, 0, 1, 3]),
                         salt=salt,
                         reserved_tokens=self.reservation(len(tokens), rng),
-                        cache_use=rng.choices([*CacheUse], [6, 1, 2])[0],
+                        cache_use=cache_use,
                         tenant=None if tenant is None else TENANTS[tenant],
+                        breakpoints=() if cache_use is CacheUse.NONE else self.breakpoints(len(tokens), rng),
                     )
                 )
             elif seq_id not in counts:
@@ -1538,6 +1619,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if rng.random() >= self.reserving:
             return 0
         return max(0, num_tokens + rng.choice([*range(2 * self.books.size + 2), self.books.max_tokens(0), -1]))
+
+    def breakpoints(self, num_tokens, rng):
+        """None, or up to four, some within a block, with times that end while the machine runs."""
+        if not num_tokens or rng.random() >= self.keeping:
+            return ()
+        ends = sorted(rng.sample(range(1, num_tokens + 1), rng.randint(1, min(4, num_tokens))))
+        return [Breakpoint(end, rng.choice([1.0, 1.5, 4.0])) for end in ends]
 
     @rule(kind=st.sampled_from(PLANS), num_items=st.integers(1, 5), seed=SEED)
     def plan(self, kind, num_items, seed):
@@ -1604,7 +1692,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def do_plan(self, client, request, *, named=False):
         request, lease_id = self.within_bounds(request), client.lease_id
         request_id = f"plan-{next(self.names)}" if named else ""
-        self.pass_time(0.01)
+        self.pass_time((0.01, 0.01, 0.01, 0.4)[next(self.names) % 4] if self.keeping else 0.01)
         before = state_of(self.ledger)
         if len(self.books.leases[lease_id].steps) >= 64:
             self.refused_call(Reason.TOO_MANY_STEPS, lambda: self.call(client, request))
@@ -1922,6 +2010,7 @@ class LedgerMachine(RuleBasedStateMachine):
         reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
         assert statistics_of(ledger).reserved_block_count == reserved
         self.tenants_agree()
+        self.keeps_agree()
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)
@@ -1937,6 +2026,16 @@ class LedgerMachine(RuleBasedStateMachine):
             pins = [(pin.pin_id, pin.num_tokens) for pin in self.ledger.inspector.pins(tenant=use.name)]
             of_tenant = [(pin_id, pin) for pin_id, pin in sorted(self.books.pins.items()) if pin.tenant == tenant]
             assert pins == [(pin_id, len(pin.prefix) - 1) for pin_id, pin in of_tenant], use.name
+
+    def keeps_agree(self):
+        for tenant, name in enumerate(TENANTS):
+            own = [(block, *keep) for block, keep in self.books.keeps.items() if self.books.owners[block] == tenant]
+            assert self.ledger.probe.kept_blocks(name) == own, name
+        statistics = statistics_of(self.ledger)
+        assert (statistics.kept_block_count, statistics.written_token_count) == (
+            len(self.books.keeps),
+            self.books.written,
+        )
 
     def parked_blocks_agree(self):
         parked, expected = self.ledger.probe.parked_blocks(), self.books.lru
@@ -2021,6 +2120,12 @@ class DefaultPolicyMachine(LedgerMachine):
             self.ledger.probe.follow(rng.randrange(NUM_CANDIDATES))
 
 
+class KeepingMachine(LedgerMachine):
+    """With breakpoints in a pool with one layer group."""
+
+    keeps = True
+
+
 def configured(num_examples: int) -> settings:
     return settings(
         max_examples=num_examples,
@@ -2036,11 +2141,18 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = configured(NUM_EXAMPLES - NUM_EXAMPLES // 4)
 TestDefaultPolicyMachine = DefaultPolicyMachine.TestCase
 TestDefaultPolicyMachine.settings = configured(max(1, NUM_EXAMPLES // 4))
+TestKeepingMachine = KeepingMachine.TestCase
+TestKeepingMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
 
 
 @pytest.mark.verify
 class TestLedgerMachineForLong(LedgerMachine.TestCase):
     settings = configured(NUM_EXAMPLES_OF_VERIFY * 3 // 4)
+
+
+@pytest.mark.verify
+class TestKeepingMachineForLong(KeepingMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_VERIFY // 2)
 
 
 @pytest.mark.verify

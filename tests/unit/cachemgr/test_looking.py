@@ -294,19 +294,24 @@ def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:
     reset = explained(ledger, 40, 41, tenant="bob")
     assert (reset.reason, reset.lost_at, reset.evicted_by) == ("reset", 8.0, None)
     assert set(messages.MISS_REASONS) == {
-        *("none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant")
+        *("none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant"),
+        "window_evicted",
     }
 
 
 def test_an_explanation_as_a_message() -> None:
     ledger = make_ledger(a="alice")
     cache(ledger, "a", 1, 2, 3, 4, 5)
-    ledger.reset_prefix_cache(2, 3, now=8.5)
-    told = messages.encode_explanation(explained(ledger, 1, 2, 3, 4), 2, offset_s=100.0)
+    ledger.reset_prefix_cache(2, 3, now=8.5, by="olga")
+    explanation = explained(ledger, 1, 2, 3, 4)
+    assert explanation.reset_by == "olga"
+    told = messages.encode_explanation(explanation, ledger, offset_s=100.0)
+    assert (told.pool, told.epoch, told.epoch_time.ToNanoseconds()) == ("pool", EPOCH, 100_000_000_000)
+    assert not told.reset_by, "the service decides who may see it"
     assert (told.cached_token_count, told.block_count, told.missing_block_index) == (2, 2, 1)
     assert told.lost_time.ToNanoseconds() == 108_500_000_000
     assert told.reason == cache_service_pb2.MISS_REASON_RESET
-    whole = messages.encode_explanation(explained(ledger, 1, 2), 2, offset_s=0.0)
+    whole = messages.encode_explanation(explained(ledger, 1, 2), ledger, offset_s=0.0)
     assert (whole.cached_token_count, whole.missing_block_index, whole.HasField("lost_time")) == (0, 1, False)
 
 

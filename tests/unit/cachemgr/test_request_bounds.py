@@ -160,6 +160,7 @@ LISTS: dict[str, Beyond] = {
     "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
+    "Admission.breakpoints": admission("breakpoints", breakpoints=[{"token_count": 1, "ttl": {"seconds": 1}}] * 5),
     "ExpectedPrompt.token_ids": expected("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "ExpectedPrompt.salt": expected("salt", salt=bytes(65)),
     "LookupPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
@@ -335,4 +336,5 @@ def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
 
 def test_a_client_checks_with_the_numbers_of_the_core() -> None:
     names = ("MAX_SALT_BYTES", "MAX_RANGES", "LEAST_PRIORITY", "MOST_PRIORITY", "MAX_RETENTION_S", "MAX_EXPECTED_S")
+    names += ("MAX_BREAKPOINTS", "LEAST_KEEP_S", "MAX_KEEP_S")
     assert [getattr(admission_bounds, name) for name in names] == [getattr(_core, name) for name in names]

@@ -48,20 +48,29 @@ def test_tenants_have_their_section_and_others_the_default(path: Path) -> None:
 def test_without_a_word_everybody_may_have_everything(path: Path, text: str) -> None:
     shares = read_shares(write(path, text))
     assert shares == Shares()
-    assert shares.of("anybody").resolve(1000) == (0, 1000, 1000, 100)
+    assert shares.of("anybody").resolve(1000) == (0, 1000, 1000, 100, 250)
     assert shares.of("anybody").max_leases is None
+
+
+def test_who_has_no_keep_limit_has_the_one_of_all(path: Path) -> None:
+    shares = read_shares(write(path, "[tenants.alice]\nkeep_limit = 7\n[tenants.bob]\n"), keep_limit=Percentage(40))
+    default, by_name = shares.resolve(100)
+    assert (default.keep_limit, by_name["alice"].keep_limit, by_name["bob"].keep_limit) == (40, 7, 40)
 
 
 @pytest.mark.parametrize(
     ("share", "resolved"),
     [
-        (Share(floor=Percentage(10), quota=Percentage(20), limit=Percentage(30), pin_budget=7), (99, 199, 299, 7)),
-        (Share(floor=1, quota=2, limit=3), (1, 2, 3, 99)),
-        (Share(floor=2000, quota=2000, limit=2000, pin_budget=2000), (999, 999, 999, 999)),
-        (Share(floor=600, quota=700, limit=Percentage(50)), (499, 499, 499, 99)),
-        (Share(floor=600, quota=Percentage(10)), (99, 99, 999, 99)),
-        (Share(limit=0, pin_budget=Percentage(0)), (0, 0, 0, 0)),
-        (Share(floor=Percentage(100), limit=Percentage(100), pin_budget=Percentage(100)), (999, 999, 999, 999)),
+        (Share(floor=Percentage(10), quota=Percentage(20), limit=Percentage(30), pin_budget=7), (99, 199, 299, 7, 249)),
+        (Share(floor=1, quota=2, limit=3), (1, 2, 3, 99, 249)),
+        (Share(floor=2000, quota=2000, limit=2000, pin_budget=2000), (999, 999, 999, 999, 249)),
+        (Share(floor=600, quota=700, limit=Percentage(50)), (499, 499, 499, 99, 249)),
+        (Share(floor=600, quota=Percentage(10)), (99, 99, 999, 99, 249)),
+        (Share(limit=0, pin_budget=Percentage(0)), (0, 0, 0, 0, 249)),
+        (Share(keep_limit=Percentage(10)), (0, 999, 999, 99, 99)),
+        (Share(keep_limit=0), (0, 999, 999, 99, 0)),
+        (Share(keep_limit=2000), (0, 999, 999, 99, 999)),
+        (Share(floor=Percentage(100), limit=Percentage(100), pin_budget=Percentage(100)), (999, 999, 999, 999, 249)),
     ],
 )
 def test_a_share_in_blocks_of_a_pool(share: Share, resolved: tuple[int, ...]) -> None:
@@ -76,7 +85,7 @@ def test_a_share_in_blocks_of_a_pool(share: Share, resolved: tuple[int, ...]) ->
         ("[defaults]", "defaults is not known; must be one of default, tenants"),
         (
             "[default]\nquotas = 1",
-            "default.quotas is not known; must be one of floor, quota, limit, pin_budget, max_le",
+            "default.quotas is not known; must be one of floor, quota, limit, pin_budget, keep_limit, max_le",
         ),
         ("[tenants.a]\nFloor = 1", "tenants.a.Floor is not known"),
         ("default = 1", "default must be a section, [default]"),

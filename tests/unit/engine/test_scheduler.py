@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.client.engine.caching import CacheParams, CacheUse
+from quire.client.engine.caching import CacheOutcome, CacheParams, CacheUse
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.drafting import _MAX_WAITS_FOR_PREFIX
 from quire.client.engine.scheduling.fairness import divide
 from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
 from quire.client.engine.scheduling.new_sequences import new_samples
@@ -122,6 +123,7 @@ class ModelCache:
         self.promised = 0
         self.limit = num_blocks
         self.refuses_forks = False
+        self.num_computed_elsewhere = 0
 
     def allocatable(self) -> list[int]:
         free = [b for b in self.references if not self.references[b] and not self.pins[b]]
@@ -283,10 +285,15 @@ class ModelCache:
             budget -= count
             if count:
                 self.extend(step, seq_id, count, given)
-        cached_counts: list[int] = []
+        outcomes: list[CacheOutcome] = []
         for admission in plan.admissions:
             if budget <= 0:
                 error = error_of_reason("TOKEN_BUDGET_SPENT", "")
+                refusals.append(Refusal(PlanItem.ADMISSION, admission.seq_id, error))
+                continue
+            if admission.waits_for_prefix and self.num_computed_elsewhere:
+                self.num_computed_elsewhere -= 1
+                error = error_of_reason("PREFIX_BEING_COMPUTED", "")
                 refusals.append(Refusal(PlanItem.ADMISSION, admission.seq_id, error))
                 continue
             tokens = list(admission.token_ids)
@@ -308,7 +315,7 @@ class ModelCache:
                 table.update(zip(indexes, self.take(len(indexes)), strict=True))
             self.held[admission.seq_id] = Held(list(tokens), found, cached, cached)
             step.admitted[admission.seq_id] = tokens[:cached]
-            cached_counts.append(cached)
+            outcomes.append(CacheOutcome(cached))
             budget -= count
             self.extend(step, admission.seq_id, count, given)
         self.steps.append(step)
@@ -320,7 +327,7 @@ class ModelCache:
             given_run_indexes=given,
             refusals=refusals,
             admitted_ids=list(step.admitted),
-            cached_counts=cached_counts,
+            outcomes=outcomes,
             blocks=self.blocks(),
             restored_ids=list(step.restored),
             restored_counts=list(step.restored.values()),
@@ -1390,7 +1397,8 @@ def test_an_answer_that_does_not_fit_the_plan_is_noticed(run, given_run_indexes)
     added(scheduler, [1, 2, 3], SamplingParams(max_tokens=4), end_token_ids=(), seed=0)
     plan = scheduler.schedule()
     seq_id, start, count = run
-    outcome = GrantedStep(1, [seq_id], [start], [count], given_run_indexes, [], [1], [0], Blocks(9, 0, 1, 0))
+    admitted = [1], [CacheOutcome()]
+    outcome = GrantedStep(1, [seq_id], [start], [count], given_run_indexes, [], *admitted, Blocks(9, 0, 1, 0))
     with pytest.raises(ProtocolViolation):
         scheduler.on_planned(plan, outcome)
     scheduler.reset_all()
@@ -1451,7 +1459,29 @@ def test_a_request_has_the_hits_of_its_first_admission() -> None:
     statistics = world.scheduler.statistics()
     assert statistics.preemptions > 0
     assert statistics.cached_tokens > 0, "of an admission after a preemption"
-    assert [sequence.num_cached_tokens for sequence in requests] == [0, 0]
+    assert [sequence.cache_outcome for sequence in requests] == [CacheOutcome()] * 2
+
+
+def test_an_admission_waits_for_what_another_client_computes_but_not_for_ever() -> None:
+    world = World(limits())
+    [sequence] = world.add([1] * 9, max_tokens=4)
+    [other] = world.add([0] * 9, max_tokens=4)
+    world.cache.num_computed_elsewhere = 3
+    world.turn()
+    assert (sequence.state, other.state) == (SequenceState.WAITING,) * 2, "both were refused"
+    assert sequence.num_waits_for_prefix == 1
+    world.cache.num_computed_elsewhere = 10_000
+    world.run()
+    assert sequence.num_waits_for_prefix == other.num_waits_for_prefix == _MAX_WAITS_FOR_PREFIX
+    assert world.output[sequence.arrival] == expected_of(sequence, (END_TOKEN,))
+
+
+def test_the_prompt_of_several_samples_counts_once() -> None:
+    world = World(limits())
+    world.cache.refuses_forks = True  # so that each sample is admitted
+    world.add([1] * 9, n=3, max_tokens=4)
+    world.run()
+    assert [admission.resumed for admission in world.admitted] == [False, True, True]
 
 
 def test_samples_that_wait_for_their_prompt_share_its_tokens() -> None:

@@ -257,6 +257,19 @@ def test_an_ordinary_part_of_a_text_has_no_special_tokens() -> None:
         BYTES.encode_parts(["", "\ud800", ""])
 
 
+def test_tokens_of_a_text_are_counted_up_to_a_place_in_it() -> None:
+    parts = ["a<end>", "<end>", "b\u00e9", "", "<end>c"]
+    prefixes = [[""], ["a"], ["a<end>"], ["a<end>", "<en"], ["a<end>", "<end>", "b"], parts]
+    token_ids, counts = BYTES.encode_to_places(parts, prefixes)
+    assert token_ids == BYTES.encode_parts(parts)
+    assert counts == [len(BYTES.encode_parts(prefix)) for prefix in prefixes]
+    text = "a<end>b"
+    assert BYTES.encode_to_places([text], [["a"], ["a<en"], [text]]) == (
+        BYTES.encode(text, add_special_tokens=False),
+        [1, 1, len(BYTES.encode(text, add_special_tokens=False))],
+    )
+
+
 def test_a_vocabulary_that_has_a_special_token_as_a_word_is_refused_for_its_text() -> None:
     from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as RawTokenizer

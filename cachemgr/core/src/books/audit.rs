@@ -439,7 +439,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_pool_is_told() {
         let mut bench = bench();
-        bench.0.pool.drop_cached(0, 9, 0.0);
+        bench.0.pool.drop_cached(0, 9, 0.0, 0);
         bench.0.pool.parking_mut().policy().park(&[8]);
         assert_eq!(bench.0.violations().len(), 2, "{:?}", bench.0.violations());
     }

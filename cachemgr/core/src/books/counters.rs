@@ -12,6 +12,7 @@ pub struct Counters {
     pub admissions: u64,
     pub admitted_tokens: u64,
     pub cached_tokens: u64,
+    pub written_tokens: u64,
     /// Tokens that were to be computed again because their blocks were evicted.
     pub recomputed_tokens: u64,
     pub forks: u64,
@@ -34,7 +35,8 @@ pub struct Counters {
 }
 
 impl Counters {
-    pub fn count_admission(&mut self, num_tokens: usize, num_cached: usize, is_resumed: bool) {
+    /// A prompt was admitted. What is resumed writes nothing.
+    pub fn count_admission(&mut self, num_tokens: usize, num_cached: usize, num_written: usize, is_resumed: bool) {
         let (admissions, tokens, cached_tokens) = if is_resumed {
             (&mut self.resumed_admissions, &mut self.resumed_tokens, &mut self.resumed_cached_tokens)
         } else {
@@ -43,5 +45,6 @@ impl Counters {
         *admissions += 1;
         *tokens += num_tokens as u64;
         *cached_tokens += num_cached as u64;
+        self.written_tokens += num_written as u64;
     }
 }

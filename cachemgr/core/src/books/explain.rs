@@ -1,29 +1,45 @@
 //! Why a prefix is not found.
 
+use serde::{Deserialize, Serialize};
+
 use crate::books::Books;
 use crate::books::geometry::Geometry;
 use crate::books::hits::Prefix;
-use crate::books::lease::leases::Leases;
 use crate::books::sequences::{Row, SequenceTable};
+use crate::books::steps::Fill;
 use crate::cache::groups::{Group, identity};
-use crate::cache::losses::Loss;
+use crate::cache::losses::{Cause, Loss};
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, chain_hashes, root_hash};
-use crate::cache::tenants::{TenantId, Tenants};
+use crate::cache::tenants::TenantId;
 
 /// The limit of blocks looked up by hashes under other roots for one answer: about ten milliseconds.
 const MAX_HASHED: usize = 65_536;
+/// The same for all admissions of a plan together: about 0.2 ms.
+pub const MAX_HASHED_IN_PLAN: usize = 1_024;
 
 /// Why a block of a prefix can't be found.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Miss {
     /// There is none.
     None,
     NeverComputed,
     Lost(Loss),
+    /// A layer group without a window has the block, one with a window lost it; when, if that is known.
+    WindowLost(Option<Loss>),
     BeingComputed,
     OtherSalt,
     OtherTenant(TenantId),
+}
+
+impl Miss {
+    /// The loss of the block, if it is known.
+    pub fn loss(&self) -> Option<&Loss> {
+        match self {
+            Miss::Lost(loss) | Miss::WindowLost(Some(loss)) => Some(loss),
+            _ => None,
+        }
+    }
 }
 
 /// The found part of a prefix, and the reason for the first miss.
@@ -42,36 +58,15 @@ pub struct Explanation {
 
 impl Books {
     /// Explains why no more of these tokens is found. Changes nothing except hashes, which are cached. Reports other
-    /// tenants' content only if `with_other_tenants`. Cost: see Explainer::explain.
+    /// tenants' content only if `with_other_tenants`. Cost: one SHA-256 per block, as a lookup. If the miss is not a
+    /// known loss, also O(steps in flight), and one SHA-256 for each block of the prefix that is cached under another
+    /// root, at most MAX_HASHED.
     pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
-        self.explainer().explain(tokens, salt, tenant, with_other_tenants)
-    }
-
-    fn explainer(&mut self) -> Explainer<'_> {
-        let Books { geometry, pool, table, leases, tenants, .. } = self;
-        Explainer { geometry, pool, table, leases, tenants }
-    }
-}
-
-/// The parts of the books that an explanation needs.
-struct Explainer<'a> {
-    geometry: &'a Geometry,
-    pool: &'a BlockPool,
-    /// For hashes, which are cached.
-    table: &'a mut SequenceTable,
-    leases: &'a Leases,
-    tenants: &'a Tenants,
-}
-
-impl Explainer<'_> {
-    /// Cost: one SHA-256 per block, as a lookup. If the miss is not a known loss, also O(steps in flight), and one
-    /// SHA-256 for each block of the prefix that is cached under another root, at most MAX_HASHED.
-    fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
         let size = self.geometry.block_size;
         let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
-        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes };
+        let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
         let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
         let num_found = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
         let num_blocks = hashes.len();
@@ -81,31 +76,71 @@ impl Explainer<'_> {
         let missing = hashes[index];
         let is_known = |hash: &&Hash| self.pool.index().lookup(&identity(hash, group)).is_some();
         let num_stranded = hashes[index + 1..].iter().filter(is_known).count();
-        let miss = if self.is_being_computed(&root, index, &missing) {
+        let fills = self.leases.steps().flat_map(|step| &step.fills);
+        let miss = if is_being_filled(fills, index, &missing, &mut self.table, size) {
             Miss::BeingComputed
-        } else if let Some(loss) = self.pool.records.losses.find(&identity(&missing, group)) {
-            Miss::Lost(*loss)
         } else {
-            self.find_elsewhere(&tokens[..(index + 1) * size], &root, tenant, with_other_tenants)
+            let own = self.tenants.find(tenant);
+            self.explainer().explain(&tokens[..(index + 1) * size], &root, &missing, group, own, with_other_tenants)
         };
         Explanation { num_blocks, num_found, missing: Some((index, group, missing)), miss, num_stranded }
     }
 
-    /// True if a step in flight fills a block at this index of a table with this content.
-    fn is_being_computed(&mut self, root: &Hash, index: usize, hash: &Hash) -> bool {
-        let fills =
-            self.leases.steps().flat_map(|step| &step.fills).filter(|fill| (fill.first..fill.end).contains(&index));
-        let rows: Vec<Row> = fills.map(|fill| fill.row).collect();
-        rows.into_iter().any(|row| {
-            let sequence = self.table.get_mut(row);
-            sequence.root == *root && sequence.hash_at(index, self.geometry.block_size) == hash
-        })
+    fn explainer(&self) -> Explainer<'_> {
+        Explainer { geometry: &self.geometry, pool: &self.pool, num_left: MAX_HASHED }
+    }
+}
+
+/// True if one of these fills computes a block at this index of a table with this content. Caches hashes.
+pub fn is_being_filled<'a>(
+    fills: impl Iterator<Item = &'a Fill>,
+    index: usize,
+    hash: &Hash,
+    table: &mut SequenceTable,
+    block_size: usize,
+) -> bool {
+    let rows: Vec<Row> = fills.filter(|fill| (fill.first..fill.end).contains(&index)).map(|fill| fill.row).collect();
+    rows.into_iter().any(|row| table.get_mut(row).hash_at(index, block_size) == hash)
+}
+
+/// The parts of the books that an explanation needs.
+pub struct Explainer<'a> {
+    pub geometry: &'a Geometry,
+    pub pool: &'a BlockPool,
+    /// Blocks that may still be looked up under other roots.
+    pub num_left: usize,
+}
+
+impl Explainer<'_> {
+    /// Why the last block of these tokens, with this hash, is missing in a group, if no step computes it.
+    pub fn explain(
+        &mut self,
+        tokens: &[i32],
+        root: &Hash,
+        missing: &Hash,
+        group: Group,
+        own: Option<TenantId>,
+        with_other_tenants: bool,
+    ) -> Miss {
+        let loss = self.pool.records.losses.find(&identity(missing, group)).copied();
+        let was_reset = loss.is_some_and(|loss| matches!(loss.cause, Cause::Reset { .. }));
+        match loss {
+            _ if !was_reset && self.is_window_lost(missing, group) => Miss::WindowLost(loss),
+            Some(loss) => Miss::Lost(loss),
+            None => self.find_elsewhere(tokens, root, own, with_other_tenants),
+        }
+    }
+
+    /// True if a group without a window has a block that is missing in one with a window.
+    fn is_window_lost(&self, missing: &Hash, group: Group) -> bool {
+        let mut full = self.geometry.groups().filter(|(_, span)| span.is_full());
+        let is_known = |(other, _)| self.pool.index().lookup(&identity(missing, other)).is_some();
+        !self.geometry.groups[usize::from(group)].is_full() && full.any(is_known)
     }
 
     /// True if the last block of these tokens, and all before it, are there under another root.
-    fn find_elsewhere(&self, tokens: &[i32], root: &Hash, tenant: &[u8], with_other_tenants: bool) -> Miss {
-        let own = self.tenants.find(tenant);
-        let mut num_left = MAX_HASHED;
+    fn find_elsewhere(&mut self, tokens: &[i32], root: &Hash, own: Option<TenantId>, with_other_tenants: bool) -> Miss {
+        let mut num_left = self.num_left;
         let mut other_tenant = None;
         for other in self.pool.records.roots.iter().filter(|other| other.hash != *root) {
             let is_own = own == Some(other.tenant);
@@ -114,11 +149,13 @@ impl Explainer<'_> {
             }
             if self.is_found(other.hash, tokens, &mut num_left) {
                 if is_own {
+                    self.num_left = num_left;
                     return Miss::OtherSalt;
                 }
                 other_tenant = Some(other.tenant);
             }
         }
+        self.num_left = num_left;
         other_tenant.map_or(Miss::NeverComputed, Miss::OtherTenant)
     }
 
@@ -193,11 +230,11 @@ mod tests {
         cache(&mut bench, "a", &[1, 2, 3, 4, 5, 6, 7], b"");
         let whole = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
         assert_eq!((whole.num_blocks, whole.num_found, whole.missing, whole.miss), (3, 3, None, Miss::None));
-        bench.0.pool.drop_cached(1, 2, 9.0);
+        bench.0.pool.drop_cached(1, 2, 9.0, 0);
         let holed = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
         assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 0, 2));
         let (_, _, missing) = holed.missing.unwrap();
-        assert_eq!(holed.miss, Miss::Lost(Loss { hash: missing, at: 9.0, cause: Cause::Reset }));
+        assert_eq!(holed.miss, Miss::Lost(Loss { hash: missing, at: 9.0, cause: Cause::Reset { by: 0 } }));
         let other = bench.0.explain(&[1, 2, 9, 9, 5, 6], b"", b"alice", false);
         assert_eq!((other.num_found, other.num_stranded), (0, 0));
         assert_eq!(bench.0.explain(&[1], b"", b"alice", false).num_blocks, 0);
@@ -205,7 +242,7 @@ mod tests {
         let [_, middle, _] = bench.0.pool.index().find(&hashes_of(&[7, 7, 8, 8, 9, 9]))[..] else {
             panic!("not found")
         };
-        bench.0.pool.drop_cached(middle, middle + 1, 9.0);
+        bench.0.pool.drop_cached(middle, middle + 1, 9.0, 0);
         let holed = bench.0.explain(&[7, 7, 8, 8, 9, 9], b"", b"alice", false);
         assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 1, 1));
     }
@@ -263,7 +300,7 @@ mod tests {
     fn what_is_being_computed_again_is_not_told_as_lost() {
         let mut bench = bench(8);
         cache(&mut bench, "a", &[1, 2, 3], b"");
-        bench.0.pool.drop_cached(0, 9, 2.0);
+        bench.0.pool.drop_cached(0, 9, 2.0, 0);
         admit(&mut bench, "a", &[1, 2, 3], b"", 3.0);
         assert_eq!(miss(&mut bench, &[1, 2]), Miss::BeingComputed);
     }
@@ -289,7 +326,7 @@ mod tests {
         let mut bench = bench(8);
         cache(&mut bench, "b", &[1, 2, 3, 4], b"");
         let root = root_hash(b"bob", b"", b"f");
-        let mut is_found = |mut num_left| bench.0.explainer().is_found(root, &[1, 2, 3, 4], &mut num_left);
+        let is_found = |mut num_left| bench.0.explainer().is_found(root, &[1, 2, 3, 4], &mut num_left);
         assert_eq!([is_found(2), is_found(1), is_found(0)], [true, false, false]);
     }
 }

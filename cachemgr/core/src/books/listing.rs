@@ -419,7 +419,7 @@ mod tests {
                     }
                     bench.0.settle(lease_id, &report).unwrap();
                 } else if random.below(9) == 0 {
-                    bench.0.pool.drop_cached(random.below(15) as BlockId, 15, 0.0);
+                    bench.0.pool.drop_cached(random.below(15) as BlockId, 15, 0.0, 0);
                 }
                 if step == 30 {
                     let kinds = [(None, false), (Some("alice"), false), (Some("bob"), true), (None, true)];
@@ -511,7 +511,7 @@ mod tests {
         assert_eq!(num_known(&bench), 1, "of the block that is held");
         settle(&mut bench, "b");
         assert_eq!(num_known(&bench), 3);
-        bench.0.pool.drop_cached(0, 9, 0.0);
+        bench.0.pool.drop_cached(0, 9, 0.0, 0);
         assert_eq!(num_known(&bench), 0);
     }
 }

@@ -37,7 +37,7 @@ use crate::books::planner::{Owner, StepPlanner};
 use crate::books::plans::{Admission, GrantedStep, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
-use crate::books::steps::StepInFlight;
+use crate::books::steps::{Fill, StepInFlight};
 use crate::books::tenancy::{Shares, Tenancy};
 use crate::cache::accounts::Share;
 use crate::cache::advice::millis;
@@ -62,6 +62,8 @@ pub struct Books {
     pub(crate) counters: Counters,
     /// The number of the last report that was entered.
     pub(crate) last_report: u64,
+    /// When the epoch began, in seconds of the caller's clock.
+    pub(crate) began_at: f64,
 }
 
 impl Books {
@@ -87,9 +89,15 @@ impl Books {
             shares,
             counters: Counters::default(),
             last_report: 0,
+            began_at: 0.0,
         };
         books.keep_contents(true);
         books
+    }
+
+    /// The same books, of an epoch that began at this time of the caller's clock.
+    pub fn begun(self, began_at: f64) -> Books {
+        Books { began_at, ..self }
     }
 
     /// Keeps the contents of the blocks that become findable from now on, or none. New books keep them.
@@ -176,11 +184,12 @@ impl Books {
         now: f64,
         key: &RequestKey,
     ) -> Result<Option<Arc<GrantedStep>>> {
+        let fills_elsewhere = self.fills_elsewhere(lease_id, request);
         let Books { geometry, pool, host, table, tenants, shares, pins, counters, leases, .. } = self;
         let Some(lease) = leases.get_mut(lease_id) else {
             return Ok(None);
         };
-        pool.advisor().end(millis(now));
+        pool.end_times(millis(now));
         pins.end_expired(now, pool)?;
         request.refuse_repeated()?;
         lease.refuse_too_many_steps()?;
@@ -189,10 +198,21 @@ impl Books {
         let owners: Vec<Owner> = request.admissions.iter().map(owner).collect();
         let name = beginning_of(lease_id);
         let planner = StepPlanner::new(lease, pool, host, table, geometry, tenants, counters, name, now);
+        let planner = planner.knowing(fills_elsewhere);
         let plan = Arc::new(planner.run(request, owners)?);
         counters.planned_steps += 1;
         lease.answers.remember(key, &plan);
         Ok(Some(plan))
+    }
+
+    /// The blocks that steps in flight of other leases fill, if an admission asks for it. Steps of a lease that has ended
+    /// fill none: they may never be reported.
+    fn fills_elsewhere(&self, lease_id: &str, request: &StepRequest) -> Vec<Fill> {
+        if !request.admissions.iter().any(|admission| admission.waits_for_prefix || admission.explains_miss) {
+            return Vec::new();
+        }
+        let others = self.leases.iter().filter(|(id, lease)| *id != lease_id && !lease.is_ending);
+        others.flat_map(|(_, lease)| &lease.in_flight).flat_map(|step| &step.fills).cloned().collect()
     }
 
     /// True if an admission of a tenant would be accepted now, and the blocks that it would take; takes none. Blocks
@@ -218,14 +238,22 @@ impl Books {
         AdmissionCheck { num_cached_tokens, needed, available, refusal }
     }
 
-    /// Removes the blocks from `first` to before `end` from the index; returns their number. The first range also ends
+    /// Removes the blocks from `first` to before `end` from the index for a caller of this name; returns their number. The
+    /// first range also ends
     /// all pins, and sequences in the host tier will not publish their blocks at restore.
-    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
+    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64, by: &[u8]) -> Result<usize> {
         if first == 0 {
             self.pins.drop_all(&mut self.pool)?;
             self.table.withhold(self.leases.rows(), None, None, self.geometry.block_size);
         }
-        Ok(self.pool.drop_cached(first, end, now))
+        let caller = self.pool.records.callers.enter(by);
+        Ok(self.pool.drop_cached(first, end, now, caller))
+    }
+
+    /// Removes the content of blocks from the cache, for a caller of this name; returns how many were findable.
+    pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64, by: &[u8]) -> usize {
+        let caller = self.pool.records.callers.enter(by);
+        self.pool.drop_blocks(blocks, now, caller)
     }
 
     // -- looking ------------------------------------------------------------------------------------------------------
@@ -246,6 +274,11 @@ impl Books {
     /// The number of the last report that was entered, 0 if none.
     pub fn last_report(&self) -> u64 {
         self.last_report
+    }
+
+    /// When the epoch began, in seconds of the caller's clock.
+    pub fn began_at(&self) -> f64 {
+        self.began_at
     }
 
     pub fn pool(&self) -> &BlockPool {
@@ -342,7 +375,9 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::books::hits::LOOKED_UP_AT_ONCE;
-    use crate::books::plans::{CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim};
+    use crate::books::plans::{
+        Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, PlanItem, Restore, Retention, ReturnHint, Trim,
+    };
     use crate::books::settle::{StepOutcome, StepReport};
     use crate::cache::advice::Level;
     use crate::cache::eviction::policies::POLICIES;
@@ -593,6 +628,7 @@ pub(crate) mod tests {
             let tokens = random.tokens(num_tokens, 2);
             let reserved_tokens = [0, 0, num_tokens + random.below(9)][random.below(3)];
             let (resumed, retention) = (random.below(5) == 0, some_retention(random));
+            let mut apart = Random(random.0.rotate_left(17));
             Admission {
                 seq_id,
                 tokens,
@@ -603,6 +639,9 @@ pub(crate) mod tests {
                 cache_use: [CacheUse::ReadAndWrite, CacheUse::WriteOnly, CacheUse::None]
                     [random.below(8).saturating_sub(5)],
                 tenant: [None, None, Some(b"x".to_vec()), Some(b"z".to_vec())][random.below(4)].clone(),
+                breakpoints: some_breakpoints(&mut apart, num_tokens),
+                waits_for_prefix: apart.below(4) == 0,
+                explains_miss: apart.below(2) == 0,
                 ..Admission::default()
             }
         };
@@ -654,10 +693,26 @@ pub(crate) mod tests {
         }
     }
 
+    fn some_breakpoints(random: &mut Random, num_tokens: usize) -> Vec<Breakpoint> {
+        let first = 1 + random.below(num_tokens);
+        let mut breakpoint = |num_tokens| Breakpoint { num_tokens, ttl: 1.0 + random.below(4) as f64 };
+        match num_tokens % 3 {
+            0 => vec![breakpoint(first)],
+            1 if first < num_tokens => vec![breakpoint(first), breakpoint(num_tokens)],
+            _ => Vec::new(),
+        }
+    }
+
     pub(crate) fn some_share(random: &mut Random) -> Share {
         let floor = random.below(4);
         let quota = floor + random.below(8);
-        Share { floor, quota, limit: quota + random.below(8), pin_budget: random.below(4) }
+        Share {
+            floor,
+            quota,
+            limit: quota + random.below(8),
+            pin_budget: random.below(4),
+            keep_limit: floor + quota % 3,
+        }
     }
 
     /// Pins, shares and resets.
@@ -677,7 +732,7 @@ pub(crate) mod tests {
                 let shares = [(b"x".to_vec(), some_share(random)), (b"y".to_vec(), some_share(random))];
                 books.set_shares(everything, shares.into_iter().skip(random.below(3)).collect());
             }
-            _ if random.below(10) == 0 => drop(books.reset_prefix_cache(0, 13, now).unwrap()),
+            _ if random.below(10) == 0 => drop(books.reset_prefix_cache(0, 13, now, b"").unwrap()),
             _ => {}
         }
     }
@@ -718,7 +773,7 @@ pub(crate) mod tests {
 
     #[test]
     fn whatever_is_asked_the_books_are_right() {
-        let mut reasons = BTreeSet::new();
+        let (mut reasons, mut most_kept) = (BTreeSet::new(), [0; SHAPES.len()]);
         let shapes = SHAPES.into_iter().flat_map(|groups| POLICIES.map(|policy| (policy, groups)));
         let shapes: Vec<_> = shapes.filter(|(policy, groups)| groups.len() == 1 || *policy == "lru").collect();
         for (seed, (policy, groups)) in (0..40).flat_map(|seed| shapes.iter().map(move |shape| (seed, *shape))) {
@@ -729,7 +784,7 @@ pub(crate) mod tests {
                 bench.0.close_lease(lease_id).unwrap();
                 bench.0.open_lease(lease_id, tenant, 30.0);
             }
-            let mut findable = BTreeSet::new();
+            let (mut findable, mut written) = (BTreeSet::new(), 0);
             for _ in 0..300 {
                 let lease_id = ["a", "b", "c"][random.below(3)];
                 now += random.below(3) as f64 / 2.0;
@@ -741,6 +796,10 @@ pub(crate) mod tests {
                     let request = some_request(&mut random);
                     let plan = bench.plan_at(lease_id, &request, now);
                     check_promises(&bench, lease_id, &plan);
+                    written += plan.admitted_written_counts.iter().map(|count| u64::from(*count)).sum::<u64>();
+                    let num_kept = bench.0.pool().parking().keeps().map_or(0, |keeps| keeps.len());
+                    let shape = SHAPES.iter().position(|shape| *shape == groups).unwrap();
+                    most_kept[shape] = num_kept.max(most_kept[shape]);
                     reasons.extend(plan.refusals.iter().map(|refused| refused.refusal.reason.name()));
                 } else if num_in_flight > 0 {
                     let mut report = bench.report(lease_id);
@@ -759,14 +818,22 @@ pub(crate) mod tests {
                 findable.extend((1..13).filter(|block| bench.0.pool().index().is_findable(*block)));
             }
             assert!(findable.len() > 4, "it gets somewhere: {findable:?} {groups:?}");
+            let accounts = bench.0.pool().accounts();
+            let of_tenants = (0..accounts.len()).map(|tenant| accounts.get(tenant as TenantId).tokens.written);
+            assert_eq!((bench.0.counters().written_tokens, of_tenants.sum::<u64>()), (written, written));
             ["a", "b", "c"].iter().for_each(|lease_id| bench.0.close_lease(lease_id).unwrap());
             bench.0.advance(now + 1e6).unwrap();
             assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));
+            assert_eq!(bench.0.pool().parking().keeps().map_or(0, |keeps| keeps.len()), 0);
             assert_eq!((bench.0.num_offloaded(), bench.0.host().counts().free), (0, 6));
             assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
         }
+        assert!(most_kept.iter().all(|most| *most > 3), "{most_kept:?}");
         let of_the_host_tier = ["OUT_OF_HOST_BLOCKS", "SEQUENCE_OFFLOADED", "SEQUENCE_BUSY"];
-        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG"].into_iter().chain(of_the_host_tier) {
+        for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG", "PREFIX_BEING_COMPUTED"]
+            .into_iter()
+            .chain(of_the_host_tier)
+        {
             assert!(reasons.contains(reason), "{reasons:?}");
         }
     }

@@ -56,14 +56,20 @@ impl Books {
         Ok(true)
     }
 
-    /// No pin and no advice ends before this; None if there is none that ends.
+    /// No pin, no advice and no kept block ends before this; None if there is none that ends.
     pub fn next_end(&self) -> Option<Millis> {
         [self.pins.next_end(), self.pool.parking().next_end()].into_iter().flatten().min()
     }
 
+    /// When the first of the blocks ends that a tenant keeps. Cost: O(blocks that it keeps).
+    pub fn next_keep_end(&self, tenant: TenantId) -> Option<Millis> {
+        let keeps = self.pool.parking().keeps()?;
+        keeps.of_tenant(tenant).filter_map(|block| keeps.until(block)).min()
+    }
+
     /// Ends expired pins and advice.
     pub fn advance(&mut self, now: f64) -> Result<()> {
-        self.pool.advisor().end(millis(now));
+        self.pool.end_times(millis(now));
         self.pins.end_expired(now, &mut self.pool)
     }
 
@@ -108,7 +114,7 @@ mod tests {
     use crate::cache::accounts::Share;
 
     fn share(pin_budget: usize, limit: usize) -> Share {
-        Share { floor: 0, quota: limit, limit, pin_budget }
+        Share { floor: 0, quota: limit, limit, pin_budget, keep_limit: 0 }
     }
 
     /// Blocks 1 to 3 are cached, with tokens 1 to 6; 3 more are free.
@@ -225,7 +231,7 @@ mod tests {
     fn a_reset_takes_all_pins_back() {
         let mut bench = bench();
         pin(&mut bench, &[1, 2], 9.0).unwrap();
-        assert_eq!((bench.0.reset_prefix_cache(0, 7, 0.0).unwrap(), counts(&bench)), (3, (0, 6, 0, 0)));
+        assert_eq!((bench.0.reset_prefix_cache(0, 7, 0.0, b"").unwrap(), counts(&bench)), (3, (0, 6, 0, 0)));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::books::explain::Miss;
 use crate::cache::advice::Level;
 use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockCounts, HostBlockId};
@@ -101,6 +102,20 @@ pub struct Admission {
     pub cache_use: CacheUse,
     /// The tenant that owns it, by name; None: the lease's.
     pub tenant: Option<Vec<u8>>,
+    /// Prefixes to keep, the shorter ones first.
+    pub breakpoints: Vec<Breakpoint>,
+    /// It is refused while a step of another lease computes the next block that it needs.
+    pub waits_for_prefix: bool,
+    /// The answer says why it did not find more.
+    pub explains_miss: bool,
+}
+
+/// A prefix of a prompt to keep for a time after each use.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Breakpoint {
+    pub num_tokens: usize,
+    /// Seconds from the last use to the end.
+    pub ttl: f64,
 }
 
 /// The retention of a range of a sequence.
@@ -201,6 +216,17 @@ pub struct RefusedItem {
     pub refusal: Refusal,
 }
 
+/// Why an admission did not find a block.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct AdmissionMiss {
+    pub seq_id: i32,
+    /// The index of the block.
+    pub index: usize,
+    pub miss: Miss,
+    /// The name of the tenant that evicted it, if that is the one of the admission.
+    pub evicted_by: Option<Vec<u8>>,
+}
+
 /// The blocks that one step may access, and its computations. Built while the step is planned, constant afterwards.
 ///
 /// Lists named alike belong together by index, as in quire.cache.v1.StepGrant.
@@ -236,6 +262,12 @@ pub struct GrantedStep {
     pub refusals: Vec<RefusedItem>,
     pub admitted_ids: Vec<i32>,
     pub admitted_cached_counts: Vec<u32>,
+    /// Tokens that are computed in full blocks, and published. 0 for what is resumed.
+    pub admitted_written_counts: Vec<u32>,
+    /// Tokens that breakpoints keep. Empty if no admission has any.
+    pub admitted_kept_counts: Vec<u32>,
+    /// Why admissions that ask for it did not find more.
+    pub misses: Vec<AdmissionMiss>,
     pub restored_ids: Vec<i32>,
     /// Tokens that need not be computed again.
     pub restored_counts: Vec<u32>,
@@ -261,6 +293,8 @@ impl GrantedStep {
             &self.run_starts,
             &self.run_token_counts,
             &self.admitted_cached_counts,
+            &self.admitted_written_counts,
+            &self.admitted_kept_counts,
         ];
         let ids =
             [&self.released_ids, &self.offloaded_ids, &self.fork_child_ids, &self.write_seq_ids, &self.run_seq_ids];

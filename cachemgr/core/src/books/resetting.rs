@@ -200,7 +200,7 @@ mod tests {
             for pin in &part.pins {
                 num_pins += usize::from(bench.0.unpin_prefix(None, pin).unwrap());
             }
-            num_blocks += bench.0.pool_mut().drop_blocks(&part.blocks, 1.0);
+            num_blocks += bench.0.pool_mut().drop_blocks(&part.blocks, 1.0, 0);
         }
         assert_eq!(bench.0.violations(), [""; 0]);
         (num_blocks, num_pins)
@@ -241,7 +241,7 @@ mod tests {
         let mut bench = bench();
         let middle =
             find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"", bench.0.pool.index(), &bench.0.geometry).blocks()[1];
-        bench.0.reset_prefix_cache(middle, middle + 1, 0.0).unwrap();
+        bench.0.reset_prefix_cache(middle, middle + 1, 0.0, b"").unwrap();
         let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[1, 2]);
         assert_eq!(run(&mut bench, &mut reset), (4, 0));
         bench.plan(StepRequest { admissions: vec![salted(1, &[1, 2, 3, 4, 0], b"s")], ..StepRequest::default() });
@@ -330,7 +330,7 @@ mod tests {
         let mut reset = Reset::begin(&bench.0, b"", Some(b""), &tokens[..2]);
         let mut sizes = Vec::new();
         while let Some(part) = reset.next_part(&bench.0) {
-            sizes.push(bench.0.pool_mut().drop_blocks(&part.blocks, 0.0));
+            sizes.push(bench.0.pool_mut().drop_blocks(&part.blocks, 0.0, 0));
         }
         assert!(sizes.iter().all(|size| *size <= MAX_DROPPED), "{sizes:?}");
         assert_eq!(sizes.iter().sum::<usize>(), 5 * MAX_DROPPED / 2);

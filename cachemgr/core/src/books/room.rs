@@ -380,7 +380,7 @@ mod tests {
         let mut bench = Bench::new(9);
         bench.admit(1, &[1, 2, 3, 4, 5]);
         bench.settle();
-        assert_eq!(bench.0.reset_prefix_cache(1, 2, 0.0).unwrap(), 1);
+        assert_eq!(bench.0.reset_prefix_cache(1, 2, 0.0, b"").unwrap(), 1);
         bench.admit(2, &[1, 2, 3, 4, 5]);
         assert_eq!(
             messages(&bench.plan(guaranteed(3, &[1, 2, 3, 4, 6], 8))),
@@ -438,7 +438,7 @@ mod tests {
     }
 
     fn share(floor: usize, quota: usize, limit: usize) -> Share {
-        Share { floor, quota, limit, pin_budget: 0 }
+        Share { floor, quota, limit, pin_budget: 0, keep_limit: 0 }
     }
 
     #[test]

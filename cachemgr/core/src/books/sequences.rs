@@ -11,6 +11,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::books::planner::keep::KeptPrefix;
 use crate::books::plans::{CacheUse, Extend, GrantedStep};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;
@@ -62,6 +63,8 @@ pub struct Sequence {
     pub num_reserved: usize,
     /// The advice for the blocks that it will get.
     pub tail_advice: Option<Advice>,
+    /// The prefixes that its prompt's breakpoints keep, the shorter ones first.
+    pub kept: Box<[KeptPrefix]>,
     /// While it is in the host tier, with no blocks in its tables. Boxed: this is rare, and all others are smaller for it.
     pub in_host: Option<Box<HostTables>>,
     last_hash: Hash,   // of the last published block
@@ -88,13 +91,15 @@ pub struct NewSequence<'a> {
     pub num_writable: usize,
     pub reserved_tokens: usize,
     pub tail_advice: Option<Advice>,
+    pub kept: Box<[KeptPrefix]>,
 }
 
 impl Sequence {
     /// A sequence of a prompt. Nothing of it is scheduled beyond the blocks that were found.
     pub fn begin(new: NewSequence, block_size: usize) -> Sequence {
         let NewSequence { seq_id, tenant, root, salt, cache_use, tokens, tables, hashes, .. } = new;
-        let NewSequence { num_cached_blocks, num_published, num_writable, reserved_tokens, tail_advice, .. } = new;
+        let NewSequence { num_cached_blocks, num_published, num_writable, reserved_tokens, tail_advice, kept, .. } =
+            new;
         Sequence {
             seq_id,
             number: 0,
@@ -117,6 +122,7 @@ impl Sequence {
             reserved_tokens,
             num_reserved: 0,
             tail_advice,
+            kept,
             in_host: None,
             last_hash: if num_published > 0 { hashes[num_published - 1] } else { root },
             hashes: hashes[num_published..].to_vec(),
@@ -157,6 +163,7 @@ impl Sequence {
             reserved_tokens: 0,
             num_reserved: 0,
             tail_advice: self.tail_advice,
+            kept: Box::default(), // the parent's uses count
             in_host: None,
             last_hash,
             hashes,
@@ -191,6 +198,7 @@ impl Sequence {
             reserved_tokens: self.reserved_tokens,
             num_reserved: 0,
             tail_advice: self.tail_advice,
+            kept: self.kept.clone(),
             in_host: Some(Box::new(in_host)),
             last_hash: self.root,
             hashes: Vec::new(),
@@ -293,6 +301,7 @@ impl Sequence {
             self.hashes.truncate(num_full - self.num_published);
         }
         self.num_withheld = self.num_withheld.min(num_full);
+        KeptPrefix::cut(&mut self.kept, num_full);
         self.tokens.truncate(num_tokens);
         self.num_tokens = num_tokens;
         self.num_cached = self.num_cached.min(num_tokens);

@@ -185,7 +185,10 @@ impl Settlement<'_> {
                         self.pool.enter_origin(block, Origin { parent, index: index as u32 });
                         let tokens = sequence.tokens_of(index, self.geometry.block_size);
                         self.pool.records.contents.enter(block, tokens, &sequence.salt);
-                    } else if !sequence.released {
+                        continue;
+                    }
+                    self.pool.keeper().hand_over(block, standing);
+                    if !sequence.released {
                         duplicates.push((row, group as Group, index, standing));
                     }
                 }

@@ -20,13 +20,25 @@ pub struct Share {
     pub limit: usize,
     /// It never pins more.
     pub pin_budget: usize,
+    /// Breakpoints of its prompts never keep more.
+    pub keep_limit: usize,
 }
 
 impl Share {
     /// The share of a tenant without limits.
     pub fn everything(num_usable: usize) -> Share {
-        Share { floor: 0, quota: num_usable, limit: num_usable, pin_budget: num_usable }
+        Share { floor: 0, quota: num_usable, limit: num_usable, pin_budget: num_usable, keep_limit: num_usable }
     }
+}
+
+/// Tokens of a tenant's admitted prompts. Resumed admissions do not count.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenCounts {
+    pub admitted: u64,
+    /// Found in the prefix cache.
+    pub cached: u64,
+    /// To be computed in full blocks, and published.
+    pub written: u64,
 }
 
 /// One tenant's part of the pool, in blocks.
@@ -38,11 +50,12 @@ pub struct Account {
     pub num_reserved: usize,
     /// Held blocks that are pinned, whether sequences hold them too or not.
     pub num_pinned: usize,
+    pub tokens: TokenCounts,
 }
 
 impl Account {
     fn new(share: Share) -> Account {
-        Account { share, num_held: 0, num_cached: 0, num_reserved: 0, num_pinned: 0 }
+        Account { share, num_held: 0, num_cached: 0, num_reserved: 0, num_pinned: 0, tokens: TokenCounts::default() }
     }
 
     fn num_promised(&self) -> usize {
@@ -167,6 +180,14 @@ impl Accounts {
         self.accounts[tenant as usize].num_pinned += 1;
     }
 
+    /// A prompt of the tenant was admitted.
+    pub fn count_admission(&mut self, tenant: TenantId, counts: TokenCounts) {
+        let tokens = &mut self.accounts[tenant as usize].tokens;
+        tokens.admitted += counts.admitted;
+        tokens.cached += counts.cached;
+        tokens.written += counts.written;
+    }
+
     pub fn unpin(&mut self, tenant: TenantId) {
         self.accounts[tenant as usize].num_pinned -= 1;
     }
@@ -202,7 +223,7 @@ mod tests {
     use super::*;
 
     fn share(floor: usize, quota: usize, limit: usize) -> Share {
-        Share { floor, quota, limit, pin_budget: 5 }
+        Share { floor, quota, limit, pin_budget: 5, keep_limit: 100 }
     }
 
     /// Accounts of 100 blocks, tenant by tenant.

@@ -17,7 +17,9 @@ pub const UNADVISED: Level = 5;
 pub const MOST_WORTH: Level = 9;
 /// A prompt that waits would find the block.
 pub const AWAITED: Level = 10;
-pub const NUM_LEVELS: usize = AWAITED as usize;
+/// A breakpoint keeps the block, whatever the advice is.
+pub const KEPT: Level = 11;
+pub const NUM_LEVELS: usize = KEPT as usize;
 
 /// Milliseconds of the caller's clock.
 pub type Millis = u64;

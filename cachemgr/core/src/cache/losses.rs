@@ -17,8 +17,35 @@ const LOSSES: (usize, usize) = (1_024, 65_536);
 pub enum Cause {
     /// To make room for this tenant; the beginning of the lease's name.
     Evicted { tenant: TenantId, lease: [u8; 8] },
-    /// With the whole cache.
-    Reset,
+    /// By a reset of its prefix, its tenant or the whole cache.
+    Reset { by: CallerId },
+}
+
+/// The number of the caller of a reset. 0: it is not known.
+pub type CallerId = u8;
+
+/// The names of the first 255 callers of resets.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Callers {
+    names: Vec<Vec<u8>>,
+}
+
+impl Callers {
+    /// The number of a caller, a new one if there is a place.
+    pub fn enter(&mut self, name: &[u8]) -> CallerId {
+        let known = self.names.iter().position(|known| known == name);
+        let place = known.unwrap_or(self.names.len());
+        let Ok(id) = CallerId::try_from(place + 1) else { return 0 };
+        if known.is_none() {
+            self.names.push(name.to_vec());
+        }
+        id
+    }
+
+    /// The name of a caller; None if it is not known.
+    pub fn name(&self, id: CallerId) -> Option<&[u8]> {
+        self.names.get(usize::from(id).checked_sub(1)?).map(Vec::as_slice)
+    }
 }
 
 /// Content that could be found by this hash.
@@ -51,9 +78,9 @@ impl Losses {
         self.enter(Loss { hash: *hash, at: asker.now, cause });
     }
 
-    /// The content of this hash was dropped.
-    pub fn reset(&mut self, hash: &Hash, at: f64) {
-        self.enter(Loss { hash: *hash, at, cause: Cause::Reset });
+    /// The content of this hash was dropped for a caller.
+    pub fn reset(&mut self, hash: &Hash, at: f64, by: CallerId) {
+        self.enter(Loss { hash: *hash, at, cause: Cause::Reset { by } });
     }
 
     fn enter(&mut self, loss: Loss) {
@@ -68,7 +95,7 @@ impl Losses {
 
     /// True if the content of this hash, which is not in the index, was evicted and not reset.
     pub fn was_evicted(&self, hash: &Hash) -> bool {
-        self.find(hash).is_some_and(|loss| loss.cause != Cause::Reset)
+        self.find(hash).is_some_and(|loss| !matches!(loss.cause, Cause::Reset { .. }))
     }
 
     fn place(&self, hash: &Hash) -> usize {
@@ -128,10 +155,10 @@ mod tests {
     fn a_loss_is_told_with_its_cause_and_the_last_one_counts() {
         let mut losses = Losses::new(8);
         losses.evicted(&hash(1), &ASKER);
-        losses.reset(&hash(2), 7.0);
+        losses.reset(&hash(2), 7.0, 0);
         let evicted = Loss { hash: hash(1), at: 5.0, cause: Cause::Evicted { tenant: 3, lease: *b"abcdefgh" } };
         assert_eq!(losses.find(&hash(1)), Some(&evicted));
-        assert_eq!(losses.find(&hash(2)), Some(&Loss { hash: hash(2), at: 7.0, cause: Cause::Reset }));
+        assert_eq!(losses.find(&hash(2)), Some(&Loss { hash: hash(2), at: 7.0, cause: Cause::Reset { by: 0 } }));
         assert_eq!(losses.find(&hash(3)), None);
         losses.evicted(&hash(2), &ASKER);
         assert_eq!(losses.find(&hash(2)), Some(&Loss { hash: hash(2), ..evicted }));
@@ -142,9 +169,9 @@ mod tests {
         let (one, mut other) = (hash(1), hash(1));
         other[31] ^= 1;
         let mut losses = Losses::new(8);
-        losses.reset(&one, 1.0);
+        losses.reset(&one, 1.0, 0);
         assert_eq!(losses.find(&other), None);
-        losses.reset(&other, 2.0);
+        losses.reset(&other, 2.0, 0);
         assert_eq!((losses.find(&one), losses.find(&other).unwrap().at), (None, 2.0));
     }
 
@@ -152,7 +179,7 @@ mod tests {
     fn what_was_reset_was_not_evicted() {
         let mut losses = Losses::new(8);
         losses.evicted(&hash(1), &ASKER);
-        losses.reset(&hash(2), 0.0);
+        losses.reset(&hash(2), 0.0, 0);
         assert_eq!([1, 2, 3].map(|name| losses.was_evicted(&hash(name))), [true, false, false]);
     }
 
@@ -169,9 +196,18 @@ mod tests {
         let sizes = [2, 4_096, 5_000, 262_144, 1_000_000].map(|num_blocks| Losses::new(num_blocks).places.len());
         assert_eq!(sizes, [1_024, 1_024, 2_048, 65_536, 65_536]);
         let mut losses = Losses::new(100_000);
-        (0..1_000).for_each(|name| losses.reset(&hash(name), 0.0));
+        (0..1_000).for_each(|name| losses.reset(&hash(name), 0.0, 0));
         let num_known = (0..1_000).filter(|name| losses.find(&hash(*name)).is_some()).count();
         assert!(num_known > 960, "{num_known} of 1,000 in 32,768 places: they are spread over all of them");
+    }
+
+    #[test]
+    fn the_first_callers_have_names() {
+        let mut callers = Callers::default();
+        assert_eq!([&b"a"[..], b"b", b"a"].map(|name| callers.enter(name)), [1, 2, 1]);
+        assert_eq!([0, 1, 2, 3].map(|id| callers.name(id)), [None, Some(&b"a"[..]), Some(b"b"), None]);
+        (2..255_u8).for_each(|name| assert_eq!(callers.enter(&[name, 0]), name + 1));
+        assert_eq!((callers.enter(b"one more"), callers.enter(b"b")), (0, 2));
     }
 
     #[test]

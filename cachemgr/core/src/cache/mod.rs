@@ -7,6 +7,7 @@ pub mod eviction;
 pub mod groups;
 pub mod host;
 pub mod journal;
+pub mod keeps;
 pub mod losses;
 pub mod mixing;
 pub mod pool;

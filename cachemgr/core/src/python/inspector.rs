@@ -258,6 +258,18 @@ impl PyInspector {
         Ok(explanation_view(ledger.stored.books(), explanation))
     }
 
+    /// Tenants that keep as many blocks as they may, and more than none.
+    fn num_tenants_at_keep_limit(&self, py: Python<'_>) -> usize {
+        let ledger = self.ledger.borrow(py);
+        let pool = ledger.stored.books().pool();
+        let Some(keeps) = pool.parking().keeps() else { return 0 };
+        let is_at_limit = |tenant: &TenantId| {
+            let num_kept = keeps.num_kept(*tenant);
+            num_kept > 0 && num_kept >= pool.accounts().get(*tenant).share.keep_limit
+        };
+        (0..pool.accounts().len() as TenantId).filter(is_at_limit).count()
+    }
+
     /// A serialised PoolStatistics.
     fn statistics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let ledger = self.ledger.borrow(py);

@@ -112,10 +112,10 @@ impl PyLedger {
     }
 }
 
-/// Blocks: floor, quota, limit and pin budget.
-type PyShare = (usize, usize, usize, usize);
-fn share_of((floor, quota, limit, pin_budget): PyShare) -> Share {
-    Share { floor, quota, limit, pin_budget }
+/// Blocks: floor, quota, limit, pin budget and keep limit.
+type PyShare = (usize, usize, usize, usize, usize);
+fn share_of((floor, quota, limit, pin_budget, keep_limit): PyShare) -> Share {
+    Share { floor, quota, limit, pin_budget, keep_limit }
 }
 
 #[pymethods]
@@ -123,7 +123,7 @@ impl PyLedger {
     /// Empty books. Their changes are written to a store in a directory, if one is given; it has to exist. The policy
     /// is a name, or an object with the methods of cachemgr/quire/cachemgr/eviction_interface.py.
     #[new]
-    #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None))]
+    #[pyo3(signature = (pool, epoch, geometry, *, policy = PolicyChoice::Named(POLICIES[0].into()), verify = false, listeners = None, directory = None, now = 0.0))]
     fn new(
         py: Python<'_>,
         pool: &str,
@@ -133,11 +133,12 @@ impl PyLedger {
         verify: bool,
         listeners: Option<Py<PyAny>>,
         directory: Option<PathBuf>,
+        now: f64,
     ) -> PyResult<PyLedger> {
         let sizes = geometry_of(&geometry)?;
         let (books, begin, policy_error) = match policy {
             PolicyChoice::Named(name) => {
-                let begin = Change::Begin { geometry: Cow::Owned(sizes), policy: name.clone().into() };
+                let begin = Change::Begin { geometry: Cow::Owned(sizes), policy: name.clone().into(), now };
                 (begin.begin().ok_or_else(|| PyKeyError::new_err(name))?, Some(begin), None)
             }
             PolicyChoice::Given(object) => {
@@ -191,6 +192,12 @@ impl PyLedger {
     #[getter]
     fn epoch(&self) -> i64 {
         self.stored.epoch()
+    }
+
+    /// When the epoch began, in seconds of the caller's clock.
+    #[getter]
+    fn began_at(&self) -> f64 {
+        self.stored.books().began_at()
     }
 
     /// The views of the books that change nothing.
@@ -367,17 +374,19 @@ impl PyLedger {
         self.stored.books_mut().keep_contents(are_kept);
     }
 
-    /// Removes the blocks from `first` to before `end` from the index, all of them by default; returns their number.
-    #[pyo3(signature = (first = 0, end = None, *, now = 0.0))]
+    /// Removes the blocks from `first` to before `end` from the index, all of them by default, for a caller; returns their
+    /// number.
+    #[pyo3(signature = (first = 0, end = None, *, now = 0.0, by = ""))]
     fn reset_prefix_cache(
         &mut self,
         py: Python<'_>,
         first: BlockId,
         end: Option<BlockId>,
         now: f64,
+        by: &str,
     ) -> PyResult<usize> {
         let end = end.unwrap_or(self.stored.books().geometry().num_blocks as BlockId);
-        self.telling(py, |books| books.reset_prefix_cache(first, end, now))
+        self.telling(py, |books| books.reset_prefix_cache(first, end, now, by.as_bytes()))
     }
 
     /// Begins a reset of a tenant's content: of all of it; with a salt, of the content under it; with tokens, too, of
@@ -388,9 +397,16 @@ impl PyLedger {
         self.changing(py, |books| books.begin_reset(tenant.as_bytes(), salt, &tokens)).map(PyReset)
     }
 
-    /// Drops the next part of a reset's content: returns the numbers of blocks and pins; None if all is done.
-    #[pyo3(signature = (reset, *, now = 0.0))]
-    fn go_on_with_reset(&mut self, py: Python<'_>, reset: &mut PyReset, now: f64) -> PyResult<Option<(usize, usize)>> {
-        self.telling(py, |books| books.go_on_with_reset(&mut reset.0, now))
+    /// Drops the next part of a reset's content for a caller: returns the numbers of blocks and pins; None if all is
+    /// done.
+    #[pyo3(signature = (reset, *, now = 0.0, by = ""))]
+    fn go_on_with_reset(
+        &mut self,
+        py: Python<'_>,
+        reset: &mut PyReset,
+        now: f64,
+        by: &str,
+    ) -> PyResult<Option<(usize, usize)>> {
+        self.telling(py, |books| books.go_on_with_reset(&mut reset.0, now, by.as_bytes()))
     }
 }

@@ -157,11 +157,13 @@ impl PyGrantedStep {
     }
 
     /// A serialised PlanStepResponse, without its grant and its refusals.
-    fn encode_answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &answers::encode_answer(&self.0, None))
+    #[pyo3(signature = (*, wall_clock_offset_s = 0.0))]
+    fn encode_answer<'py>(&self, py: Python<'py>, wall_clock_offset_s: f64) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &answers::encode_answer(&self.0, wall_clock_offset_s, None))
     }
 
     /// A serialised PlanStepResponse with its grant, signed under a key, and without its refusals.
+    #[pyo3(signature = (pool, epoch, term, lease_id, signing_key, *, wall_clock_offset_s = 0.0))]
     fn encode_signed<'py>(
         &self,
         py: Python<'py>,
@@ -170,9 +172,10 @@ impl PyGrantedStep {
         term: i64,
         lease_id: &str,
         signing_key: &[u8],
+        wall_clock_offset_s: f64,
     ) -> Bound<'py, PyBytes> {
         let grantor = Grantor { pool, epoch, term, lease_id };
-        PyBytes::new(py, &answers::encode_answer(&self.0, Some((&grantor, signing_key))))
+        PyBytes::new(py, &answers::encode_answer(&self.0, wall_clock_offset_s, Some((&grantor, signing_key))))
     }
 
     #[getter]

@@ -66,6 +66,9 @@ mod _core {
         module.add("MAX_REQUEST_ID_BYTES", bounds::MAX_REQUEST_ID_BYTES)?;
         module.add("MAX_SALT_BYTES", bounds::MAX_SALT_BYTES)?;
         module.add("MAX_RANGES", bounds::MAX_RANGES)?;
+        module.add("MAX_BREAKPOINTS", bounds::MAX_BREAKPOINTS)?;
+        module.add("LEAST_KEEP_S", bounds::LEAST_KEEP_S)?;
+        module.add("MAX_KEEP_S", bounds::MAX_KEEP_S)?;
         module.add("MAX_RETENTION_S", bounds::MAX_RETENTION_S)?;
         module.add("MAX_EXPECTED_S", bounds::MAX_EXPECTED_S)?;
         module.add("LEAST_PRIORITY", crate::cache::advice::LEAST_WORTH)?;

@@ -71,6 +71,19 @@ impl PyProbe {
         ledger.stored.books().pool().parking().parked()
     }
 
+    /// The blocks that breakpoints keep for a tenant, the least recently used first: block, end, and time from a use to it,
+    /// in milliseconds.
+    fn kept_blocks(&self, py: Python<'_>, tenant: &str) -> Vec<(BlockId, u64, u64)> {
+        let ledger = self.ledger.borrow(py);
+        let books = ledger.stored.books();
+        let (Some(tenant), Some(keeps)) = (books.tenants().find(tenant.as_bytes()), books.pool().parking().keeps())
+        else {
+            return Vec::new();
+        };
+        let view = |block| (block, keeps.until(block).unwrap_or(0), keeps.ttl(block));
+        keeps.of_tenant(tenant).map(view).collect()
+    }
+
     /// Lets the default policy follow a candidate until it chooses one itself. For tests.
     fn follow(&self, py: Python<'_>, candidate: usize) -> PyResult<()> {
         let mut ledger = self.ledger.borrow_mut(py);

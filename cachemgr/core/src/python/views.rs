@@ -10,7 +10,7 @@ use crate::books::sequences::{Row, Sequence};
 use crate::books::steps::StepInFlight;
 use crate::cache::accounts::Share;
 use crate::cache::host::HostBlockId;
-use crate::cache::losses::Cause;
+use crate::cache::losses::{Cause, Loss};
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::tenants::TenantId;
 use crate::python::convert::{name_of, position};
@@ -74,6 +74,14 @@ pub struct TenantUse {
     pub num_cached: usize,
     pub num_reserved: usize,
     pub num_pinned: usize,
+    pub keep_limit: usize,
+    pub num_kept: usize,
+    /// When the next of its kept blocks ends, in seconds of the caller's clock.
+    pub next_keep_end_s: Option<f64>,
+    /// Tokens of its admitted prompts: found, written, and all.
+    pub num_cached_tokens: u64,
+    pub num_written_tokens: u64,
+    pub num_admitted_tokens: u64,
 }
 
 /// The outcome that an admission would have now.
@@ -106,6 +114,8 @@ pub struct PyExplanation {
     pub evicted_by: Option<(String, String)>,
     pub num_stranded: usize,
     pub other_tenant: Option<String>,
+    /// The caller that reset it, if that is known.
+    pub reset_by: Option<String>,
 }
 
 /// A step in flight at the time of the call.
@@ -141,7 +151,7 @@ pub fn tenant_name(books: &Books, tenant: TenantId) -> String {
 
 pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanation {
     let Explanation { num_blocks, num_found, missing, miss, num_stranded } = explanation;
-    let (mut lost_at, mut evicted_by, mut other_tenant) = (None, None, None);
+    let (mut lost_at, mut evicted_by, mut other_tenant, mut reset_by) = (None, None, None, None);
     let reason = match miss {
         Miss::None => "none",
         Miss::NeverComputed => "never_computed",
@@ -151,10 +161,21 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
             other_tenant = Some(tenant_name(books, tenant));
             "other_tenant"
         }
+        Miss::WindowLost(loss) => {
+            lost_at = loss.map(|loss| loss.at);
+            if let Some(Loss { cause: Cause::Evicted { tenant, lease }, .. }) = loss {
+                evicted_by = Some((tenant_name(books, tenant), name_of(&lease)));
+            }
+            "window_evicted"
+        }
         Miss::Lost(loss) => {
             lost_at = Some(loss.at);
             match loss.cause {
-                Cause::Reset => "reset",
+                Cause::Reset { by } => {
+                    let name = books.pool().records.callers.name(by);
+                    reset_by = name.map(|name| String::from_utf8_lossy(name).into_owned());
+                    "reset"
+                }
                 Cause::Evicted { tenant, lease } => {
                     evicted_by = Some((tenant_name(books, tenant), name_of(&lease)));
                     "evicted"
@@ -162,7 +183,7 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
             }
         }
     };
-    PyExplanation { num_blocks, num_found, missing, reason, lost_at, evicted_by, num_stranded, other_tenant }
+    PyExplanation { num_blocks, num_found, missing, reason, lost_at, evicted_by, num_stranded, other_tenant, reset_by }
 }
 
 pub fn sequence_view(books: &Books, row: Row) -> SequenceView {
@@ -200,7 +221,8 @@ pub fn pin_view(books: &Books, pin: &Pin) -> PinView {
 
 pub fn use_view(books: &Books, tenant: TenantId) -> TenantUse {
     let account = books.pool().accounts().get(tenant);
-    let Share { floor, quota, limit, pin_budget } = account.share;
+    let Share { floor, quota, limit, pin_budget, keep_limit } = account.share;
+    let tokens = account.tokens;
     TenantUse {
         name: tenant_name(books, tenant),
         floor,
@@ -211,6 +233,12 @@ pub fn use_view(books: &Books, tenant: TenantId) -> TenantUse {
         num_cached: account.num_cached,
         num_reserved: account.num_reserved,
         num_pinned: account.num_pinned,
+        keep_limit,
+        num_kept: books.pool().parking().keeps().map_or(0, |keeps| keeps.num_kept(tenant)),
+        next_keep_end_s: books.next_keep_end(tenant).map(|end| end as f64 / 1e3),
+        num_cached_tokens: tokens.cached,
+        num_written_tokens: tokens.written,
+        num_admitted_tokens: tokens.admitted,
     }
 }
 

@@ -26,6 +26,7 @@ pub enum Change<'a> {
     Begin {
         geometry: Cow<'a, Geometry>,
         policy: Cow<'a, str>,
+        now: f64,
     },
     OpenLease {
         lease_id: Cow<'a, str>,
@@ -74,6 +75,7 @@ pub enum Change<'a> {
         first: BlockId,
         end: BlockId,
         now: f64,
+        by: Cow<'a, [u8]>,
     },
     /// A reset of a tenant's content, or of some of it, begins.
     Withhold {
@@ -84,14 +86,15 @@ pub enum Change<'a> {
     Drop {
         blocks: Cow<'a, [BlockId]>,
         now: f64,
+        by: Cow<'a, [u8]>,
     },
 }
 
 impl Change<'_> {
     /// The books that the first change makes. None if it is no Begin, or names a policy that does not exist.
     pub fn begin(&self) -> Option<Books> {
-        let Change::Begin { geometry, policy } = self else { return None };
-        Books::new(geometry.clone().into_owned(), policy)
+        let Change::Begin { geometry, policy, now } = self else { return None };
+        Some(Books::new(geometry.clone().into_owned(), policy)?.begun(*now))
     }
 
     /// Makes a change again.
@@ -116,8 +119,8 @@ impl Change<'_> {
             }
             Change::Unpin { pin_id } => drop(books.unpin_prefix(None, pin_id)?),
             Change::Withhold { tenant, salt } => books.withhold_for(tenant, salt.as_deref()),
-            Change::Drop { blocks, now } => drop(books.pool_mut().drop_blocks(blocks, *now)),
-            Change::Reset { first, end, now } => drop(books.reset_prefix_cache(*first, *end, *now)?),
+            Change::Drop { blocks, now, by } => drop(books.drop_blocks(blocks, *now, by)),
+            Change::Reset { first, end, now, by } => drop(books.reset_prefix_cache(*first, *end, *now, by)?),
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 14;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -407,7 +407,7 @@ mod tests {
     }
 
     fn begin(policy: &str) -> Change<'static> {
-        Change::Begin { geometry: Cow::Owned(geometry(12)), policy: policy.to_string().into() }
+        Change::Begin { geometry: Cow::Owned(geometry(12)), policy: policy.to_string().into(), now: 0.0 }
     }
 
     fn create(folder: &Folder, policy: &str, limits: LogLimits) -> StoredBooks {
@@ -447,12 +447,12 @@ mod tests {
                 format!("{:?}", stored.unpin_prefix(None, &id))
             }
             3 if random.below(2) == 0 => {
-                format!("{:?}", stored.reset_prefix_cache(0, random.below(13) as u32, now))
+                format!("{:?}", stored.reset_prefix_cache(0, random.below(13) as u32, now, tenant))
             }
             3 => {
                 let salt = [None, Some(&b""[..])][random.below(2)];
                 let mut reset = stored.begin_reset(tenant, salt, &random.tokens(2, 2)).unwrap();
-                format!("{:?}", [(); 3].map(|()| stored.go_on_with_reset(&mut reset, now)))
+                format!("{:?}", [(); 3].map(|()| stored.go_on_with_reset(&mut reset, now, tenant)))
             }
             4 => format!("{:?}", stored.make(&Change::Advance { now })),
             5 => {
@@ -486,7 +486,13 @@ mod tests {
         let leases = LEASES.map(|(lease, _)| (leases(lease).next_step, leases(lease).is_ending, leases(lease).ttl));
         let tenants: Vec<_> = (0..books.tenants().len() as u32).map(|id| books.tenants().name(id)).collect();
         let counters = (books.counters(), books.pool().counters(), books.pool().accounts());
-        format!("{} {leases:?} {tenants:?} {counters:?} {}", books.state(None), stored.books().last_report())
+        let keeps = books.pool().parking().keeps();
+        let kept = |block| keeps.map(|keeps| (keeps.until(block), keeps.ttl(block)));
+        let kept: Vec<_> = (0..books.geometry().num_blocks as u32).map(kept).collect();
+        let uses = |tenant| keeps.map(|keeps| keeps.of_tenant(tenant).collect::<Vec<_>>());
+        let uses: Vec<_> = (0..books.tenants().len() as u32).map(uses).collect();
+        let kept = format!("{kept:?} {uses:?}");
+        format!("{} {leases:?} {tenants:?} {counters:?} {kept} {}", books.state(None), stored.books().last_report())
     }
 
     #[test]
@@ -760,6 +766,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (13, vec![620498689, 2352299258]));
+        assert_eq!((VERSION, sums), (14, vec![2263639513, 1006803859]));
     }
 }

@@ -246,9 +246,9 @@ impl StoredBooks {
     }
 
     /// See Books::reset_prefix_cache.
-    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64) -> Result<usize> {
-        let num_dropped = self.books.reset_prefix_cache(first, end, now)?;
-        self.write(&Change::Reset { first, end, now })?;
+    pub fn reset_prefix_cache(&mut self, first: BlockId, end: BlockId, now: f64, by: &[u8]) -> Result<usize> {
+        let num_dropped = self.books.reset_prefix_cache(first, end, now, by)?;
+        self.write(&Change::Reset { first, end, now, by: by.into() })?;
         Ok(num_dropped)
     }
 
@@ -259,7 +259,7 @@ impl StoredBooks {
     }
 
     /// Drops the next part of a reset: returns the numbers of blocks and pins. None if all is done.
-    pub fn go_on_with_reset(&mut self, reset: &mut Reset, now: f64) -> Result<Option<(usize, usize)>> {
+    pub fn go_on_with_reset(&mut self, reset: &mut Reset, now: f64, by: &[u8]) -> Result<Option<(usize, usize)>> {
         let Some(ResetPart { pins, blocks }) = reset.next_part(&self.books) else { return Ok(None) };
         for pin in &pins {
             self.unpin_prefix(None, pin)?;
@@ -267,8 +267,8 @@ impl StoredBooks {
         if blocks.is_empty() {
             return Ok(Some((0, pins.len())));
         }
-        let num_dropped = self.books.pool_mut().drop_blocks(&blocks, now);
-        self.write(&Change::Drop { blocks: blocks.into(), now })?;
+        let num_dropped = self.books.drop_blocks(&blocks, now, by);
+        self.write(&Change::Drop { blocks: blocks.into(), now, by: by.into() })?;
         Ok(Some((num_dropped, pins.len())))
     }
 
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_plan_for_another_epoch_is_refused_and_changes_nothing() {
-        let first = Change::Begin { geometry: Cow::Owned(geometry(12)), policy: "lru".into() };
+        let first = Change::Begin { geometry: Cow::Owned(geometry(12)), policy: "lru".into(), now: 0.0 };
         let mut stored = StoredBooks::new("pool", 7, first.begin().unwrap(), None);
         stored.make(&Change::OpenLease { lease_id: "a".into(), tenant: b"x".into(), ttl: 30.0 }).unwrap();
         let key = RequestKey { request_id: "", digest: b"" };

@@ -2,17 +2,20 @@
 
 use hmac::{Hmac, KeyInit, Mac};
 use prost::Message;
+use prost_types::Timestamp;
 use sha2::Sha256;
 
-use crate::books::plans::{CacheUse, GrantedStep, PlanItem};
+use crate::books::explain::Miss;
+use crate::books::plans::{AdmissionMiss, CacheUse, GrantedStep, PlanItem};
 use crate::cache::groups::GroupCounters;
 use crate::cache::host::HostBlockCounts as HostCounts;
+use crate::cache::losses::{Cause, Loss};
 use crate::cache::pool::{BlockCounts as Counts, BlockPool};
 use crate::cache::prefix::BlockId;
 use crate::store::stored_books::StoredBooks;
 use crate::wire::messages::{
-    self, Block, BlockCounts, BlockEvent, HostBlockCounts, LayerGroupStatistics, ListBlocksResponse, PlanStepResponse,
-    PoolStatistics, SignedGrant, StepGrant, WatchBlocksResponse,
+    self, Block, BlockCounts, BlockEvent, HostBlockCounts, LayerGroupStatistics, ListBlocksResponse, MissReason,
+    PlanStepResponse, PoolStatistics, SignedGrant, StepGrant, WatchBlocksResponse,
 };
 
 /// The blocks of a ListBlocksResponse.
@@ -70,8 +73,9 @@ pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
     grant.encode_to_vec()
 }
 
-/// A PlanStepResponse without its refusals; with the grant, signed under a key, if there is a grantor.
-pub fn encode_answer(plan: &GrantedStep, signed_by: Option<(&Grantor, &[u8])>) -> Vec<u8> {
+/// A PlanStepResponse without its refusals; with the grant, signed under a key, if there is a grantor. `offset_s` makes
+/// wall clock times of the caller's.
+pub fn encode_answer(plan: &GrantedStep, offset_s: f64, signed_by: Option<(&Grantor, &[u8])>) -> Vec<u8> {
     let answer = PlanStepResponse {
         grant: signed_by.map(|(grantor, key)| sign(encode_grant(plan, grantor), key)),
         step_number: plan.step_number as i64,
@@ -81,6 +85,9 @@ pub fn encode_answer(plan: &GrantedStep, signed_by: Option<(&Grantor, &[u8])>) -
         given_run_indexes: signed(&plan.given_run_indexes),
         admitted_sequence_ids: plan.admitted_ids.clone(),
         admitted_cached_token_counts: signed(&plan.admitted_cached_counts),
+        admitted_written_token_counts: signed(&plan.admitted_written_counts),
+        admitted_kept_token_counts: signed(&plan.admitted_kept_counts),
+        admitted_misses: plan.misses.iter().map(|miss| admission_miss(miss, offset_s)).collect(),
         restored_sequence_ids: plan.restored_ids.clone(),
         restored_token_counts: signed(&plan.restored_counts),
         block_counts: Some(block_counts(plan.counts)),
@@ -88,6 +95,34 @@ pub fn encode_answer(plan: &GrantedStep, signed_by: Option<(&Grantor, &[u8])>) -
         ..PlanStepResponse::default()
     };
     answer.encode_to_vec()
+}
+
+fn admission_miss(miss: &AdmissionMiss, offset_s: f64) -> messages::AdmissionMiss {
+    messages::AdmissionMiss {
+        sequence_id: miss.seq_id,
+        missing_block_index: miss.index as i32,
+        reason: reason_of(&miss.miss) as i32,
+        lost_time: miss.miss.loss().map(|loss| timestamp(loss.at + offset_s)),
+        evicted_by_tenant: miss.evicted_by.as_ref().map(|name| String::from_utf8_lossy(name).into_owned()),
+    }
+}
+
+fn reason_of(miss: &Miss) -> MissReason {
+    match miss {
+        Miss::None => MissReason::None,
+        Miss::NeverComputed => MissReason::NeverComputed,
+        Miss::BeingComputed => MissReason::BeingComputed,
+        Miss::OtherSalt => MissReason::OtherSalt,
+        Miss::OtherTenant(_) => MissReason::OtherTenant,
+        Miss::WindowLost(_) => MissReason::WindowEvicted,
+        Miss::Lost(Loss { cause: Cause::Reset { .. }, .. }) => MissReason::Reset,
+        Miss::Lost(Loss { cause: Cause::Evicted { .. }, .. }) => MissReason::Evicted,
+    }
+}
+
+fn timestamp(seconds: f64) -> Timestamp {
+    let nanos = (seconds.fract() * 1e9) as i32;
+    Timestamp { seconds: seconds as i64, nanos: nanos.max(0) }
 }
 
 /// A grant with its HMAC-SHA256.
@@ -174,6 +209,9 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         evicted_block_count: blocks.num_evicted as i64,
         published_block_count: books.pool().index().num_published() as i64,
         expired_lease_count: counters.expired_leases as i64,
+        written_token_count: counters.written_tokens as i64,
+        kept_block_count: books.pool().parking().keeps().map_or(0, |keeps| keeps.len()) as i32,
+        evicted_kept_block_count: books.pool().parking().keeps().map_or(0, |keeps| keeps.num_evicted()) as i64,
         layer_groups: group_statistics(books.pool()),
         refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),
     };

@@ -18,6 +18,10 @@ pub const MAX_TENANT_LENGTH: usize = 128;
 /// Ranges of an admission's retention.
 pub const MAX_RANGES: usize = 16;
 pub const MAX_RETENTION_S: f64 = 86_400.0;
+/// Breakpoints of an admission.
+pub const MAX_BREAKPOINTS: usize = 4;
+pub const LEAST_KEEP_S: f64 = 1.0;
+pub const MAX_KEEP_S: f64 = 86_400.0;
 pub const MAX_EXPECTED_S: f64 = 86_400.0;
 
 /// A refused call: a field that is out of range.

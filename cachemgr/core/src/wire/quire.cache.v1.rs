@@ -323,6 +323,7 @@ pub enum ErrorReason {
     TooManyLeases = 56,
     Overloaded = 57,
     OutOfHostBlocks = 58,
+    PrefixBeingComputed = 59,
     PoolDetached = 60,
     ShuttingDown = 61,
     CredentialsMissing = 70,
@@ -364,6 +365,7 @@ impl ErrorReason {
             Self::TooManyLeases => "ERROR_REASON_TOO_MANY_LEASES",
             Self::Overloaded => "ERROR_REASON_OVERLOADED",
             Self::OutOfHostBlocks => "ERROR_REASON_OUT_OF_HOST_BLOCKS",
+            Self::PrefixBeingComputed => "ERROR_REASON_PREFIX_BEING_COMPUTED",
             Self::PoolDetached => "ERROR_REASON_POOL_DETACHED",
             Self::ShuttingDown => "ERROR_REASON_SHUTTING_DOWN",
             Self::CredentialsMissing => "ERROR_REASON_CREDENTIALS_MISSING",
@@ -402,6 +404,7 @@ impl ErrorReason {
             "ERROR_REASON_TOO_MANY_LEASES" => Some(Self::TooManyLeases),
             "ERROR_REASON_OVERLOADED" => Some(Self::Overloaded),
             "ERROR_REASON_OUT_OF_HOST_BLOCKS" => Some(Self::OutOfHostBlocks),
+            "ERROR_REASON_PREFIX_BEING_COMPUTED" => Some(Self::PrefixBeingComputed),
             "ERROR_REASON_POOL_DETACHED" => Some(Self::PoolDetached),
             "ERROR_REASON_SHUTTING_DOWN" => Some(Self::ShuttingDown),
             "ERROR_REASON_CREDENTIALS_MISSING" => Some(Self::CredentialsMissing),
@@ -635,6 +638,19 @@ pub struct Admission {
     pub cache_use: i32,
     #[prost(string, optional, tag="9")]
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(message, repeated, tag="10")]
+    pub breakpoints: ::prost::alloc::vec::Vec<Breakpoint>,
+    #[prost(bool, tag="11")]
+    pub waits_for_prefix: bool,
+    #[prost(bool, tag="12")]
+    pub explains_miss: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Breakpoint {
+    #[prost(int32, tag="1")]
+    pub token_count: i32,
+    #[prost(message, optional, tag="2")]
+    pub ttl: ::core::option::Option<::prost_types::Duration>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Restore {
@@ -676,10 +692,29 @@ pub struct PlanStepResponse {
     pub restored_sequence_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="23")]
     pub restored_token_counts: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="24")]
+    pub admitted_written_token_counts: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="25")]
+    pub admitted_kept_token_counts: ::prost::alloc::vec::Vec<i32>,
+    #[prost(message, repeated, tag="26")]
+    pub admitted_misses: ::prost::alloc::vec::Vec<AdmissionMiss>,
     #[prost(message, optional, tag="30")]
     pub block_counts: ::core::option::Option<BlockCounts>,
     #[prost(message, optional, tag="31")]
     pub host_block_counts: ::core::option::Option<HostBlockCounts>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AdmissionMiss {
+    #[prost(int32, tag="1")]
+    pub sequence_id: i32,
+    #[prost(int32, tag="2")]
+    pub missing_block_index: i32,
+    #[prost(enumeration="MissReason", tag="3")]
+    pub reason: i32,
+    #[prost(message, optional, tag="4")]
+    pub lost_time: ::core::option::Option<::prost_types::Timestamp>,
+    #[prost(string, optional, tag="5")]
+    pub evicted_by_tenant: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BlockCounts {
@@ -962,6 +997,18 @@ pub struct Tenant {
     pub pin_budget_block_count: i32,
     #[prost(int32, tag="10")]
     pub lease_count: i32,
+    #[prost(int32, tag="11")]
+    pub kept_block_count: i32,
+    #[prost(int32, tag="12")]
+    pub keep_limit_block_count: i32,
+    #[prost(message, optional, tag="13")]
+    pub next_keep_end_time: ::core::option::Option<::prost_types::Timestamp>,
+    #[prost(int64, tag="14")]
+    pub cached_token_count: i64,
+    #[prost(int64, tag="15")]
+    pub written_token_count: i64,
+    #[prost(int64, tag="16")]
+    pub admitted_token_count: i64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct WatchBlocksRequest {
@@ -1035,6 +1082,12 @@ pub struct ExplainPrefixResponse {
     pub other_tenant: ::prost::alloc::string::String,
     #[prost(int32, tag="12")]
     pub missing_layer_group: i32,
+    #[prost(int64, tag="13")]
+    pub epoch: i64,
+    #[prost(message, optional, tag="14")]
+    pub epoch_time: ::core::option::Option<::prost_types::Timestamp>,
+    #[prost(string, tag="15")]
+    pub reset_by: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CheckAdmissionRequest {
@@ -1285,6 +1338,12 @@ pub struct PoolStatistics {
     pub generated_token_count: i64,
     #[prost(message, repeated, tag="44")]
     pub layer_groups: ::prost::alloc::vec::Vec<LayerGroupStatistics>,
+    #[prost(int64, tag="45")]
+    pub written_token_count: i64,
+    #[prost(int32, tag="46")]
+    pub kept_block_count: i32,
+    #[prost(int64, tag="47")]
+    pub evicted_kept_block_count: i64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LayerGroupStatistics {
@@ -1479,6 +1538,7 @@ pub enum MissReason {
     BeingComputed = 5,
     OtherSalt = 6,
     OtherTenant = 7,
+    WindowEvicted = 8,
 }
 impl MissReason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -1495,6 +1555,7 @@ impl MissReason {
             Self::BeingComputed => "MISS_REASON_BEING_COMPUTED",
             Self::OtherSalt => "MISS_REASON_OTHER_SALT",
             Self::OtherTenant => "MISS_REASON_OTHER_TENANT",
+            Self::WindowEvicted => "MISS_REASON_WINDOW_EVICTED",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -1508,6 +1569,7 @@ impl MissReason {
             "MISS_REASON_BEING_COMPUTED" => Some(Self::BeingComputed),
             "MISS_REASON_OTHER_SALT" => Some(Self::OtherSalt),
             "MISS_REASON_OTHER_TENANT" => Some(Self::OtherTenant),
+            "MISS_REASON_WINDOW_EVICTED" => Some(Self::WindowEvicted),
             _ => None,
         }
     }

@@ -5,14 +5,14 @@ use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::books::plans::{
-    Admission, CacheUse, ExpectedPrompt, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim,
+    Admission, Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim,
 };
 use crate::books::settle::{StepOutcome, StepReport};
 use crate::errors::Result;
 use crate::wire::bounds::{
-    MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES,
-    MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes, check_count, check_length, check_parallel, level,
-    not_negative, refused, shown_seconds,
+    LEAST_KEEP_S, MAX_BREAKPOINTS, MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_KEEP_S, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS,
+    MAX_RANGES, MAX_REQUEST_ID_BYTES, MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes, check_count,
+    check_length, check_parallel, level, not_negative, refused, shown_seconds,
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
 
@@ -208,10 +208,13 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
     let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;
     check_root(field, &message.salt, message.tenant.as_deref())?;
     let mut tokens = message.token_ids;
-    if tokens.len() > most_tokens {
+    let num_tokens = tokens.len();
+    if num_tokens > most_tokens {
         reserved_tokens = reserved_tokens.max(tokens.len());
         tokens = vec![tokens[0]];
     }
+    let cache_use = cache_use(message.cache_use, &format!("{field}.cache_use"))?;
+    let breakpoints = breakpoints(&message.breakpoints, num_tokens, cache_use, &format!("{field}.breakpoints"))?;
     Ok(Admission {
         seq_id: message.sequence_id.into(),
         tokens,
@@ -220,9 +223,52 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
         reserved_tokens,
         retention: retention(&message.retention, &format!("{field}.retention"))?,
         resumed: message.resumed,
-        cache_use: cache_use(message.cache_use, &format!("{field}.cache_use"))?,
+        cache_use,
         tenant: message.tenant.map(String::into_bytes),
+        breakpoints,
+        waits_for_prefix: message.waits_for_prefix,
+        explains_miss: message.explains_miss,
     })
+}
+
+/// The breakpoints of an admission of so many tokens. One without tokens is refused for that.
+fn breakpoints(
+    breakpoints: &[messages::Breakpoint],
+    num_tokens: usize,
+    cache_use: CacheUse,
+    field: &str,
+) -> Result<Vec<Breakpoint>> {
+    check_count(field, breakpoints.len(), MAX_BREAKPOINTS)?;
+    if !breakpoints.is_empty() && !cache_use.writes() {
+        return refused(field, format!("{} entries", breakpoints.len()), "empty with CACHE_USE_NONE");
+    }
+    let mut least = 1;
+    let mut decoded = Vec::with_capacity(breakpoints.len());
+    for breakpoint in breakpoints {
+        let count = usize::try_from(breakpoint.token_count).unwrap_or(0);
+        if !(least..=num_tokens.max(1)).contains(&count) {
+            return refused(
+                &format!("{field}.token_count"),
+                breakpoint.token_count,
+                format!("{least} to {num_tokens}"),
+            );
+        }
+        decoded.push(Breakpoint { num_tokens: count, ttl: kept_seconds(breakpoint.ttl.as_ref(), field)? });
+        least = count + 1;
+    }
+    Ok(decoded)
+}
+
+/// The time for which a breakpoint keeps. It has to be set.
+fn kept_seconds(ttl: Option<&Duration>, field: &str) -> Result<f64> {
+    let seconds = ttl.map(seconds_of);
+    match seconds.filter(|seconds| (LEAST_KEEP_S..=MAX_KEEP_S).contains(seconds)) {
+        Some(seconds) => Ok(seconds),
+        None => {
+            let shown = seconds.map_or_else(|| "not set".to_string(), shown_seconds);
+            refused(&format!("{field}.ttl"), shown, format!("{LEAST_KEEP_S} s to {MAX_KEEP_S} s"))
+        }
+    }
 }
 
 fn cache_use(value: i32, field: &str) -> Result<CacheUse> {

@@ -147,6 +147,7 @@ class Attachments:
                 signing_key=secrets.token_bytes(SIGNING_KEY_BYTES),
                 uptime_s=self._clock() - self._started_at,
                 term_step=1 + secrets.randbelow(MAX_TERM_STEP),
+                now=self._clock(),
             )
             if isinstance(registered, AttachedPool):
                 return registered

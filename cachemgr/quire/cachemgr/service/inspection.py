@@ -198,10 +198,11 @@ class Inspection:
         salt, tokens = messages.decode_reset_scope(request, ledger.geometry)
         if request.HasField("tenant") or salt is not None:
             tenant = tenant_asked_for("ResetPrefixCache", request)
-            parts = parts_of_reset(ledger, ledger.begin_reset(tenant, salt=salt, tokens=tokens), self._clock())
+            reset = ledger.begin_reset(tenant, salt=salt, tokens=tokens)
+            parts = parts_of_reset(ledger, reset, self._clock(), by=caller().name)
         else:
             require_role("ResetPrefixCache", Role.OPERATOR)
-            parts = parts_of_whole_reset(ledger, self._clock())
+            parts = parts_of_whole_reset(ledger, self._clock(), by=caller().name)
         dropped = [dropped async for dropped in in_turns(parts)]
         return cache_service_pb2.ResetPrefixCacheResponse(
             dropped_block_count=sum(num_blocks for num_blocks, _ in dropped),
@@ -229,10 +230,10 @@ class Inspection:
         tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
         ledger = pool.ledger
         explanation = ledger.inspector.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
-        response = messages.encode_explanation(
-            explanation, ledger.geometry.block_size, offset_s=self._pools.wall_clock_offset_s()
-        )
-        response.pool = ledger.pool
+        offset_s = self._pools.wall_clock_offset_s()
+        response = messages.encode_explanation(explanation, ledger, offset_s=offset_s)
+        if explanation.reset_by is not None and (sees_all() or explanation.reset_by == tenant):
+            response.reset_by = explanation.reset_by
         if explanation.evicted_by is not None:
             evicting_tenant, lease_id_prefix = explanation.evicted_by
             if sees_all() or evicting_tenant == tenant:
@@ -265,23 +266,23 @@ def prefix_asked_for(
     return messages.decode_prefix(request.token_ids[:longest], request.salt, geometries), tenant
 
 
-def parts_of_whole_reset(ledger: Ledger, now: float) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Drop everything, a slice at a time: how many blocks and pins."""
+def parts_of_whole_reset(ledger: Ledger, now: float, *, by: str) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Drop everything for a caller, a slice at a time: how many blocks and pins."""
 
     def drop(first: int) -> tuple[int, int]:
         num_pins = 0 if first else ledger.inspector.num_pins()
-        return ledger.reset_prefix_cache(first, first + RESET_SLICE, now=now), num_pins
+        return ledger.reset_prefix_cache(first, first + RESET_SLICE, now=now, by=by), num_pins
 
     return (partial(drop, first) for first in range(0, ledger.geometry.num_blocks, RESET_SLICE))
 
 
-def parts_of_reset(ledger: Ledger, reset: Reset, now: float) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Drop a reset's content, a part at a time: each returns the numbers of blocks and pins."""
+def parts_of_reset(ledger: Ledger, reset: Reset, now: float, *, by: str) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Drop a reset's content for a caller, a part at a time: each returns the numbers of blocks and pins."""
     is_done = False
 
     def drop() -> tuple[int, int]:
         nonlocal is_done
-        dropped = ledger.go_on_with_reset(reset, now=now)
+        dropped = ledger.go_on_with_reset(reset, now=now, by=by)
         is_done = dropped is None
         return dropped or (0, 0)
 

@@ -70,6 +70,7 @@ MISS_REASONS = {
     "being_computed": cache_service_pb2.MISS_REASON_BEING_COMPUTED,
     "other_salt": cache_service_pb2.MISS_REASON_OTHER_SALT,
     "other_tenant": cache_service_pb2.MISS_REASON_OTHER_TENANT,
+    "window_evicted": cache_service_pb2.MISS_REASON_WINDOW_EVICTED,
 }
 
 
@@ -90,10 +91,17 @@ def known_bytes(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def encode_plan(plan: GrantedStep, pool: AttachedPool, *, lease_id: str) -> bytes:
+def encode_plan(plan: GrantedStep, pool: AttachedPool, *, lease_id: str, wall_clock_offset_s: float = 0.0) -> bytes:
     """A serialised PlanStepResponse. Only this pool's cachemgr can have made its grant."""
     ledger = pool.ledger
-    answer = plan.encode_signed(ledger.pool, ledger.epoch, pool.term, lease_id, pool.signing_key)
+    answer = plan.encode_signed(
+        ledger.pool,
+        ledger.epoch,
+        pool.term,
+        lease_id,
+        pool.signing_key,
+        wall_clock_offset_s=wall_clock_offset_s,
+    )
     return answer + encode_refusals(plan)
 
 
@@ -306,8 +314,8 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
     )
 
 
-def encode_tenant(use: TenantUse, num_leases: int) -> cache_service_pb2.Tenant:
-    return cache_service_pb2.Tenant(
+def encode_tenant(use: TenantUse, num_leases: int, *, wall_clock_offset_s: float) -> cache_service_pb2.Tenant:
+    message = cache_service_pb2.Tenant(
         name=use.name,
         held_block_count=use.num_held,
         cached_block_count=use.num_cached,
@@ -318,7 +326,15 @@ def encode_tenant(use: TenantUse, num_leases: int) -> cache_service_pb2.Tenant:
         limit_block_count=use.limit,
         pin_budget_block_count=use.pin_budget,
         lease_count=num_leases,
+        kept_block_count=use.num_kept,
+        keep_limit_block_count=use.keep_limit,
+        cached_token_count=use.num_cached_tokens,
+        written_token_count=use.num_written_tokens,
+        admitted_token_count=use.num_admitted_tokens,
     )
+    if use.next_keep_end_s is not None:
+        message.next_keep_end_time.FromNanoseconds(int((use.next_keep_end_s + wall_clock_offset_s) * 1e9))
+    return message
 
 
 def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2.Pin:
@@ -328,12 +344,15 @@ def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2
 
 
 def encode_explanation(
-    explanation: Explanation, block_size: int, *, offset_s: float
+    explanation: Explanation, ledger: Ledger, *, offset_s: float
 ) -> cache_service_pb2.ExplainPrefixResponse:
-    """Without the pool, and without the evicting tenant and lease, which not every caller may see. `offset_s` makes
+    """Without the evicting tenant and lease and the caller of a reset, which not every caller may see. `offset_s` makes
     wall clock times."""
+    block_size = ledger.geometry.block_size
     index, group, prefix_hash = explanation.missing or (explanation.num_blocks, 0, b"")
     response = cache_service_pb2.ExplainPrefixResponse(
+        pool=ledger.pool,
+        epoch=ledger.epoch,
         cached_token_count=explanation.num_found * block_size,
         block_count=explanation.num_blocks,
         missing_block_index=index,
@@ -343,6 +362,7 @@ def encode_explanation(
         stranded_block_count=explanation.num_stranded,
         other_tenant=explanation.other_tenant or "",
     )
+    response.epoch_time.FromNanoseconds(int((ledger.began_at + offset_s) * 1e9))
     if explanation.lost_at is not None:
         response.lost_time.FromNanoseconds(int((explanation.lost_at + offset_s) * 1e9))
     return response

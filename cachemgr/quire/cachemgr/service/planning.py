@@ -73,7 +73,7 @@ class Planning:
     def plan_step(self, request: PlanRequest) -> bytes:
         """Plans one step; returns a serialised PlanStepResponse. Raises CallRefused."""
         pool, plan = self._plan(request)
-        return messages.encode_plan(plan, pool, lease_id=request.lease_id)
+        return self._encode(plan, pool, request.lease_id)
 
     async def _plan_in_parts(self, request: PlanRequest) -> bytes:
         """Plans in parts; other calls run between the parts that can be long."""
@@ -84,7 +84,11 @@ class Planning:
         pool, plan = self._plan(request)
         if plan.has_refusals:
             await asyncio.sleep(0)
-        return messages.encode_plan(plan, pool, lease_id=request.lease_id)
+        return self._encode(plan, pool, request.lease_id)
+
+    def _encode(self, plan: GrantedStep, pool: AttachedPool, lease_id: str) -> bytes:
+        offset_s = self._pools.wall_clock_offset_s()
+        return messages.encode_plan(plan, pool, lease_id=lease_id, wall_clock_offset_s=offset_s)
 
     def _hash_part(self, request: PlanRequest) -> bool:
         """Takes a part of the work off a plan with long prompts. True if there is more to take."""

@@ -60,8 +60,12 @@ class Keeping:
             use for use in ledger.inspector.tenants() if is_shown(use.name) and (behind is None or use.name > behind)
         ]
         num_leases = ledger.inspector.num_leases_by_tenant()
+        offset_s = self._pools.wall_clock_offset_s()
         response = cache_service_pb2.ListTenantsResponse(
-            tenants=[messages.encode_tenant(use, num_leases.get(use.name, 0)) for use in uses[:limit]]
+            tenants=[
+                messages.encode_tenant(use, num_leases.get(use.name, 0), wall_clock_offset_s=offset_s)
+                for use in uses[:limit]
+            ]
         )
         if len(uses) > limit:
             response.next_page_token = messages.encode_name_token(uses[limit - 1].name)

@@ -8,8 +8,11 @@ from numbers import Integral, Real
 from typing import Any
 
 from quire.cache.v1.admission_bounds import (
+    LEAST_KEEP_S,
     LEAST_PRIORITY,
+    MAX_BREAKPOINTS,
     MAX_EXPECTED_S,
+    MAX_KEEP_S,
     MAX_RANGES,
     MAX_RETENTION_S,
     MAX_SALT_BYTES,
@@ -50,6 +53,70 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a prefix of a request's prompt that is kept in the cache. Raises InvalidRequest if out of range.
+
+    num_tokens   the prefix; its full blocks are kept
+    ttl_s        seconds after the last use, 1 to 86,400
+    """
+
+    num_tokens: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        _check_integer("breakpoints.num_tokens", self.num_tokens, 1, _MAX_INT32)
+        if not (_is_number(self.ttl_s) and LEAST_KEEP_S <= self.ttl_s <= MAX_KEEP_S):
+            limit = f"seconds from {LEAST_KEEP_S:g} to {MAX_KEEP_S:g}"
+            raise InvalidRequest.of_field("breakpoints.ttl_s", self.ttl_s, limit)
+
+
+class MissReason(Enum):
+    """Why a block of a prompt was not in the prefix cache."""
+
+    NEVER_COMPUTED = "never_computed"  # Or its eviction is so old that it is forgotten.
+    BEING_COMPUTED = "being_computed"
+    EVICTED = "evicted"
+    WINDOW_EVICTED = "window_evicted"  # Of a layer group with a window; the other groups have it.
+    RESET = "reset"
+    OTHER_SALT = "other_salt"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The first block of a prompt that was not in the prefix cache, when the request was admitted.
+
+    block_index        from 0
+    lost_at_s          the Unix time of its eviction or reset; None if it was not lost
+    evicted_by_tenant  the tenant for whose allocation it was evicted, if that is the request's; else None
+    """
+
+    block_index: int
+    reason: MissReason
+    lost_at_s: float | None = None
+    evicted_by_tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOutcome:
+    """What a request's prompt found in the prefix cache and left there, as the pool counts it. The prompt counts once,
+    whatever the number of samples, preemptions and pools.
+
+    num_cached_tokens    found
+    num_written_tokens   computed in full blocks, which later requests find
+    num_kept_tokens      kept because of its breakpoints; less than the last one if its tenant's limit is smaller
+    miss                 if it was asked for with explain_miss, and not all full blocks were found
+    pool, epoch          where
+    """
+
+    num_cached_tokens: int = 0
+    num_written_tokens: int = 0
+    num_kept_tokens: int = 0
+    miss: Miss | None = None
+    pool: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheParams:
     """One request's use of the pool and its prefix cache. It changes no token, except by rounding.
 
@@ -62,6 +129,8 @@ class CacheParams:
     unknown
     reserve           it is admitted only if blocks for the prompt and max_tokens are guaranteed. Samples beyond the
                       first of a prompt are best effort
+    breakpoints       prefixes of its prompt that are kept, at most 4, each longer than the one before it; not with NONE
+    explain_miss      its first chunk says why no more of the prompt was found
     """
 
     salt: bytes = b""
@@ -69,6 +138,8 @@ class CacheParams:
     retention: tuple[Retention, ...] = ()
     expected_back_s: float | None = None
     reserve: bool = False
+    breakpoints: tuple[Breakpoint, ...] = ()
+    explain_miss: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
@@ -80,8 +151,12 @@ class CacheParams:
         if back is not None and not (_is_number(back) and (back == math.inf or 0 <= back <= MAX_EXPECTED_S)):
             limit = f"None, math.inf, or seconds from 0 to {MAX_EXPECTED_S:g}"
             raise InvalidRequest.of_field("expected_back_s", back, limit)
-        if not isinstance(self.reserve, bool):
-            raise InvalidRequest.of_field("reserve", self.reserve, "a bool")
+        for name in ("reserve", "explain_miss"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest.of_field(name, getattr(self, name), "a bool")
+        object.__setattr__(self, "breakpoints", _breakpoints(self.breakpoints))
+        if self.breakpoints and self.cache_use is CacheUse.NONE:
+            raise InvalidRequest.of_field("breakpoints", len(self.breakpoints), "none, since cache_use is NONE")
 
     @property
     def reads_cache(self) -> bool:
@@ -110,6 +185,22 @@ def _ranges(value: Any) -> tuple[Retention, ...]:
         if not each.num_tokens and index < len(ranges) - 1:
             raise InvalidRequest.of_field("retention.num_tokens", 0, "at least 1 but in the last range")
     return ranges
+
+
+def _breakpoints(value: Any) -> tuple[Breakpoint, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequest.of_field("breakpoints", value, "several Breakpoint")
+    breakpoints = tuple(value)
+    if len(breakpoints) > MAX_BREAKPOINTS:
+        raise InvalidRequest.of_field("breakpoints", len(breakpoints), f"at most {MAX_BREAKPOINTS}")
+    end = 0
+    for each in breakpoints:
+        if not isinstance(each, Breakpoint):
+            raise InvalidRequest.of_field("breakpoints", each, "a Breakpoint")
+        if each.num_tokens <= end:
+            raise InvalidRequest.of_field("breakpoints.num_tokens", each.num_tokens, f"more than {end}, the one before")
+        end = each.num_tokens
+    return breakpoints
 
 
 def _check_integer(field: str, value: Any, low: int, high: int) -> None:

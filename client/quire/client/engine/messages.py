@@ -10,7 +10,15 @@ from google.protobuf import duration_pb2
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.channel import decode_error
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheUse, Retention
+from quire.client.engine.caching import (
+    NO_CACHE_PARAMS,
+    Breakpoint,
+    CacheOutcome,
+    CacheUse,
+    Miss,
+    MissReason,
+    Retention,
+)
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.scheduling.faults import RequestFault
 from quire.client.engine.scheduling.layer_groups import LayerGroup
@@ -44,6 +52,15 @@ _CACHE_USES = {
     CacheUse.READ_AND_WRITE: cache_service_pb2.CACHE_USE_READ_AND_WRITE,
     CacheUse.WRITE_ONLY: cache_service_pb2.CACHE_USE_WRITE_ONLY,
     CacheUse.NONE: cache_service_pb2.CACHE_USE_NONE,
+}
+
+_MISS_REASONS = {
+    cache_service_pb2.MISS_REASON_NEVER_COMPUTED: MissReason.NEVER_COMPUTED,
+    cache_service_pb2.MISS_REASON_BEING_COMPUTED: MissReason.BEING_COMPUTED,
+    cache_service_pb2.MISS_REASON_EVICTED: MissReason.EVICTED,
+    cache_service_pb2.MISS_REASON_WINDOW_EVICTED: MissReason.WINDOW_EVICTED,
+    cache_service_pb2.MISS_REASON_RESET: MissReason.RESET,
+    cache_service_pb2.MISS_REASON_OTHER_SALT: MissReason.OTHER_SALT,
 }
 
 _LAYER_GROUP_KINDS = {
@@ -140,7 +157,10 @@ def _encode_expected(plan: Plan) -> Iterator[cache_service_pb2.ExpectedPrompt]:
 
 def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
     message = cache_service_pb2.Admission(
-        sequence_id=admission.seq_id, token_ids=admission.token_ids, resumed=admission.resumed
+        sequence_id=admission.seq_id,
+        token_ids=admission.token_ids,
+        resumed=admission.resumed,
+        waits_for_prefix=admission.waits_for_prefix,
     )
     if admission.tenant:
         message.tenant = admission.tenant
@@ -150,7 +170,13 @@ def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
         message.cache_use = _CACHE_USES[cache.cache_use]
         message.reserved_token_count = admission.reserved_tokens
         message.retention.extend(map(_encode_retention, cache.retention))
+        message.breakpoints.extend(map(_encode_breakpoint, cache.breakpoints))
+        message.explains_miss = cache.explain_miss and not admission.resumed
     return message
+
+
+def _encode_breakpoint(end: Breakpoint) -> cache_service_pb2.Breakpoint:
+    return cache_service_pb2.Breakpoint(token_count=end.num_tokens, ttl=_duration_of(end.ttl_s))
 
 
 def _encode_retention(part: Retention) -> cache_service_pb2.Retention:
@@ -179,8 +205,8 @@ def _duration_of(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
-def decode_granted_step(response: cache_service_pb2.PlanStepResponse) -> GrantedStep:
-    """The answer to a plan. Raises ProtocolViolation if lists that belong together differ in length."""
+def decode_granted_step(response: cache_service_pb2.PlanStepResponse, *, pool: str = "", epoch: int = 0) -> GrantedStep:
+    """The answer of a pool to a plan. Raises ProtocolViolation if lists that belong together differ in length."""
     counts = response.block_counts
     granted = GrantedStep(
         step_number=response.step_number,
@@ -190,7 +216,7 @@ def decode_granted_step(response: cache_service_pb2.PlanStepResponse) -> Granted
         given_run_indexes=list(response.given_run_indexes),
         refusals=[_decode_refusal(refusal) for refusal in response.refusals],
         admitted_ids=list(response.admitted_sequence_ids),
-        cached_counts=list(response.admitted_cached_token_counts),
+        outcomes=_decode_outcomes(response, pool, epoch) if response.admitted_sequence_ids else (),
         blocks=Blocks(
             free=counts.free_count,
             cached=counts.cached_count,
@@ -203,11 +229,32 @@ def decode_granted_step(response: cache_service_pb2.PlanStepResponse) -> Granted
     )
     if not len(granted.run_ids) == len(granted.run_starts) == len(granted.run_counts):
         raise ProtocolViolation("the runs of a plan differ in length")
-    if len(granted.admitted_ids) != len(granted.cached_counts):
-        raise ProtocolViolation("the admissions of a plan differ in length")
     if len(granted.restored_ids) != len(granted.restored_counts):
         raise ProtocolViolation("the restores of a plan differ in length")
     return granted
+
+
+def _decode_outcomes(response: cache_service_pb2.PlanStepResponse, pool: str, epoch: int) -> list[CacheOutcome]:
+    ids, cached = response.admitted_sequence_ids, response.admitted_cached_token_counts
+    # An older cachemgr does not tell of tokens that are written, and keeps none.
+    written = response.admitted_written_token_counts or [0] * len(ids)
+    kept = response.admitted_kept_token_counts or [0] * len(ids)
+    if not len(ids) == len(cached) == len(written) == len(kept):
+        raise ProtocolViolation("the admissions of a plan differ in length")
+    misses = {miss.sequence_id: _decode_miss(miss) for miss in response.admitted_misses}
+    return [
+        CacheOutcome(num_cached, num_written, num_kept, misses.get(seq_id), pool, epoch)
+        for seq_id, num_cached, num_written, num_kept in zip(ids, cached, written, kept, strict=True)
+    ]
+
+
+def _decode_miss(miss: cache_service_pb2.AdmissionMiss) -> Miss:
+    reason = _MISS_REASONS.get(miss.reason)
+    if reason is None:
+        raise ProtocolViolation(f"an admission missed a block for the reason {miss.reason}")
+    lost_at_s = miss.lost_time.ToNanoseconds() / 1e9 if miss.HasField("lost_time") else None
+    evicted_by = miss.evicted_by_tenant if miss.HasField("evicted_by_tenant") else None
+    return Miss(miss.missing_block_index, reason, lost_at_s, evicted_by)
 
 
 def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:

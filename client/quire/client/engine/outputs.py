@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from quire.client.engine.caching import CacheOutcome
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.client.engine.tokenizer import Detokenizer, StopStrings
@@ -21,7 +22,7 @@ class Chunk:
     finish_reason  the reason why the sample ended; None if it continues
     prompt_logprobs    of the prompt's tokens, by position, None for the first one; with the request's first chunk
                        that has a token. None in the others, and if not asked for
-    num_cached_tokens  tokens of the prompt that were found in the prefix cache, with the same chunk; None in the others
+    cache_outcome  what the prompt found in the prefix cache, with the same chunk; None in the others
     stop_string    the stop string that ended the sample, with finish_reason; None if something else did, and of best_of
     """
 
@@ -31,8 +32,13 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    num_cached_tokens: int | None = None
+    cache_outcome: CacheOutcome | None = None
     stop_string: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Return the tokens of the prompt that were found in the prefix cache; None if it has no cache_outcome."""
+        return None if self.cache_outcome is None else self.cache_outcome.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All samples of one prompt, by index; prompt_logprobs as in Chunk, num_cached_tokens 0 if nothing was computed."""
+    """All samples of one prompt, by index; prompt_logprobs as in Chunk, cache_outcome None if nothing was computed."""
 
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     prompt_logprobs: PromptLogprobs | None = None
-    num_cached_tokens: int = 0
+    cache_outcome: CacheOutcome | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Return the tokens of the prompt that were found in the prefix cache."""
+        return 0 if self.cache_outcome is None else self.cache_outcome.num_cached_tokens
 
     @property
     def text(self) -> str:
@@ -176,7 +187,7 @@ def best_of(completion: Completion, count: int, *, has_logprobs: bool) -> list[C
             logprobs=sample.logprobs if has_logprobs else None,
             finish_reason=sample.finish_reason,
             prompt_logprobs=None if index else completion.prompt_logprobs,
-            num_cached_tokens=None if index else completion.num_cached_tokens,
+            cache_outcome=None if index else completion.cache_outcome,
         )
         for index, sample in enumerate(ranked[:count])
     ]
@@ -191,13 +202,13 @@ def complete(prompt_token_ids: Iterable[int], chunks: Iterable[Chunk]) -> Comple
     """All chunks of a request that has ended, put together. Raises ValueError if a sample has not ended."""
     samples: dict[int, list[Chunk]] = {}
     prompt_logprobs: PromptLogprobs | None = None
-    num_cached_tokens = 0
+    cache_outcome: CacheOutcome | None = None
     for chunk in chunks:
         samples.setdefault(chunk.index, []).append(chunk)
         prompt_logprobs = prompt_logprobs or chunk.prompt_logprobs
-        num_cached_tokens += chunk.num_cached_tokens or 0
+        cache_outcome = cache_outcome or chunk.cache_outcome
     each = tuple(_sample(index, samples[index]) for index in sorted(samples))
-    return Completion(tuple(prompt_token_ids), each, prompt_logprobs, num_cached_tokens)
+    return Completion(tuple(prompt_token_ids), each, prompt_logprobs, cache_outcome)
 
 
 def _sample(index: int, chunks: list[Chunk]) -> Sample:

@@ -4,6 +4,7 @@ import asyncio
 from collections import abc
 from dataclasses import replace
 
+from quire.client.engine.caching import CacheOutcome
 from quire.client.engine.metrics import RequestTimes
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import PromptLogprobs
@@ -53,7 +54,7 @@ class Request:
         self.tells_of_prompt = delivered is None  # with the first token
         self.delivered = [len(sample.token_ids) for sample in delivered or ()] or [0] * num_samples
         self._unread: dict[int, SampleOutput] = {}  # in the order in which they got something to read
-        self._of_prompt: tuple[PromptLogprobs | None, int | None] | None = None
+        self._of_prompt: tuple[PromptLogprobs | None, CacheOutcome | None] | None = None
         self._num_unread = 0
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -63,7 +64,7 @@ class Request:
 
     def tell_of_prompt(self, logprobs: PromptLogprobs | None) -> None:
         """Add results for the prompt to the chunk that is taken next."""
-        self._of_prompt = logprobs, self.first.num_cached_tokens
+        self._of_prompt = logprobs, self.first.cache_outcome
         self.tells_of_prompt = False
 
     def put(self, output: SampleOutput, num_tokens: int) -> int:
@@ -158,9 +159,9 @@ class Request:
             return None
         self.delivered[chunk.index] += len(chunk.token_ids)
         if self._of_prompt is not None:
-            logprobs, num_cached_tokens = self._of_prompt
+            logprobs, outcome = self._of_prompt
             self._of_prompt = None
-            return replace(chunk, prompt_logprobs=logprobs, num_cached_tokens=num_cached_tokens)
+            return replace(chunk, prompt_logprobs=logprobs, cache_outcome=outcome)
         return chunk
 
 

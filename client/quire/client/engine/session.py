@@ -94,7 +94,7 @@ class Session:
             raise ProtocolViolation(f"a plan is for step {response.step_number}, behind {self._step_number}")
         self._step_number += 1
         self._on_renewal()
-        return decode_granted_step(response), response.grant
+        return decode_granted_step(response, pool=self.pool, epoch=self.epoch), response.grant
 
     async def plan_again(
         self, request: cache_service_pb2.PlanStepRequest, error: Unavailable, *, until: float

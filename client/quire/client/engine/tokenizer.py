@@ -96,6 +96,17 @@ class Tokenizer:
         _check_characters("".join(parts))
         return self._ordinary.encode(parts)
 
+    def encode_to_places(self, parts: Sequence[str], prefixes: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
+        """The tokens as encode_parts makes them, and for each prefix of the parts the tokens that lie in it whole.
+
+        A text in one part has special tokens where it writes them. Raises as encode_parts.
+        """
+        if len(parts) > 1:
+            return self._ordinary.encode_to_places(parts, prefixes)
+        _check_characters(parts[0])
+        [encoding] = self._raw.encode_batch(parts, add_special_tokens=False)
+        return encoding.ids, [_num_within(encoding.offsets, len(prefix[0])) for prefix in prefixes]
+
     @cached_property
     def _ordinary(self) -> _OrdinaryText:
         return _OrdinaryText(self._raw, self.special_tokens)
@@ -177,6 +188,11 @@ def _check_characters(text: str) -> None:
         raise InvalidRequest.of_field("prompt", found, "text without lone surrogates") from error
 
 
+def _num_within(offsets: Sequence[tuple[int, int]], num_chars: int) -> int:
+    """Return the leading tokens that end within so many characters."""
+    return next((index for index, (_, end) in enumerate(offsets) if end > num_chars), len(offsets))
+
+
 class _OrdinaryText:
     """A tokenizer that finds no special tokens, but stand-ins for them: texts that no caller can know."""
 
@@ -202,12 +218,23 @@ class _OrdinaryText:
 
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Return the tokens of texts, of which every second one is ordinary."""
-        text = "".join(
+        [encoding] = self._raw.encode_batch_fast([self._joined(parts)], add_special_tokens=False)
+        return self._checked(encoding.ids, parts)
+
+    def encode_to_places(self, parts: Sequence[str], prefixes: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
+        """Return the tokens, and for each prefix of the parts those that lie in it whole."""
+        _check_characters("".join(parts))
+        [encoding] = self._raw.encode_batch([self._joined(parts)], add_special_tokens=False)
+        counts = [_num_within(encoding.offsets, len(self._joined(prefix))) for prefix in prefixes]
+        return self._checked(encoding.ids, parts), counts
+
+    def _joined(self, parts: Sequence[str]) -> str:
+        return "".join(
             part if index % 2 else self._pattern.sub(lambda found: self._stand_ins[found[0]], part)
             for index, part in enumerate(parts)
         )
-        [encoding] = self._raw.encode_batch_fast([text], add_special_tokens=False)
-        token_ids = encoding.ids
+
+    def _checked(self, token_ids: list[int], parts: Sequence[str]) -> list[int]:
         if not self._special_ids.isdisjoint(token_ids):
             found = next(each for each in parts[1::2] if self._pattern.search(each))
             raise InvalidRequest.of_field("prompt", found, "text that this tokenizer can write without special tokens")

@@ -13,6 +13,7 @@ from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Tex
 from quire.gateway.http.streams import event_of
 from quire.gateway.openai.answers import TokenUsage, call_id
 from quire.gateway.openai.conversations import BegunConversation
+from quire.gateway.prompt_cache import Diagnosis, Divergence
 
 
 @dataclass(slots=True)
@@ -68,6 +69,31 @@ def _input_of(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
+# The reasons that Anthropic has.
+_REASONS = {
+    Divergence.NOT_FOUND: "previous_message_not_found",
+    Divergence.MODEL: "model_changed",
+    Divergence.SYSTEM: "system_changed",
+    Divergence.TOOLS: "tools_changed",
+    Divergence.MESSAGES: "messages_changed",
+}
+
+
+def diagnostics_of(diagnosis: Diagnosis) -> dict[str, Any] | None:
+    """Return `diagnostics` as Anthropic has it, None if nothing was missed.
+
+    Under `quire` it has what only the cache's manager knows.
+    """
+    if diagnosis.divergence is Divergence.NONE:
+        return None
+    reason: dict[str, Any] = {"type": _REASONS.get(diagnosis.divergence, "unavailable")}
+    if diagnosis.divergence is Divergence.NOT_FOUND:
+        return {"cache_miss_reason": reason}
+    if reason["type"] != "unavailable":
+        reason["cache_missed_input_tokens"] = diagnosis.num_missed
+    return {"cache_miss_reason": reason, "quire": diagnosis.detail}
+
+
 class MessageAnswer:
     """The answer to one request."""
 
@@ -76,7 +102,7 @@ class MessageAnswer:
         self._is_begun = False
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
-        self._usage = TokenUsage(len(begun.prompt_token_ids))
+        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
         self._blocks: list[_TextBlock | _Thinking | _ToolUse] = []
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
@@ -84,16 +110,27 @@ class MessageAnswer:
     def body(self) -> dict[str, Any]:
         """Return the message as it is now."""
         content = [block.body for block in self._blocks]
-        return {**self._head, "content": content, **self._stop, "usage": self._usage_body}
+        diagnosis = self._begun.report.diagnosis
+        diagnostics = None if diagnosis is None else diagnostics_of(diagnosis)
+        return {
+            **self._head,
+            "content": content,
+            **self._stop,
+            "usage": self._usage_body,
+            "diagnostics": diagnostics,
+        }
 
     @property
-    def _usage_body(self) -> dict[str, int]:
-        usage = self._usage
+    def _usage_body(self) -> dict[str, Any]:
+        usage, report = self._usage, self._begun.report
+        num_short, num_long = report.num_created_tokens
         return {
-            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens - num_short - num_long,
+            "cache_creation_input_tokens": num_short + num_long,
             "cache_read_input_tokens": usage.num_cached_tokens,
+            "cache_creation": {"ephemeral_5m_input_tokens": num_short, "ephemeral_1h_input_tokens": num_long},
             "output_tokens": usage.num_generated_tokens,
+            **report.details,
         }
 
     def push(self, chunk: Chunk) -> bytes:
@@ -101,7 +138,8 @@ class MessageAnswer:
         return b"".join(self._of_chunk(chunk))
 
     def _of_chunk(self, chunk: Chunk) -> Iterator[bytes]:
-        self._usage.count(chunk)
+        self._usage.count(chunk, generates=not self._begun.only_warms)
+        self._begun.report.take(chunk.cache_outcome, self._head["id"])
         if not self._is_begun:
             self._is_begun = True
             yield _event("message_start", message=self.body)

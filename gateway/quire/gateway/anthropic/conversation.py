@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.gateway.chat.cache_fields import KeptEnds
 from quire.gateway.chat.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     Conversation,
     GivenTool,
-    Message,
     NamedTool,
     OfferedTools,
     names_of,
@@ -19,10 +19,14 @@ from quire.gateway.chat.conversation import (
     read_content,
     tool_of,
 )
+from quire.gateway.chat.prefix_ends import BehindTool, InMessage, Message
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import Fields, text_of
 
 MAX_TOOLS = 1_024
+
+# Blocks behind which a prefix to keep may end.
+_CACHEABLE = ("text", "tool_use", "tool_result")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # Tools that Anthropic's servers run: a model can answer without them.
@@ -33,29 +37,45 @@ _BILLING = "x-anthropic-billing-header:"
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
-def read_conversation(fields: Fields) -> Conversation:
-    """Return the conversation of a body. Raises HttpError: 400 with the field's path."""
-    messages = [*_system(fields), *_messages(fields)]
-    is_prefilled = messages[-1]["role"] == "assistant"
+def read_conversation(fields: Fields, kept: KeptEnds) -> Conversation:
+    """Return the conversation of a body, and collect the ends of prefixes to keep.
+
+    Raises HttpError: 400 with the field's path.
+    """
+    offer = _tools(fields, kept)
+    system = _system(fields, kept)
+    messages = [*system, *_messages(fields, kept, len(system))]
+    last = messages[-1]
+    is_prefilled = last["role"] == "assistant"
+    kept.take(fields, InMessage(len(messages) - 1, len(last["content"]) if last.get("content") else None))
     return Conversation(
         messages,
-        _tools(fields),
+        offer,
         add_generation_prompt=not is_prefilled,
         continues=is_prefilled,
         further=_further(fields),
+        kept=kept.ends,
     )
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def _system(fields: Fields) -> list[Message]:
+def _system(fields: Fields, kept: KeptEnds) -> list[Message]:
     """Return the system's message, without Claude Code's billing block."""
     path, value = fields.path_of("system"), fields.take("system")
     if value is None:
         return []
-    texts = [value] if isinstance(value, str) else [_text(each) for each in _blocks(fields, "system")]
-    text = "\n".join(text_of(path, each) for each in texts if not each.startswith(_BILLING))
+    text: str | None = None
+    if isinstance(value, str):
+        text = None if value.startswith(_BILLING) else text_of(path, value)
+    else:
+        for block in _blocks(fields, "system"):
+            added = _text(block)
+            if not added.startswith(_BILLING):
+                text = added if text is None else f"{text}\n{added}"
+            kept.take(block, InMessage(0, len(text or "")))
+            block.end()
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -73,14 +93,12 @@ def _text(block: Fields) -> str:
 
 def _text_block(block: Fields) -> str:
     block.require("text")
-    text = block.string("text") or ""
-    block.ignore("cache_control", "citations")
-    block.end()
-    return text
+    block.ignore("citations")
+    return block.string("text") or ""
 
 
-def _messages(fields: Fields) -> list[Message]:
-    """Return the messages; neighbours of one role are one message, as Anthropic has it."""
+def _messages(fields: Fields, kept: KeptEnds, first: int) -> list[Message]:
+    """Return the messages; neighbours of one role are one message, as Anthropic has it. So many are before them."""
     fields.require("messages")
     given = fields.objects("messages", max_length=MAX_MESSAGES) or []
     messages: list[Message] = []
@@ -92,7 +110,11 @@ def _messages(fields: Fields) -> list[Message]:
             _add_text(messages, role, each.string("content") or "")
         else:
             for block in _blocks(each, "content"):
-                _add_block(messages, role, block)
+                kind = _add_block(messages, role, block, kept, first)
+                if kind in _CACHEABLE:
+                    in_content = None if kind == "tool_use" else len(messages[-1]["content"])
+                    kept.take(block, InMessage(first + len(messages) - 1, in_content))
+                block.end()
         each.end()
     if not messages:
         raise invalid(fields.path_of("messages"), [], "a list of at least one message with content")
@@ -110,25 +132,28 @@ def _check_last(last: Message, path: str) -> None:
         raise HttpError(400, f"{path} has no text to continue", code="invalid_value", param=path)
 
 
-def _add_block(messages: list[Message], role: str, block: Fields) -> None:
+def _add_block(messages: list[Message], role: str, block: Fields, kept: KeptEnds, first: int) -> str:
+    """Add a block to the messages; return its kind."""
     kinds = {
         "user": ("text", "tool_result"),
         "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
         "system": ("text",),
     }
     block.require("type")
-    kind = block.choice("type", kinds[role])
+    kind: str = block.choice("type", kinds[role], "")
     if kind == "text":
         _add_text(messages, role, _text_block(block))
     elif kind == "tool_result":
-        messages.append(_tool_result(block))
+        messages.append(_tool_result(block, kept, first + len(messages)))
     elif kind == "tool_use":
         _message_of(messages, "assistant").setdefault("tool_calls", []).append(_tool_use(block))
     elif kind == "thinking":
         block.require("thinking")
         _join(_message_of(messages, "assistant"), "reasoning_content", block.string("thinking") or "")
         block.ignore("signature")
-        block.end()
+    else:
+        block.ignore(*block)  # what Anthropic's servers alone can read
+    return kind
 
 
 def _add_text(messages: list[Message], role: str, text: str) -> None:
@@ -151,26 +176,26 @@ def _tool_use(block: Fields) -> dict[str, Any]:
         block.require(name)
     function = {"name": block.string("name"), "arguments": block.mapping("input")}
     call = {"id": block.string("id"), "type": "function", "function": function}
-    block.ignore("cache_control", "caller", "toolset_name")
-    block.end()
+    block.ignore("caller", "toolset_name")
     return call
 
 
-def _tool_result(block: Fields) -> Message:
+def _tool_result(block: Fields, kept: KeptEnds, index: int) -> Message:
     block.require("tool_use_id")
-    content = read_content(block, "content", kinds=("text",)) if block.has("content") else ""
+    content = ""
+    if block.has("content"):
+        content = read_content(block, "content", kinds=("text",), kept=kept, message=index)
     if block.boolean("is_error"):
         content = f"Error: {content}"  # templates have no other place for it
     message = {"role": "tool", "tool_call_id": block.string("tool_use_id"), "content": content}
-    block.ignore("cache_control", "toolset_name")
-    block.end()
+    block.ignore("toolset_name")
     return message
 
 
 # -- tools --------------------------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> OfferedTools:
+def _tools(fields: Fields, kept: KeptEnds) -> OfferedTools:
     given: dict[str, GivenTool] = {}
     for index, each in enumerate(fields.objects("tools", max_length=MAX_TOOLS) or []):
         kind = each.string("type", "custom")
@@ -179,6 +204,8 @@ def _tools(fields: Fields) -> OfferedTools:
         if kind != "custom":
             raise invalid(each.path_of("type"), kind, "'custom': give the tool with an input_schema")
         given[f"{fields.path_of('tools')}[{index}]"] = _tool(each)
+        kept.take(each, BehindTool(len(given) - 1))
+        each.end()
     choice, parallel = _choice(fields, names_of(given))
     return offer_of(list(given.values()), choice, parallel=parallel)
 
@@ -190,9 +217,7 @@ def _tool(fields: Fields) -> GivenTool:
     if not _NAME.fullmatch(name):
         raise invalid(fields.path_of("name"), name, "1 to 128 letters, digits, underscores or dashes")
     tool = tool_of(fields, name, schema="input_schema")
-    fields.ignore("cache_control", "strict", "eager_input_streaming", "input_examples")
-    fields.ignore("allowed_callers", "defer_loading")
-    fields.end()
+    fields.ignore("strict", "eager_input_streaming", "input_examples", "allowed_callers", "defer_loading")
     return tool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
 from quire.gateway.anthropic.answers import MessageAnswer
 from quire.gateway.anthropic.conversation import read_conversation
 from quire.gateway.anthropic.errors import REQUEST_ID_HEADER, error_event
+from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
 from quire.gateway.chat.models import tokenizer_of
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
@@ -33,7 +34,7 @@ PATH = "/v1/messages"
 
 _NAMES = {"prompt": "messages", "grammar": "output_config.format", "stop": "stop_sequences"}
 # Fields that advise, or that say something of Anthropic's services; the text does not depend on them.
-_ADVICE = ("cache_control", "context_management", "diagnostics", "inference_geo", "speed")
+_ADVICE = ("context_management", "inference_geo", "speed")
 _BOOKKEEPING = ("anthropic_beta", "anthropic_version", "betas", "user_profile_id", "workspace_id")
 
 
@@ -68,7 +69,8 @@ async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
     fields = request.fields
     backend = gateway.backend_of(fields.string("model"))
     _ignore_advice(fields)
-    conversation = read_conversation(fields)
+    _compared_with(fields)
+    conversation = replace(read_conversation(fields, KeptEnds(read_cache_options(fields))), kept=())
     list(_schemas(fields))
     fields.end()
     prompt = await chat_model_of(gateway, backend).prompt_of(
@@ -87,19 +89,34 @@ def read_request(gateway: Gateway, fields: Fields) -> MessageRequest:
     _refuse(fields)
     _ignore_advice(fields)
     fields.require("max_tokens")
-    max_tokens = fields.integer("max_tokens", low=1) or 1
-    conversation = read_conversation(fields)
-    params = replace_max_tokens(_sampling(fields), max_tokens)
+    max_tokens = fields.integer("max_tokens", low=0) or 0
+    kept = KeptEnds(read_cache_options(fields))
+    conversation = read_conversation(fields, kept)
+    only_warms = kept.options.only_warms or not max_tokens
+    params = replace_max_tokens(_sampling(fields), max_tokens or 1)
+    compared_with = _compared_with(fields) or kept.options.compared_with
     asked = MessageRequest(
         backend=backend,
         conversation=conversation,
         params=params,
-        cache=cache_of(fields),
+        cache=cache_of(fields, kept, explains_miss=compared_with is not None),
         max_tokens=max_tokens,
         stream=fields.boolean("stream"),
+        compared_with=compared_with,
+        only_warms=only_warms,
     )
     fields.end()
     return asked
+
+
+def _compared_with(fields: Fields) -> str | None:
+    """Return the id of the earlier message that a diagnosis compares with; None: there is none."""
+    asked = fields.object("diagnostics")
+    if asked is None:
+        return None
+    message_id = asked.string("previous_message_id")
+    asked.end()
+    return message_id
 
 
 def _sampling(fields: Fields) -> SamplingParams:

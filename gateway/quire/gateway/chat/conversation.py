@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.gateway.chat.arguments import arguments_of
+from quire.gateway.chat.cache_fields import KeptEnds
 from quire.gateway.chat.json_schemas import closed
+from quire.gateway.chat.prefix_ends import BehindTool, InMessage, Message, PrefixEnd
 from quire.gateway.chat.tools import Tool
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import Fields, object_of, text_of
@@ -26,7 +28,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME_LIMIT = "1 to 64 letters, digits, underscores, dashes or dots"
 
-Message = dict[str, Any]
 GivenTool = tuple[Tool, Mapping[str, Any]]
 """A tool, and how the template gets it."""
 
@@ -60,6 +61,7 @@ class Conversation:
 
     continues   the model continues the last message, and begins no other
     further     values that the template gets by name
+    kept        ends of prefixes to keep in the cache
     """
 
     messages: Sequence[Message]
@@ -67,21 +69,25 @@ class Conversation:
     add_generation_prompt: bool = True
     continues: bool = False
     further: Mapping[str, Any] = field(default_factory=dict)
+    kept: Sequence[PrefixEnd] = ()
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def read_messages(fields: Fields) -> list[Message]:
-    """Return the messages of a chat completion. Raises HttpError: 400 with the field's path."""
+def read_messages(fields: Fields, kept: KeptEnds) -> list[Message]:
+    """Return the messages of a chat completion, and collect the ends of prefixes to keep.
+
+    Raises HttpError: 400 with the field's path.
+    """
     fields.require("messages")
     given = fields.objects("messages", max_length=MAX_MESSAGES) or []
     if not given:
         raise invalid(fields.path_of("messages"), [], "a list of at least one message")
-    return [_message(each) for each in given]
+    return [_message(each, index, kept) for index, each in enumerate(given)]
 
 
-def _message(fields: Fields) -> Message:
+def _message(fields: Fields, index: int, kept: KeptEnds) -> Message:
     fields.require("role")
     role = fields.choice("role", ROLES)
     message: Message = {"role": role}
@@ -94,8 +100,9 @@ def _message(fields: Fields) -> Message:
         message["tool_call_id"] = fields.string("tool_call_id")
     if "tool_calls" not in message or fields.has("content"):
         fields.require("content")
-        message["content"] = read_content(fields, "content", kinds=("text",))
+        message["content"] = read_content(fields, "content", kinds=("text",), kept=kept, message=index)
     fields.take("content")
+    kept.take(fields, InMessage(index, len(message["content"]) if message.get("content") else None))
     fields.end()
     return message
 
@@ -113,15 +120,24 @@ def _read_answer(fields: Fields, message: Message) -> None:
     fields.ignore("refusal", "annotations", PARSED)
 
 
-def read_content(fields: Fields, name: str, *, kinds: Sequence[str]) -> str:
-    """Return a content as one text: parts are joined by line feeds. Raises HttpError for a part that is no text."""
+def read_content(fields: Fields, name: str, *, kinds: Sequence[str], kept: KeptEnds, message: int) -> str:
+    """Return the content of a message as one text: parts are joined by line feeds. Collects the ends of parts to keep.
+
+    Raises HttpError for a part that is no text.
+    """
     path, value = fields.path_of(name), fields.take(name)
     if isinstance(value, str):
         return text_of(path, value)
     if not isinstance(value, list):
         raise invalid(path, value, "a string or a list of parts")
-    parts = fields.objects(name, max_length=MAX_PARTS) or []
-    return "\n".join(_text_of_part(part, kinds) for part in parts)
+    texts: list[str] = []
+    num_chars = -1
+    for part in fields.objects(name, max_length=MAX_PARTS) or []:
+        texts.append(_text_of_part(part, kinds))
+        num_chars += 1 + len(texts[-1])
+        kept.take(part, InMessage(message, num_chars))
+        part.end()
+    return "\n".join(texts)
 
 
 def _text_of_part(part: Fields, kinds: Sequence[str]) -> str:
@@ -129,8 +145,7 @@ def _text_of_part(part: Fields, kinds: Sequence[str]) -> str:
     part.choice("type", kinds)
     part.require("text")
     text = part.string("text") or ""
-    part.ignore("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint", PARSED)
-    part.end()
+    part.ignore("annotations", "logprobs", "citations", PARSED)
     return text
 
 
@@ -157,10 +172,13 @@ def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 # -- tools --------------------------------------------------------------------------------------------------------
 
 
-def read_tools(fields: Fields) -> OfferedTools:
-    """Return the tools on offer of a chat completion. Raises HttpError: 400 with the field's path."""
+def read_tools(fields: Fields, kept: KeptEnds) -> OfferedTools:
+    """Return the tools on offer of a chat completion, and collect the ends of prefixes to keep.
+
+    Raises HttpError: 400 with the field's path.
+    """
     given = {
-        f"{fields.path_of('tools')}[{index}]": _tool(each)
+        f"{fields.path_of('tools')}[{index}]": _tool(each, index, kept)
         for index, each in enumerate(fields.objects("tools", max_length=MAX_TOOLS) or [])
     }
     parallel = fields.boolean("parallel_tool_calls", True)
@@ -189,13 +207,15 @@ def offer_of(given: Sequence[GivenTool], choice: str | NamedTool, *, parallel: b
     return OfferedTools(tools, shown, is_forced=choice == "required", parallel=parallel)
 
 
-def _tool(fields: Fields) -> GivenTool:
+def _tool(fields: Fields, index: int, kept: KeptEnds) -> GivenTool:
     fields.require("type")
     fields.choice("type", ("function",))
     fields.require("function")
     function = fields.object("function") or fields
     tool = function_of(function)
+    kept.take(function, BehindTool(index))
     function.end()
+    kept.take(fields, BehindTool(index))
     fields.end()
     return tool
 

@@ -6,18 +6,22 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from quire.client.engine.caching import Breakpoint
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.gateway.chat.content import ContentMarks
-from quire.gateway.chat.conversation import Conversation, Message, OfferedTools
+from quire.gateway.chat.conversation import Conversation, OfferedTools
 from quire.gateway.chat.options import AS_THE_TEMPLATE_HAS_IT, ChatOptions
+from quire.gateway.chat.prefix_ends import Message, PrefixEnd
+from quire.gateway.chat.stand_ins import StandIns
 from quire.gateway.chat.templates import TemplateRefused, Templates, load_templates
 from quire.gateway.chat.tools.answers import AnswerFormat, AnswerParser
 from quire.gateway.chat.tools.formats import (
@@ -32,7 +36,7 @@ from quire.gateway.chat.tools.thinking import ThinkTags
 from quire.gateway.chat.tools.tool_format import ToolFormat, UnwritableSchema
 from quire.gateway.errors import HttpError, http_error_of
 from quire.gateway.routing.backend import Backend
-from quire.gateway.texts import check_length, encode_ordinary, encode_text
+from quire.gateway.texts import check_length, encode_ordinary, encode_text, encode_to_places
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +72,17 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens of a conversation; begins_in_reasoning: they end within the model's reasoning."""
+    """The tokens of a conversation.
+
+    begins_in_reasoning   they end within the model's reasoning
+    breakpoints           the ends of the prefixes that its caller wants kept, the first one first
+    unplaced              fields that ask to keep a prefix that the template does not show
+    """
 
     token_ids: list[int]
     begins_in_reasoning: bool = False
+    breakpoints: tuple[Breakpoint, ...] = ()
+    unplaced: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,21 +103,42 @@ class ChatModel:
         One that surely has more than max_tokens is refused before it is encoded.
         """
         marks = ContentMarks(() if self.special_tokens_in_content else tokenizer.special_tokens)
+        messages, tools = conversation.messages, conversation.offer.shown
         try:
-            text = await self.templates.render(
-                marks.hide(self._for_template(conversation.messages)),
-                tools=marks.hide(conversation.offer.shown),
-                add_generation_prompt=conversation.add_generation_prompt,
-                continue_final_message=conversation.continues,
-                further=marks.hide(conversation.further),
-                tenant=tenant,
-            )
+            text = await self._render(marks, conversation, messages, tools, tenant)
+            parts = marks.parts(text)
+            check_length(param, sum(map(len, parts)), tokenizer, max_tokens=max_tokens)
+            in_reasoning = self._begins_in_reasoning(text, conversation)
+            if not conversation.kept:
+                return Prompt(await _encode(tokenizer, parts, param=param), in_reasoning)
+            stand_ins = StandIns(conversation.kept)
+            marked = await self._render(marks, conversation, *stand_ins.put(messages, tools), tenant)
         except TemplateRefused as error:
             raise HttpError(400, marks.reveal(str(error)), code="chat_template_error", param=param) from None
-        parts = marks.parts(text)
-        check_length(param, sum(map(len, parts)), tokenizer, max_tokens=max_tokens)
-        token_ids = await _encode(tokenizer, parts, param=param)
-        return Prompt(token_ids, begins_in_reasoning=self._begins_in_reasoning(text, conversation))
+        places = stand_ins.places_in(text, marked)
+        prefixes = [marks.parts(text[: place or 0]) for place in places]
+        with _blaming(param):
+            token_ids, counts = await encode_to_places(tokenizer, parts, prefixes)
+        unplaced = tuple(end.path for end, count in zip(conversation.kept, counts, strict=True) if not count)
+        return Prompt(token_ids, in_reasoning, _breakpoints_of(conversation.kept, counts), unplaced)
+
+    async def _render(
+        self,
+        marks: ContentMarks,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        tenant: str,
+    ) -> str:
+        """Return the text of a conversation with these messages and tools. Raises TemplateRefused."""
+        return await self.templates.render(
+            marks.hide(self._for_template(messages)),
+            tools=marks.hide(tools),
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continues,
+            further=marks.hide(conversation.further),
+            tenant=tenant,
+        )
 
     def _begins_in_reasoning(self, text: str, conversation: Conversation) -> bool:
         tags = self.answers.reasoning
@@ -178,12 +210,27 @@ async def _encode(tokenizer: Tokenizer, parts: Sequence[str], *, param: str) -> 
     """Return the tokens of a rendered text. Its template writes the special tokens itself. Raises HttpError: 400."""
     if len(parts) == 1:
         return await encode_text(tokenizer, parts[0], add_special_tokens=False)
-    try:
+    with _blaming(param):
         return await encode_ordinary(tokenizer, parts)
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Let errors of the tokenizer name this field. Raises HttpError: 400."""
+    try:
+        yield
     except InvalidRequest as error:
         answer = http_error_of(error)
         answer.param = param
         raise answer from None
+
+
+def _breakpoints_of(ends: Sequence[PrefixEnd], counts: Sequence[int]) -> tuple[Breakpoint, ...]:
+    """Return breakpoints in order. Of several at one token, the one that is kept longest counts."""
+    ttls: dict[int, float] = {}
+    for end, num_tokens in zip(ends, counts, strict=True):
+        ttls[num_tokens] = max(end.ttl_s, ttls.get(num_tokens, 0.0))
+    return tuple(Breakpoint(num_tokens, ttls[num_tokens]) for num_tokens in sorted(ttls) if num_tokens)
 
 
 class ChatModels:

@@ -34,7 +34,8 @@ from quire.serving.tracing import HttpSpan, http_request
 log = logging.getLogger(__name__)
 
 IGNORED_FIELDS_KEY = "X-Quire-Ignored-Fields"
-"""The header of an answer that names unknown fields, which --unknown-fields let the gateway ignore."""
+"""The header of an answer that names fields without effect: unknown ones, which --unknown-fields let the gateway
+ignore, and actions of hints that are not known."""
 _MAX_SHOWN_FIELDS = 20
 _PROBED = ("/health", "/ready")
 _CALLER = "caller"
@@ -73,8 +74,8 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
             request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
             try:
                 response = await while_connected(raw, handler(gateway, request))
-                if fields.ignored:
-                    response.headers[IGNORED_FIELDS_KEY] = ", ".join(map(quote, fields.ignored[:_MAX_SHOWN_FIELDS]))
+                if ignored := [*(fields.ignored or ()), *fields.noted]:
+                    response.headers[IGNORED_FIELDS_KEY] = ", ".join(map(quote, ignored[:_MAX_SHOWN_FIELDS]))
                 return response
             except QuireError as error:
                 found = http_error_of(error)

@@ -8,5 +8,6 @@ response_items.py  items of its inputs, given and kept
 response_tools.py  its tools
 conversations.py   the part that chats, responses and Anthropic's messages share: a prompt, an answer with tool calls
 parameters.py      fields of a body: sampling, grammar, cache
+hints.py           fields of a body: advice on what is kept in the prefix cache
 answers.py         parts of an answer: usage, log-probabilities, ids of calls
 """

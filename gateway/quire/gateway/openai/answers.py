@@ -14,6 +14,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.http.streams import DONE, encode_json, event_of
 from quire.gateway.openai.parameters import StreamUsage
+from quire.gateway.prompt_cache import CacheReport, Diagnosis, Divergence
 from quire.gateway.token_texts import PromptToken, SampleTokens, TokenTexts, id_text
 
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
@@ -21,15 +22,25 @@ _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens of a request, counted as its chunks come."""
+    """Tokens of a request, counted as its chunks come; report says what is kept of its prompt.
+
+    keeps   prompts without a report are kept whole
+    """
 
     num_prompt_tokens: int
+    report: CacheReport | None = None
     num_cached_tokens: int = 0
+    num_written_tokens: int = 0
+    num_kept_tokens: int = 0
+    keeps: bool = False
     num_generated_tokens: int = 0
 
     def count(self, chunk: Chunk, *, generates: bool = True) -> None:
         """Count a chunk's. generates False: the chunk's tokens are not shown, and not counted."""
-        self.num_cached_tokens += chunk.num_cached_tokens or 0
+        if chunk.cache_outcome is not None:
+            self.num_cached_tokens += chunk.cache_outcome.num_cached_tokens
+            self.num_written_tokens += chunk.cache_outcome.num_written_tokens
+            self.num_kept_tokens += chunk.cache_outcome.num_kept_tokens
         self.num_generated_tokens += len(chunk.token_ids) if generates else 0
 
     @property
@@ -39,8 +50,43 @@ class TokenUsage:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "prompt_tokens_details": self.prompt_details,
         }
+
+    @property
+    def prompt_details(self) -> dict[str, Any]:
+        """Return what of the prompt was found in the prefix cache, and written to it."""
+        found = {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": self.num_written_tokens}
+        if self.report is not None:
+            return found | self.report.details
+        return found | {"cache_kept_tokens": self.num_kept_tokens} if self.keeps else found
+
+
+# Reasons that OpenAI has; it tells a system's message and the others as one input.
+_REASONS = {
+    Divergence.MODEL: "model_changed",
+    Divergence.TOOLS: "tools_changed",
+    Divergence.SYSTEM: "input_changed",
+    Divergence.MESSAGES: "input_changed",
+    Divergence.OTHER: "input_changed",
+}
+
+
+def diagnostics_of(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return `prompt_cache_diagnostics` as OpenAI has it. Under `quire` it has what only the cache's manager knows."""
+    if diagnosis.divergence is Divergence.NONE:
+        return {"type": "cache_hit"}
+    if diagnosis.divergence is Divergence.NOT_FOUND:
+        return {"type": "comparison_response_not_found"}
+    found: dict[str, Any] = {"type": "unavailable"}
+    if (reason := _REASONS.get(diagnosis.divergence)) is not None:
+        found = {
+            "type": "cache_miss",
+            "reason": reason,
+            "cache_missed_tokens": diagnosis.num_missed,
+            "comparison_reusable_tokens": diagnosis.num_reusable,
+        }
+    return found | {"quire": diagnosis.detail}
 
 
 class ChoiceEvents:

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
 from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
@@ -19,8 +20,8 @@ from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import begin_stream
-from quire.gateway.openai.answers import ChoiceEvents, TokenUsage, call_id, logprob_entries
+from quire.gateway.http.streams import begin_stream, event_of
+from quire.gateway.openai.answers import ChoiceEvents, TokenUsage, call_id, diagnostics_of, logprob_entries
 from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
     StreamUsage,
@@ -70,12 +71,15 @@ def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"))
     _refuse(fields)
+    kept = KeptEnds(read_cache_options(fields))
+    offer, messages = read_tools(fields, kept), read_messages(fields, kept)
     conversation = Conversation(
-        read_messages(fields),
-        read_tools(fields),
+        messages,
+        offer,
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         continues=fields.boolean("continue_final_message"),
         further=_further(fields),
+        kept=kept.ends,
     )
     _check_continued(fields, conversation)
     stream = fields.boolean("stream")
@@ -88,10 +92,12 @@ def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
         backend=backend,
         conversation=conversation,
         params=params,
-        cache=cache_of(fields),
+        cache=cache_of(fields, kept),
         stream=stream,
         usage=stream_usage_of(fields, is_stream=stream),
         return_token_ids=fields.boolean("return_token_ids"),
+        compared_with=kept.options.compared_with,
+        only_warms=kept.options.only_warms,
     )
     fields.end()
     return asked
@@ -226,11 +232,12 @@ class _ChatAnswer:
         self._asked = asked
         self._begun = begun
         self._texts = texts
-        self._usage = TokenUsage(len(begun.prompt_token_ids))
+        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
         self._messages: dict[int, _Message] = {}
         self._tokens: dict[int, SampleTokens] = {}
+        self._id = f"chatcmpl-{request.id}"
         self._head = {
-            "id": f"chatcmpl-{request.id}",
+            "id": self._id,
             "object": "chat.completion.chunk" if asked.stream else "chat.completion",
             "created": request.began_s,
             "model": asked.backend.model_names[0],
@@ -239,7 +246,8 @@ class _ChatAnswer:
 
     def take(self, chunk: Chunk) -> tuple[_Message, dict[str, Any], list[dict[str, Any]]]:
         """Take a chunk; return its message and its new content: a delta, and log-probabilities."""
-        self._usage.count(chunk)
+        self._usage.count(chunk, generates=not self._asked.only_warms)
+        self._begun.report.take(chunk.cache_outcome, self._id)
         message = self._messages.get(chunk.index)
         if message is None:
             message = self._messages[chunk.index] = _Message()
@@ -269,8 +277,14 @@ class _ChatAnswer:
         return b"" if choice is None else self._events.of(choice)
 
     def finish(self) -> bytes:
-        """Return the last events: the usage if it was asked for."""
-        return self._events.last()
+        """Return the last events: the diagnosis and the usage if they were asked for."""
+        return self._diagnosis_event() + self._events.last()
+
+    def _diagnosis_event(self) -> bytes:
+        diagnosis = self._begun.report.diagnosis
+        if diagnosis is None:
+            return b""
+        return event_of({**self._head, "choices": [], "prompt_cache_diagnostics": diagnostics_of(diagnosis)})
 
     def _delta_choice(self, chunk: Chunk) -> dict[str, Any] | None:
         """Return new content of a sample; None if there is none for the caller."""
@@ -298,6 +312,8 @@ class _ChatAnswer:
         """Return the answer as one object."""
         choices = [self._choice(index, self._messages[index]) for index in sorted(self._messages)]
         body = {**self._head, "choices": choices, "usage": self._usage.body}
+        if (diagnosis := self._begun.report.diagnosis) is not None:
+            body["prompt_cache_diagnostics"] = diagnostics_of(diagnosis)
         return body | {"prompt_token_ids": self._begun.prompt_token_ids} if self._asked.return_token_ids else body
 
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:

@@ -7,15 +7,17 @@ from typing import Any
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from quire.client.engine.caching import CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, Breakpoint, CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.gateway.callers import Caller
+from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
+from quire.gateway.chat.prefix_ends import PrefixEnd
 from quire.gateway.errors import http_error_of, invalid
-from quire.gateway.fields import MAX_INT32, Fields, text_of, token_ids_of
+from quire.gateway.fields import Fields, text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import begin_stream, collected, merged
@@ -43,12 +45,14 @@ class CompletionRequest:
 
     echo               the answer begins with the prompt
     generates          False for max_tokens 0: one token is generated all the same, and not shown
+    kept               ends of prefixes to keep in the cache: a prompt of completions has its own end alone
     """
 
     backend: Backend
     prompts: Sequence[Prompt]
     params: SamplingParams
     cache: CacheParams | None
+    kept: Sequence[PrefixEnd]
     echo: bool
     generates: bool
     stream: bool
@@ -81,9 +85,10 @@ def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[Ch
         try:
             token_ids, params = _sent(prompt, asked)
             params = gateway.within_room(asked.backend, params, len(token_ids))
-            chunks = gateway.generate(
-                caller, asked.backend, token_ids, params, cache=asked.cache, is_whole=not asked.stream
-            )
+            cache = asked.cache
+            for end in asked.kept:
+                cache = replace(cache or NO_CACHE_PARAMS, breakpoints=(Breakpoint(len(token_ids), end.ttl_s),))
+            chunks = gateway.generate(caller, asked.backend, token_ids, params, cache=cache, is_whole=not asked.stream)
             streams.append(chunks)
         except InvalidRequest as error:
             found = http_error_of(error)
@@ -103,7 +108,7 @@ def _sent(prompt: Prompt, asked: CompletionRequest) -> tuple[Sequence[int], Samp
     only one that can be generated: its log-probabilities are those that it has in the prompt.
     """
     token_ids, params, limit = prompt.token_ids, asked.params, asked.backend.max_model_len
-    if asked.generates or len(token_ids) < 2:
+    if asked.generates or not asked.echo or len(token_ids) < 2:
         return token_ids, params
     if len(token_ids) > limit:
         raise InvalidRequest.of_field("prompt", len(token_ids), f"at most {limit} tokens", reason="SEQUENCE_TOO_LONG")
@@ -131,15 +136,16 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
     fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
     fields.ignore(*IGNORED)
     max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=0)
-    if not max_tokens and not echo:
-        raise invalid("max_tokens", max_tokens, f"an integer from 1 to {MAX_INT32}, or 0 with echo")
     logprobs = fields.integer("logprobs", low=0, high=backend.max_logprobs)
     params = sampling_of(fields, max_tokens=max_tokens or 1, logprobs=logprobs)
     has_prompt_logprobs = params.prompt_logprobs is not None
     if echo and logprobs is not None and not has_prompt_logprobs:
         params = replace(params, prompt_logprobs=logprobs)
     usage = stream_usage_of(fields, is_stream=stream)
-    cache, return_token_ids = cache_of(fields), fields.boolean("return_token_ids")
+    kept = KeptEnds(read_cache_options(fields))
+    if kept.options.only_warms:
+        max_tokens = 0
+    cache, return_token_ids = cache_of(fields, kept), fields.boolean("return_token_ids")
     add_special_tokens = fields.boolean("add_special_tokens", True)
     given = fields.require("prompt")
     fields.end()
@@ -152,6 +158,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
         prompts=prompts,
         params=params,
         cache=cache,
+        kept=kept.ends,
         echo=echo,
         generates=max_tokens > 0,
         stream=stream,
@@ -222,7 +229,7 @@ class _CompletionAnswer:
     def __init__(self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts) -> None:
         self._asked = asked
         self._texts = texts
-        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts))
+        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts), keeps=bool(asked.kept))
         self._choices: dict[int, _Choice] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._head = {

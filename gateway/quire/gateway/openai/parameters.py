@@ -4,32 +4,26 @@ Ranges are those of SamplingParams, CacheParams and Grammar, which raise Invalid
 types that JSON has and these would misread, and names that differ, are looked at here.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from quire.cache.v1.admission_bounds import MAX_EXPECTED_S, MAX_RANGES
-from quire.client.engine.caching import CacheParams, Retention
+from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
-from quire.client.errors import InvalidRequest
 from quire.compute.v1.sampling_ranges import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
-    Range,
 )
+from quire.gateway.chat.cache_fields import KeptEnds
 from quire.gateway.chat.json_schemas import closed, with_options
-from quire.gateway.errors import HttpError, http_error_of, invalid
-from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, object_of, text_of
+from quire.gateway.errors import HttpError, invalid, made_at, make
+from quire.gateway.fields import MAX_INT32, Fields, array_of, integer_of, text_of
 from quire.gateway.limits import MAX_TOKEN_IDS
-
-Made = TypeVar("Made")
-
-_EXPECTED_S = Range(f"[0, {MAX_EXPECTED_S:.0f}]")
+from quire.gateway.openai.hints import read_envelope, read_hints
 
 # Fields that SamplingParams has under the same name and with the same meaning.
 _AS_THEY_ARE = (
@@ -48,15 +42,9 @@ IGNORED = (
     "store",
     "service_tier",
     "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
 )
 
 
-MAX_ACTIONS = 1024
-"""Actions of an envelope of hints."""
-_ENVELOPE = ("protocol_version", "message_id", "actions")
-_OWN_HINTS = ("expected_in_s", "not_expected", "retention")
 # Fields of vLLM and others that are not supported, with their values that change nothing, which clients send.
 _NO_OPS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "it is for beam search"),
@@ -102,14 +90,6 @@ def sampling_of(fields: Fields, **given: Any) -> SamplingParams:
     if (grammar := grammar_of(fields)) is not None:
         values["grammar"] = grammar
     return make(SamplingParams, **values, **{name: value for name, value in given.items() if value is not None})
-
-
-def make(kind: Callable[..., Made], **values: Any) -> Made:
-    """Return kind(**values). Raises HttpError for InvalidRequest."""
-    try:
-        return kind(**values)
-    except InvalidRequest as error:
-        raise http_error_of(error) from None
 
 
 def grammar_of(fields: Fields) -> Grammar | None:
@@ -232,8 +212,10 @@ def with_grammar(params: SamplingParams, path: str, **wanted: Any) -> SamplingPa
     return changed
 
 
-def cache_of(fields: Fields) -> CacheParams | None:
+def cache_of(fields: Fields, kept: KeptEnds, *, explains_miss: bool = False) -> CacheParams | None:
     """Return the cache parameters of a body; None if it has none. The pool separates tenants with any salt.
+
+    kept are the ends of prefixes to keep that were found in it. Their places are known when the prompt is.
 
     Raises HttpError: 400 with the field's path.
     """
@@ -243,58 +225,15 @@ def cache_of(fields: Fields) -> CacheParams | None:
         if not salt:
             raise invalid(paths["salt"], salt, "a string that is not empty")
         values["salt"] = salt.encode()
-    if (hints := fields.object("kv_hints")) is not None:
-        values |= _hints(hints)
+    if (hints := fields.object("cache_hints")) is not None:
+        values |= read_hints(hints)
         paths |= {"retention": hints.path_of("retention"), "retention.num_tokens": hints.path_of("retention")}
-    return _made_at(paths, CacheParams, **values) if values else None
-
-
-def _hints(hints: Fields) -> dict[str, Any]:
-    """Return the hints of `kv_hints` as fields of CacheParams. The envelope of routers may be around them."""
-    hints = _opened(hints)
-    expected_s = hints.number("expected_in_s", allowed=_EXPECTED_S)
-    if hints.boolean("not_expected"):
-        if expected_s is not None:
-            raise invalid(hints.path_of("not_expected"), True, "false, or expected_in_s left out")
-        expected_s = math.inf
-    ranges = [_retention(each) for each in hints.objects("retention", max_length=MAX_RANGES) or ()]
-    hints.end()
-    return {"expected_back_s": expected_s, "retention": tuple(ranges)}
-
-
-def _opened(hints: Fields) -> Fields:
-    """Return hints that ignore unknown fields if they are in an envelope, as vLLM, SGLang and Dynamo share it.
-
-    Its rule is to ignore what one does not know: protocol_version, message_id, all actions, and fields to come.
-    """
-    if not any(name in hints for name in _ENVELOPE):
-        return hints
-    hints.string("protocol_version")
-    hints.string("message_id")
-    for index, action in enumerate(hints.array("actions", max_length=MAX_ACTIONS) or ()):
-        object_of(f"{hints.path_of('actions')}[{index}]", action)
-    hints.ignore(*(name for name in hints if name not in _OWN_HINTS))
-    return hints
-
-
-def _retention(given: Fields) -> Retention:
-    names = ("num_tokens", "priority", "ttl_s")
-    for name in names[:2]:
-        given.require(name)
-    values = {name: given.take(name) for name in names}
-    given.end()
-    return _made_at({f"retention.{name}": given.path_of(name) for name in names}, Retention, **values)
-
-
-def _made_at(paths: Mapping[str, str], kind: Callable[..., Made], **values: Any) -> Made:
-    """Return kind(**values). Raises HttpError that names a field by its path in the body, not as kind does."""
-    try:
-        return make(kind, **values)
-    except HttpError as error:
-        if error.param is not None and (path := paths.get(error.param)) is not None:
-            error.message = error.message.replace(error.param, path, 1)
-            error.param = path
-        raise
+    values |= read_envelope(fields)
+    if not kept.uses_cache:
+        values["cache_use"] = CacheUse.NONE
+    if explains_miss or kept.options.compared_with is not None:
+        values["explain_miss"] = True
+    return made_at(paths, CacheParams, **values) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,4 +307,4 @@ def replace_max_tokens(params: SamplingParams, max_tokens: int | None) -> Sampli
 
 def ignore_bookkeeping(fields: Fields) -> None:
     """Let fields be given that say nothing of the text."""
-    fields.ignore(*IGNORED, "prompt_cache_options")
+    fields.ignore(*IGNORED)

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.gateway.chat.conversation import MAX_MESSAGES, PARSED_ARGUMENTS, ROLES, Message, call_message, read_content
+from quire.gateway.chat.cache_fields import KeptEnds
+from quire.gateway.chat.conversation import MAX_MESSAGES, PARSED_ARGUMENTS, ROLES, call_message, read_content
+from quire.gateway.chat.prefix_ends import Message
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import Fields, text_of
 from quire.gateway.kept_responses import KeptResponse, KeptResponses
@@ -56,15 +58,16 @@ def _resolved(item: Fields, raw: Item, find: FindItem) -> Item:
     return found
 
 
-def messages_of(items: Iterable[Item], *, path: str) -> list[Message]:
-    """Return the messages of items. Raises HttpError: 400 with the path of a field that is wrong."""
-    messages: list[Message] = []
+def add_messages(messages: list[Message], items: Iterable[Item], *, path: str, kept: KeptEnds) -> None:
+    """Add the messages of items, and collect the ends of prefixes to keep.
+
+    Raises HttpError: 400 with the path of a field that is wrong.
+    """
     for index, item in enumerate(items):
-        _add(Fields(item, f"{path}[{index}]"), messages)
-    return messages
+        _add(Fields(item, f"{path}[{index}]"), messages, kept)
 
 
-def _add(item: Fields, messages: list[Message]) -> None:
+def _add(item: Fields, messages: list[Message], kept: KeptEnds) -> None:
     """Add an item to the messages: calls belong to the assistant's message before them."""
     kind = item.choice("type", _KINDS, "message")
     if kind in _LEFT_OUT:
@@ -74,7 +77,8 @@ def _add(item: Fields, messages: list[Message]) -> None:
         item.require("role")
         role = item.choice("role", ROLES[:-1])
         item.require("content")
-        messages.append({"role": role, "content": read_content(item, "content", kinds=_TEXT_KINDS)})
+        content = read_content(item, "content", kinds=_TEXT_KINDS, kept=kept, message=len(messages))
+        messages.append({"role": role, "content": content})
     elif kind in _CALLS:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant"})
@@ -83,7 +87,7 @@ def _add(item: Fields, messages: list[Message]) -> None:
         item.require("call_id")
         item.require("output")
         item.ignore("name")
-        output = read_content(item, "output", kinds=_TEXT_KINDS)
+        output = read_content(item, "output", kinds=_TEXT_KINDS, kept=kept, message=len(messages))
         messages.append({"role": "tool", "tool_call_id": item.string("call_id"), "content": output})
     item.end()
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.gateway.chat.cache_fields import KeptEnds
 from quire.gateway.chat.conversation import (
     MAX_TOOLS,
     GivenTool,
@@ -22,6 +23,7 @@ from quire.gateway.chat.conversation import (
     names_of,
     offer_of,
 )
+from quire.gateway.chat.prefix_ends import BehindTool
 from quire.gateway.chat.tools import Tool
 from quire.gateway.errors import invalid
 from quire.gateway.fields import Fields, object_of
@@ -47,8 +49,11 @@ class ResponseTools:
     listed: Sequence[Mapping[str, Any]]
 
 
-def read_response_tools(fields: Fields) -> ResponseTools:
-    """Return the tools of a body. Raises HttpError: 400 with the field's path."""
+def read_response_tools(fields: Fields, kept: KeptEnds) -> ResponseTools:
+    """Return the tools of a body, and collect the ends of prefixes to keep.
+
+    Raises HttpError: 400 with the field's path.
+    """
     given: dict[str, GivenTool] = {}
     listed: list[Mapping[str, Any]] = []
     custom_names = set()
@@ -59,6 +64,7 @@ def read_response_tools(fields: Fields) -> ResponseTools:
         listed.append(_FUNCTION_DEFAULTS | values[index] if kind == "function" else values[index])
         if kind == "function":
             given[path] = function_of(each)
+            kept.take(each, BehindTool(len(given) - 1))
             each.end()
         elif kind == "custom":
             given[path] = _custom(each)

@@ -20,8 +20,10 @@ from starlette.routing import BaseRoute, Route
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
-from quire.gateway.chat.conversation import Conversation, Message
+from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
+from quire.gateway.chat.conversation import Conversation
 from quire.gateway.chat.json_schemas import closed
+from quire.gateway.chat.prefix_ends import Message
 from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Text
 from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
@@ -29,7 +31,7 @@ from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
 from quire.gateway.http.streams import begin_stream, encode_json, event_of
 from quire.gateway.kept_responses import KeptResponse, KeptResponses
-from quire.gateway.openai.answers import TokenUsage, call_id, logprob_entries
+from quire.gateway.openai.answers import TokenUsage, call_id, diagnostics_of, logprob_entries
 from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
     cache_of,
@@ -40,10 +42,10 @@ from quire.gateway.openai.parameters import (
 )
 from quire.gateway.openai.response_items import (
     Item,
+    add_messages,
     find_item,
     items_before,
     listed,
-    messages_of,
     page_of,
     read_items,
 )
@@ -143,9 +145,13 @@ def read_request(gateway: Gateway, fields: Fields, *, tenant: str) -> ResponsesR
     system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     before = _items_before(gateway.responses, fields, tenant)
     items = read_items(fields, find=partial(find_item, gateway.responses, tenant))
-    messages = [*system, *messages_of(before, path="previous_response_id"), *messages_of(items, path="input")]
-    tools = read_response_tools(fields)
-    conversation = Conversation(messages, tools.offer, further=_further(fields.object("reasoning")))
+    kept = KeptEnds(read_cache_options(fields))
+    tools = read_response_tools(fields, kept)
+    messages = [*system]
+    add_messages(messages, before, path="previous_response_id", kept=kept)
+    add_messages(messages, items, path="input", kept=kept)
+    further = _further(fields.object("reasoning"))
+    conversation = Conversation(messages, tools.offer, further=further, kept=kept.ends)
     max_tokens = fields.integer("max_output_tokens", low=1)
     params = sampling_of(fields, max_tokens=MAX_INT32, logprobs=_num_logprobs(fields, backend))
     params = replace_max_tokens(_with_format(params, fields.object("text")), max_tokens)
@@ -158,11 +164,13 @@ def read_request(gateway: Gateway, fields: Fields, *, tenant: str) -> ResponsesR
         backend=backend,
         conversation=conversation,
         params=params,
-        cache=cache_of(fields),
+        cache=cache_of(fields, kept),
         stream=stream,
         items=items,
         custom_names=tools.custom_names,
         shown=shown,
+        compared_with=kept.options.compared_with,
+        only_warms=kept.options.only_warms,
     )
     fields.end()
     return asked
@@ -359,7 +367,7 @@ class _ResponsesAnswer:
         self._tokens = texts.after(begun.prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
         self._key = response_key(request.id)
         self.keep: Callable[[KeptResponse], None] = lambda response: None
-        self._usage = TokenUsage(len(begun.prompt_token_ids))
+        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
         self._numbers = count()
         self._is_begun = False
         self._open: _Text | _Reasoning | _Call | None = None
@@ -378,6 +386,7 @@ class _ResponsesAnswer:
     def body(self) -> dict[str, Any]:
         """Return the response as it is now."""
         is_cut = self._status == "incomplete"
+        diagnosis = self._begun.report.diagnosis
         return {
             **self._head,
             "status": self._status,
@@ -390,6 +399,7 @@ class _ResponsesAnswer:
             "truncation": "disabled",
             **self._asked.shown,
             "top_logprobs": self._asked.params.logprobs or 0,
+            "prompt_cache_diagnostics": None if diagnosis is None else diagnostics_of(diagnosis),
             "usage": None if self._status == "in_progress" else self._usage_body,
         }
 
@@ -398,7 +408,7 @@ class _ResponsesAnswer:
         usage = self._usage
         return {
             "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": usage.prompt_details,
             "output_tokens": usage.num_generated_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
@@ -407,6 +417,7 @@ class _ResponsesAnswer:
     def push(self, chunk: Chunk) -> bytes:
         """Return the events of a chunk: with the first one response.created and response.in_progress."""
         begun = b""
+        self._begun.report.take(chunk.cache_outcome, f"resp_{self._key}")
         if not self._is_begun:
             self._is_begun = True
             begun = b"".join(self._event(f"response.{kind}", response=self.body) for kind in ("created", "in_progress"))
@@ -434,14 +445,15 @@ class _ResponsesAnswer:
 
     def _take(self, chunk: Chunk) -> Iterator[bytes]:
         """Take a chunk; iterate over the events of its new content."""
-        self._usage.count(chunk)
+        self._usage.count(chunk, generates=not self._asked.only_warms)
         self._unshown += logprob_entries(chunk, self._tokens, self._asked.params)
         for event in self._begun.events_of(chunk):
             yield from self._take_event(event)
         if chunk.finish_reason is None:
             return
-        status = "completed" if chunk.finish_reason is FinishReason.STOP else "incomplete"
-        if self._open is None:
+        is_whole = chunk.finish_reason is FinishReason.STOP or self._asked.only_warms
+        status = "completed" if is_whole else "incomplete"
+        if self._open is None and not self._asked.only_warms:
             yield from self._begin_text()
         yield from self._close(status)
         self._status = status

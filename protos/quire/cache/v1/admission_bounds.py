@@ -10,5 +10,9 @@ MAX_RANGES = 16
 LEAST_PRIORITY, MOST_PRIORITY = 1, 9
 """Of a range."""
 MAX_RETENTION_S = 86_400.0
+MAX_BREAKPOINTS = 4
+"""Of an admission."""
+LEAST_KEEP_S, MAX_KEEP_S = 1.0, 86_400.0
+"""The time for which a breakpoint keeps, after each use."""
 MAX_EXPECTED_S = 86_400.0
 """Of a return hint."""

@@ -220,6 +220,10 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """The block is cached under another salt of the tenant."""
     MISS_REASON_OTHER_TENANT: _MissReason.ValueType  # 7
     """The block is cached for another tenant. Reported to operators only."""
+    MISS_REASON_WINDOW_EVICTED: _MissReason.ValueType  # 8
+    """A layer group without a window has the block. In a group with a window it was
+    evicted, so that no token behind it can be computed from there.
+    """
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """The reason why a block of a prefix is not in the cache."""
@@ -242,6 +246,10 @@ MISS_REASON_OTHER_SALT: MissReason.ValueType  # 6
 """The block is cached under another salt of the tenant."""
 MISS_REASON_OTHER_TENANT: MissReason.ValueType  # 7
 """The block is cached for another tenant. Reported to operators only."""
+MISS_REASON_WINDOW_EVICTED: MissReason.ValueType  # 8
+"""A layer group without a window has the block. In a group with a window it was
+evicted, so that no token behind it can be computed from there.
+"""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
@@ -775,6 +783,9 @@ class Admission(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     CACHE_USE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_PREFIX_FIELD_NUMBER: _builtins.int
+    EXPLAINS_MISS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
@@ -808,6 +819,15 @@ class Admission(_message.Message):
     its parent. A pool knows at most 10,000 tenants in an epoch; the admission that
     names one more is refused (INVALID_ARGUMENT).
     """
+    waits_for_prefix: _builtins.bool
+    """True: the admission is refused with PREFIX_BEING_COMPUTED while a sequence of
+    another lease computes the next block that it needs. Without it the block is
+    computed twice.
+    """
+    explains_miss: _builtins.bool
+    """True: if not all full blocks of the tokens are found, the answer has the reason
+    for the first miss, in admitted_misses.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens, at least one. A prompt longer than the longest sequence of the pool
@@ -819,6 +839,12 @@ class Admission(_message.Message):
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]:
         """Eviction priorities by range, at most 16 ranges. Empty: no advice."""
+
+    @_builtins.property
+    def breakpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Breakpoint]:
+        """Prefixes of the tokens to keep in the cache, the shorter ones first: at most 4,
+        each longer than the one before it. Not with CACHE_USE_NONE (INVALID_ARGUMENT).
+        """
 
     def __init__(
         self,
@@ -832,16 +858,59 @@ class Admission(_message.Message):
         resumed: _builtins.bool = ...,
         cache_use: Global___CacheUse.ValueType = ...,
         tenant: _builtins.str | None = ...,
+        breakpoints: _abc.Iterable[Global___Breakpoint] | None = ...,
+        waits_for_prefix: _builtins.bool = ...,
+        explains_miss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "cache_use", b"cache_use", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "breakpoints", b"breakpoints", "cache_use", b"cache_use", "explains_miss", b"explains_miss", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "waits_for_prefix", b"waits_for_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
+
+@_typing.final
+class Breakpoint(_message.Message):
+    """Keeps a prefix of an admission's tokens for a time after each use. Uses of a block
+    are: an admission of the tenant that finds it, with or without breakpoints; an
+    admission that computes it, with a breakpoint at or behind it; and a restore of
+    such a sequence.
+
+    Kept blocks are evicted after all others, also after those of prompts that wait.
+    So a kept prefix is no pin: running sequences and the floors of other tenants come
+    first. A tenant keeps at most Tenant.keep_limit_block_count blocks. Beyond these,
+    its least recently used kept prefixes end first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """The end of the prefix, from 1 to the admission's tokens. Full blocks are kept."""
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """The time after the last use, 1 s to 24 h. Required. A use with a shorter ttl
+        does not shorten the time of a block, which has the longest ttl that it was kept
+        with.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_count: _builtins.int = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Breakpoint: _TypeAlias = Breakpoint  # noqa: Y015
 
 @_typing.final
 class Restore(_message.Message):
@@ -892,7 +961,7 @@ class Refusal(_message.Message):
         SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
         NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED,
         OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING,
-        INVALID_ARGUMENT.
+        PREFIX_BEING_COMPUTED, INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -927,6 +996,9 @@ class PlanStepResponse(_message.Message):
     ADMITTED_CACHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     RESTORED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    ADMITTED_WRITTEN_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    ADMITTED_KEPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    ADMITTED_MISSES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     step_number: _builtins.int
@@ -976,6 +1048,23 @@ class PlanStepResponse(_message.Message):
         """Tokens that need not be computed again; parallel to restored_sequence_ids."""
 
     @_builtins.property
+    def admitted_written_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the prompts that the sequences compute in full blocks and publish;
+        parallel to admitted_sequence_ids. 0 for admissions with resumed.
+        """
+
+    @_builtins.property
+    def admitted_kept_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are kept because of the admissions' breakpoints, once they are
+        computed: less than the last breakpoint if the tenant's limit is smaller.
+        Parallel to admitted_sequence_ids; empty if no admission has breakpoints.
+        """
+
+    @_builtins.property
+    def admitted_misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmissionMiss]:
+        """The misses of admissions with explains_miss, in the order of the request."""
+
+    @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """The pool's blocks after this plan."""
 
@@ -997,16 +1086,65 @@ class PlanStepResponse(_message.Message):
         admitted_cached_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         restored_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         restored_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        admitted_written_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        admitted_kept_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        admitted_misses: _abc.Iterable[Global___AdmissionMiss] | None = ...,
         block_counts: Global___BlockCounts | None = ...,
         host_block_counts: Global___HostBlockCounts | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "grant", b"grant", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_cached_token_counts", b"admitted_cached_token_counts", "admitted_sequence_ids", b"admitted_sequence_ids", "block_counts", b"block_counts", "given_run_indexes", b"given_run_indexes", "grant", b"grant", "host_block_counts", b"host_block_counts", "refusals", b"refusals", "restored_sequence_ids", b"restored_sequence_ids", "restored_token_counts", b"restored_token_counts", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_cached_token_counts", b"admitted_cached_token_counts", "admitted_kept_token_counts", b"admitted_kept_token_counts", "admitted_misses", b"admitted_misses", "admitted_sequence_ids", b"admitted_sequence_ids", "admitted_written_token_counts", b"admitted_written_token_counts", "block_counts", b"block_counts", "given_run_indexes", b"given_run_indexes", "grant", b"grant", "host_block_counts", b"host_block_counts", "refusals", b"refusals", "restored_sequence_ids", b"restored_sequence_ids", "restored_token_counts", b"restored_token_counts", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
+
+@_typing.final
+class AdmissionMiss(_message.Message):
+    """Why an admission did not find a block of its prefix, at the time of the plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    MISSING_BLOCK_INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOST_TIME_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_TENANT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """The sequence."""
+    missing_block_index: _builtins.int
+    """The index of the block, from 0."""
+    reason: Global___MissReason.ValueType
+    """The reason."""
+    evicted_by_tenant: _builtins.str
+    """The tenant of the allocation that evicted it, if that is the tenant of the
+    admission.
+    """
+    @_builtins.property
+    def lost_time(self) -> _timestamp_pb2.Timestamp:
+        """The time of its eviction or reset. Set for EVICTED and RESET, and for
+        WINDOW_EVICTED if it is known.
+        """
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        missing_block_index: _builtins.int = ...,
+        reason: Global___MissReason.ValueType = ...,
+        lost_time: _timestamp_pb2.Timestamp | None = ...,
+        evicted_by_tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
+    _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evicted_by_tenant) -> _WhichOneofReturnType__evicted_by_tenant | None: ...
+
+Global___AdmissionMiss: _TypeAlias = AdmissionMiss  # noqa: Y015
 
 @_typing.final
 class BlockCounts(_message.Message):
@@ -1694,8 +1832,8 @@ class Block(_message.Message):
     """Its tenant, unless it is free."""
     priority: _builtins.int
     """Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-    its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
-    the block is free.
+    its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 11: a
+    Breakpoint keeps it. 0 if the block is free.
     """
     prefix_pin_count: _builtins.int
     """Pins that keep it from eviction."""
@@ -1875,6 +2013,12 @@ class Tenant(_message.Message):
     LIMIT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PIN_BUDGET_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    KEEP_LIMIT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    NEXT_KEEP_END_TIME_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WRITTEN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ADMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name; empty if the server does not authenticate callers."""
     held_block_count: _builtins.int
@@ -1897,6 +2041,22 @@ class Tenant(_message.Message):
     """The limit of blocks that it pins."""
     lease_count: _builtins.int
     """Its leases in the pool, those being fenced included."""
+    kept_block_count: _builtins.int
+    """Blocks that breakpoints of its admissions keep, also those that are held."""
+    keep_limit_block_count: _builtins.int
+    """The limit of these blocks."""
+    cached_token_count: _builtins.int
+    """Tokens of prompts that its admissions found in the prefix cache."""
+    written_token_count: _builtins.int
+    """Tokens of prompts that its admissions computed in full blocks and published."""
+    admitted_token_count: _builtins.int
+    """Tokens of its admitted prompts."""
+    @_builtins.property
+    def next_keep_end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the next of its kept prefixes ends, by the server's clock. Unset: it keeps
+        none.
+        """
+
     def __init__(
         self,
         *,
@@ -1910,10 +2070,16 @@ class Tenant(_message.Message):
         limit_block_count: _builtins.int = ...,
         pin_budget_block_count: _builtins.int = ...,
         lease_count: _builtins.int = ...,
+        kept_block_count: _builtins.int = ...,
+        keep_limit_block_count: _builtins.int = ...,
+        next_keep_end_time: _timestamp_pb2.Timestamp | None = ...,
+        cached_token_count: _builtins.int = ...,
+        written_token_count: _builtins.int = ...,
+        admitted_token_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_keep_end_time", b"next_keep_end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "floor_block_count", b"floor_block_count", "held_block_count", b"held_block_count", "lease_count", b"lease_count", "limit_block_count", b"limit_block_count", "name", b"name", "pin_budget_block_count", b"pin_budget_block_count", "pinned_block_count", b"pinned_block_count", "quota_block_count", b"quota_block_count", "reserved_block_count", b"reserved_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_token_count", b"admitted_token_count", "cached_block_count", b"cached_block_count", "cached_token_count", b"cached_token_count", "floor_block_count", b"floor_block_count", "held_block_count", b"held_block_count", "keep_limit_block_count", b"keep_limit_block_count", "kept_block_count", b"kept_block_count", "lease_count", b"lease_count", "limit_block_count", b"limit_block_count", "name", b"name", "next_keep_end_time", b"next_keep_end_time", "pin_budget_block_count", b"pin_budget_block_count", "pinned_block_count", b"pinned_block_count", "quota_block_count", b"quota_block_count", "reserved_block_count", b"reserved_block_count", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2112,6 +2278,9 @@ class ExplainPrefixResponse(_message.Message):
     STRANDED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     OTHER_TENANT_FIELD_NUMBER: _builtins.int
     MISSING_LAYER_GROUP_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCH_TIME_FIELD_NUMBER: _builtins.int
+    RESET_BY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
@@ -2142,9 +2311,19 @@ class ExplainPrefixResponse(_message.Message):
     """The tenant that has it. Set for OTHER_TENANT."""
     missing_layer_group: _builtins.int
     """The layer group with the missing block. 0 if all are found."""
+    epoch: _builtins.int
+    """The pool's epoch. Content of earlier epochs was lost with the worker."""
+    reset_by: _builtins.str
+    """The name of the caller that reset it. Set for RESET, if the caller's tenant is
+    the one of this caller, or if this caller is an operator.
+    """
     @_builtins.property
     def lost_time(self) -> _timestamp_pb2.Timestamp:
         """The time of its eviction or reset. Set for EVICTED and RESET."""
+
+    @_builtins.property
+    def epoch_time(self) -> _timestamp_pb2.Timestamp:
+        """When the epoch began, by the server's clock."""
 
     def __init__(
         self,
@@ -2161,10 +2340,13 @@ class ExplainPrefixResponse(_message.Message):
         stranded_block_count: _builtins.int = ...,
         other_tenant: _builtins.str = ...,
         missing_layer_group: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        epoch_time: _timestamp_pb2.Timestamp | None = ...,
+        reset_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "epoch_time", b"epoch_time", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_layer_group", b"missing_layer_group", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "epoch", b"epoch", "epoch_time", b"epoch_time", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_layer_group", b"missing_layer_group", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "reset_by", b"reset_by", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
     _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
@@ -2881,6 +3063,9 @@ class PoolStatistics(_message.Message):
     COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    WRITTEN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -2961,6 +3146,14 @@ class PoolStatistics(_message.Message):
     """Tokens that these steps sampled and added to sequences. A token that forks take
     too counts once for each sequence.
     """
+    written_token_count: _builtins.int
+    """Tokens of admitted prompts, without resumed ones, that were computed in full
+    blocks and published.
+    """
+    kept_block_count: _builtins.int
+    """Blocks that breakpoints keep."""
+    evicted_kept_block_count: _builtins.int
+    """Kept blocks that were evicted before their end, because no other block could be."""
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -3019,10 +3212,13 @@ class PoolStatistics(_message.Message):
         computed_token_count: _builtins.int = ...,
         generated_token_count: _builtins.int = ...,
         layer_groups: _abc.Iterable[Global___LayerGroupStatistics] | None = ...,
+        written_token_count: _builtins.int = ...,
+        kept_block_count: _builtins.int = ...,
+        evicted_kept_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

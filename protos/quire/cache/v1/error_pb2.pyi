@@ -189,6 +189,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
     blocks of the host tier).
     """
+    ERROR_REASON_PREFIX_BEING_COMPUTED: _ErrorReason.ValueType  # 59
+    """Another lease computes the next block of the admission, which waits for it
+    (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+    tokens (that the prefix cache has now).
+    """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
     """The pool's worker is not attached now. Metadata: pool."""
     ERROR_REASON_SHUTTING_DOWN: _ErrorReason.ValueType  # 61
@@ -315,6 +320,11 @@ ERROR_REASON_OUT_OF_HOST_BLOCKS: ErrorReason.ValueType  # 58
 """Too few free blocks in the host tier now, or the pool has no host tier. Release
 the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
 blocks of the host tier).
+"""
+ERROR_REASON_PREFIX_BEING_COMPUTED: ErrorReason.ValueType  # 59
+"""Another lease computes the next block of the admission, which waits for it
+(Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+tokens (that the prefix cache has now).
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60
 """The pool's worker is not attached now. Metadata: pool."""

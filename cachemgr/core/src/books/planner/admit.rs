@@ -5,10 +5,12 @@ use crate::books::hits::Hit;
 use crate::books::lease::Lease;
 use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
+use crate::books::planner::keep::KeptPrefix;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
-use crate::books::plans::{Admission, PromptHashes};
+use crate::books::plans::{Admission, CacheUse, PromptHashes};
 use crate::books::sequences::{NewSequence, Row, Sequence};
 use crate::books::tables::{BlockTable, Tables};
+use crate::cache::accounts::TokenCounts;
 use crate::cache::groups::{Group, identity};
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::Hash;
@@ -42,6 +44,7 @@ impl StepPlanner<'_> {
         let mut finder = PrefixFinder { geometry, pool: self.pool, table: self.table, in_flight, step: &self.step };
         let (hit, num_published) = finder.find(&hashes[..num_sharable]);
         let num_found = hit.num_blocks;
+        refuse_if!(self.refuse_computed_elsewhere(admission, &hashes[..num_sharable], num_found));
         let num_cached = num_found * geometry.block_size;
         let num_left = self.budget.num_within(tokens.len() - num_cached, admission.max_compute);
         let ends = geometry.ends_of_tables(tokens.len(), num_cached + num_left);
@@ -50,12 +53,17 @@ impl StepPlanner<'_> {
         let num_guaranteed = self.num_guaranteed(admission.reserved_tokens, &ends, &hit, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
+        let miss = self.explain_miss(admission, tenant, &root, &hashes, num_found);
+        self.plan.misses.extend(miss);
         let num_recomputed = num_recomputed(&hashes[num_found..num_sharable], self.pool, geometry);
         self.counters.recomputed_tokens += (num_recomputed * geometry.block_size) as u64;
         count_found(&hit, self.pool, geometry);
         self.pool.acquire(&found, 1)?;
         self.pool.advisor().end_waits(&found);
+        let written = self.num_written(&hashes, num_found, cache_use);
         let tables = allocate_tables(hit.tables, &ends, &self.asker_for(tenant), self.pool)?;
+        let kept = self.kept_of(admission);
+        self.use_prefix(tenant, &kept, &tables, &hashes[..num_found]);
         if cache_use.writes() {
             self.pool.records.roots.enter(&root, tenant, &admission.salt);
             enter_admission(&tables[0], num_found, &hashes, self.pool);
@@ -74,14 +82,35 @@ impl StepPlanner<'_> {
             reserved_tokens: admission.reserved_tokens,
             tail_advice: retain(&admission.retention, &tables, geometry.block_size, self.now, self.pool),
             tables,
+            kept,
         };
         let row = self.enter(Sequence::begin(new, geometry.block_size));
         if num_guaranteed > 0 || admission.reserved_tokens > 0 {
             self.lease.reserved.extend((admission.reserved_tokens > 0).then_some(row));
             self.lease.update_reservations(self.pool, self.table, geometry);
         }
-        self.run_admitted(row, admission.max_compute, admission.resumed);
+        self.answer_admission(row, admission, written * geometry.block_size);
+        let num_left = tokens.len() - num_cached;
+        self.schedule_within(row, num_left, admission.max_compute);
         Ok(Ok(()))
+    }
+
+    /// The prefixes that an admission's breakpoints keep: none of a sequence that publishes nothing.
+    fn kept_of(&self, admission: &Admission) -> Box<[KeptPrefix]> {
+        let is_published = admission.cache_use.writes() && !self.geometry.has_recurrent_state;
+        let breakpoints = if is_published { &admission.breakpoints[..] } else { &[] };
+        KeptPrefix::of(breakpoints, self.geometry.block_size)
+    }
+
+    /// Of a prompt's full blocks behind those that were found, the ones that will be published: no block is by their
+    /// hash yet, in one layer group at least.
+    fn num_written(&self, hashes: &[Hash], num_found: usize, cache_use: CacheUse) -> usize {
+        if !cache_use.writes() || self.geometry.has_recurrent_state {
+            return 0;
+        }
+        let is_known = |hash: &Hash, group| self.pool.index().lookup(&identity(hash, group)).is_some();
+        let is_new = |hash: &&Hash| self.geometry.groups().any(|(group, _)| !is_known(hash, group));
+        hashes[num_found..].iter().filter(is_new).count()
     }
 
     /// Blocks that must be allocatable beside those that are allocated now: for the future tokens of a sequence with a
@@ -110,13 +139,25 @@ impl StepPlanner<'_> {
         num_guaranteed + rows.map(newly_at_risk).sum::<usize>()
     }
 
-    pub(super) fn run_admitted(&mut self, row: Row, max_compute: usize, is_resumed: bool) {
+    /// Counts a sequence that was admitted, and enters its answer. What is resumed writes nothing: it was counted before.
+    fn answer_admission(&mut self, row: Row, admission: &Admission, num_written: usize) {
         let sequence = self.table.get(row);
-        let (start, num_known) = (sequence.num_scheduled, sequence.num_known());
-        self.counters.count_admission(num_known, start, is_resumed);
-        self.plan.admitted_ids.push(sequence.seq_id);
-        self.plan.admitted_cached_counts.push(start as u32);
-        self.schedule_within(row, num_known - start, max_compute);
+        let (num_cached, num_known) = (sequence.num_scheduled, sequence.num_known());
+        let num_written = if admission.resumed { 0 } else { num_written };
+        self.counters.count_admission(num_known, num_cached, num_written, admission.resumed);
+        if !admission.resumed {
+            let (admitted, cached, written) = (num_known as u64, num_cached as u64, num_written as u64);
+            self.pool.accounts_mut().count_admission(sequence.tenant, TokenCounts { admitted, cached, written });
+        }
+        let num_kept = self.num_kept_tokens(row);
+        let plan = &mut self.plan;
+        if !admission.breakpoints.is_empty() || !plan.admitted_kept_counts.is_empty() {
+            plan.admitted_kept_counts.resize(plan.admitted_ids.len(), 0);
+            plan.admitted_kept_counts.push(num_kept as u32);
+        }
+        plan.admitted_ids.push(admission.seq_id as i32);
+        plan.admitted_cached_counts.push(num_cached as u32);
+        plan.admitted_written_counts.push(num_written as u32);
     }
 
     /// Schedules a sequence's next tokens, within the plan's budget and its own limit (0: no limit).

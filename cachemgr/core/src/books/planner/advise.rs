@@ -28,7 +28,7 @@ impl StepPlanner<'_> {
         chain_hashes(root, &prompt.tokens[..num_sharable * block_size], block_size, &mut hashes);
         let hit = Prefix { geometry: self.geometry, index: self.pool.index(), hashes: &hashes }.find();
         let mut awaited = tail_first(&hit.tables, 0..hit.num_blocks);
-        awaited.retain(|block| matches!(self.pool.parking().level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
+        awaited.retain(|block| matches!(self.pool.parking().advised_level(*block), LEAST_WORTH..=UNADVISED | AWAITED));
         self.pool.advisor().expect(&awaited, end_of_expectation(prompt.expected_in, self.now));
     }
 }
@@ -37,7 +37,7 @@ impl StepPlanner<'_> {
 pub(super) fn expect_back(tail_first: &[BlockId], seconds: f64, now: f64, pool: &mut BlockPool) {
     let level = RETURN_LEVELS.iter().find(|(most, _)| seconds <= *most).map_or(UNADVISED, |(_, level)| *level);
     let until = end_of_expectation(seconds, now);
-    let is_raised = |block: &BlockId| is_kept_on(*block, pool) && pool.parking().level(*block) < level;
+    let is_raised = |block: &BlockId| is_kept_on(*block, pool) && pool.parking().advised_level(*block) < level;
     let raised: Vec<BlockId> = tail_first.iter().copied().filter(is_raised).collect();
     pool.advisor().advise(&raised, Advice { level, until });
 }
@@ -45,7 +45,7 @@ pub(super) fn expect_back(tail_first: &[BlockId], seconds: f64, now: f64, pool: 
 /// Marks blocks as not needed again: those without a holder and without advice are evicted first.
 pub(super) fn expect_never(tail_first: &[BlockId], pool: &mut BlockPool) {
     let is_unwanted = |block: &BlockId| {
-        let (ref_count, level) = (pool.holders().ref_count(*block), pool.parking().level(*block));
+        let (ref_count, level) = (pool.holders().ref_count(*block), pool.parking().advised_level(*block));
         is_kept_on(*block, pool) && ref_count == 0 && level == UNADVISED
     };
     let unwanted: Vec<BlockId> = tail_first.iter().copied().filter(is_unwanted).collect();

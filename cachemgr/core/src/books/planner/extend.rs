@@ -112,13 +112,14 @@ impl StepPlanner<'_> {
         let mut fresh = self.pool.allocate(num_fresh, group, &asker)?;
         advise_fresh(&fresh, self.table.get(row).tail_advice, self.pool);
         let added = fresh.split_off(foreign.len());
-        for (index, target) in foreign.into_iter().zip(fresh) {
-            self.replace(row, group, index, target, index * block_size < start)?;
+        for (index, target) in foreign.iter().zip(fresh) {
+            self.replace(row, group, *index, target, index * block_size < start)?;
         }
         if !added.is_empty() {
             self.plan.write(seq_id, group, length, &added);
         }
         self.table.get_mut(row).tables[usize::from(group)].extend(added);
+        self.keep_fresh(row, group, foreign.into_iter().chain(length..end));
         Ok(())
     }
 

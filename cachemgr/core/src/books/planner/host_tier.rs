@@ -85,6 +85,11 @@ impl StepPlanner<'_> {
         for (table, first) in tables.iter().zip(&firsts) {
             advise_fresh(table.range(*first..usize::MAX), self.table.get(row).tail_advice, self.pool);
         }
+        let kept = self.table.get(row).kept.clone();
+        let num_withheld = self.table.get(row).num_withheld;
+        if num_withheld == 0 {
+            self.use_prefix(asker.tenant, &kept, &tables, &hashes[..num_found]);
+        }
         self.copy_back(row, &tables, &firsts)?;
         let sequence = self.table.get_mut(row);
         sequence.restore(tables, num_found, &hashes, geometry.block_size);
@@ -190,7 +195,7 @@ mod tests {
         let mut bench = Bench::new(8);
         bench.admit(1, &[1, 2, 3, 4]);
         bench.settle();
-        bench.0.reset_prefix_cache(0, 9, 0.0).unwrap();
+        bench.0.reset_prefix_cache(0, 9, 0.0, b"").unwrap();
         bench
     }
 

@@ -26,12 +26,15 @@ mod extend;
 mod finder;
 mod fork;
 mod host_tier;
+pub(crate) mod keep;
+mod misses;
 mod release;
 mod windows;
 
 use std::collections::HashMap;
 
 use crate::books::counters::Counters;
+use crate::books::explain::MAX_HASHED_IN_PLAN;
 use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
 use crate::books::planner::budget::Budget;
@@ -39,7 +42,7 @@ use crate::books::planner::windows::{pass_windows, write_changed_entries};
 use crate::books::plans::{GrantedStep, PlanItem, ReturnHint, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
-use crate::books::steps::StepInFlight;
+use crate::books::steps::{Fill, StepInFlight};
 use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
 use crate::cache::tenants::{Asker, TenantId, Tenants};
@@ -68,6 +71,10 @@ pub struct StepPlanner<'a> {
     step: StepInFlight,
     plan: GrantedStep,
     budget: Budget,
+    /// Blocks that steps in flight of other leases fill, if an admission asks for it.
+    fills_elsewhere: Vec<Fill>,
+    /// Blocks that explanations may still look up.
+    num_explained: usize,
 }
 
 impl<'a> StepPlanner<'a> {
@@ -85,7 +92,27 @@ impl<'a> StepPlanner<'a> {
         let budget = Budget::new(0);
         let step = StepInFlight { step_number: lease.next_step, ..StepInFlight::default() };
         let plan = GrantedStep { step_number: lease.next_step, known_step: lease.known_step, ..GrantedStep::default() };
-        StepPlanner { lease, pool, host, table, geometry, tenants, counters, lease_name, now, step, plan, budget }
+        StepPlanner {
+            lease,
+            pool,
+            host,
+            table,
+            geometry,
+            tenants,
+            counters,
+            lease_name,
+            now,
+            step,
+            plan,
+            budget,
+            fills_elsewhere: Vec::new(),
+            num_explained: MAX_HASHED_IN_PLAN,
+        }
+    }
+
+    /// The same planner, which knows what steps in flight of other leases fill.
+    pub fn knowing(self, fills_elsewhere: Vec<Fill>) -> StepPlanner<'a> {
+        StepPlanner { fills_elsewhere, ..self }
     }
 
     /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.

@@ -654,7 +654,7 @@ mod tests {
         cache.release(&table);
         let lineage = cache.lineage();
         assert_eq!((&lineage.segment_of[1..4], lineage.segments[1].num_blocks), (&[1, 0, 0][..], 1));
-        cache.pool.drop_cached(0, 9, 0.0);
+        cache.pool.drop_cached(0, 9, 0.0, 0);
         let lineage = cache.lineage();
         assert_eq!((lineage.segment_of[1], &lineage.unused_segments[..]), (UNKNOWN, &[1][..]));
         let table = cache.ask(&[7]);

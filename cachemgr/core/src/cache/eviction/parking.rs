@@ -1,26 +1,32 @@
 //! The blocks without a holder that are in the index, and the order of their eviction.
 //!
-//!     1  those of tenants over their quota   the asker's own first; for each tenant in the order of 2 to 4
+//!     1  those of tenants over their quota   the asker's own first; for each tenant in the order of 2 to 5
 //!     2  with a priority below the default   level by level, the least recently parked first
 //!     3  without advice                      by the eviction policy
-//!     4  with a priority above the default   level by level, the least recently parked first; those awaited last
+//!     4  with a priority above the default   level by level, the least recently parked first; then those awaited
+//!     5  kept by breakpoints                 the least recently parked first
 //!
 //! Levels and tenants cost nothing without advice and without quotas.
 
 use serde::{Deserialize, Serialize};
 
-use crate::cache::advice::{AWAITED, Advice, AdviceBook, FOREVER, LEAST_WORTH, Level, Millis, NUM_LEVELS, UNADVISED};
+use crate::cache::advice::{
+    AWAITED, Advice, AdviceBook, FOREVER, KEPT, LEAST_WORTH, Level, Millis, NUM_LEVELS, UNADVISED,
+};
 use crate::cache::eviction::policies::Policy;
 use crate::cache::eviction::rings::Rings;
+use crate::cache::keeps::KeepBook;
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::tenants::TenantId;
 
 const NOTHING: Advice = Advice { level: UNADVISED, until: FOREVER };
 
-/// Parked blocks with advice: a ring per level.
+/// Parked blocks with advice, or kept by breakpoints: a ring per level.
 #[derive(Debug, Serialize, Deserialize)]
 struct Shelves {
     book: AdviceBook,
+    /// None: nothing was kept yet.
+    keeps: Option<Box<KeepBook>>,
     rings: Rings,
     num_blocks: usize,
     num_parked: [usize; NUM_LEVELS + 1],
@@ -29,7 +35,16 @@ struct Shelves {
 impl Shelves {
     fn new(num_blocks: usize) -> Shelves {
         let rings = Rings::new(num_blocks + NUM_LEVELS + 1);
-        Shelves { book: AdviceBook::new(num_blocks), rings, num_blocks, num_parked: [0; NUM_LEVELS + 1] }
+        let book = AdviceBook::new(num_blocks);
+        Shelves { book, keeps: None, rings, num_blocks, num_parked: [0; NUM_LEVELS + 1] }
+    }
+
+    fn is_kept(&self, block: BlockId) -> bool {
+        self.keeps.as_ref().is_some_and(|keeps| keeps.is_kept(block))
+    }
+
+    fn level(&self, block: BlockId) -> Level {
+        if self.is_kept(block) { KEPT } else { self.book.level(block) }
     }
 
     fn sentinel(&self, level: Level) -> u32 {
@@ -73,7 +88,7 @@ impl TenantRings {
 
     /// The tenant's block that is evicted first.
     fn first(&mut self, tenant: TenantId) -> Option<BlockId> {
-        (LEAST_WORTH..=AWAITED).find_map(|level| {
+        (LEAST_WORTH..=KEPT).find_map(|level| {
             let sentinel = self.sentinel(tenant, level);
             Some(self.rings.first(sentinel)).filter(|node| (*node as usize) < self.num_blocks)
         })
@@ -115,11 +130,17 @@ impl Parking {
             });
             rings.collect::<Vec<_>>()
         };
-        let (less, more) = (on_shelves(LEAST_WORTH..=UNADVISED - 1), on_shelves(UNADVISED + 1..=AWAITED));
+        let (less, more) = (on_shelves(LEAST_WORTH..=UNADVISED - 1), on_shelves(UNADVISED + 1..=KEPT));
         [less, self.policy.parked(), more].concat()
     }
 
+    /// The level by which the block is evicted: by its advice, or KEPT.
     pub fn level(&self, block: BlockId) -> Level {
+        self.shelves.as_ref().map_or(UNADVISED, |shelves| shelves.level(block))
+    }
+
+    /// The level of the block's advice, whether breakpoints keep it or not.
+    pub fn advised_level(&self, block: BlockId) -> Level {
         self.shelves.as_ref().map_or(UNADVISED, |shelves| shelves.book.level(block))
     }
 
@@ -149,10 +170,10 @@ impl Parking {
         match &mut self.shelves {
             None => self.policy.park(blocks),
             Some(shelves) => {
-                let is_plain = |block: &BlockId| shelves.book.level(*block) == UNADVISED;
+                let is_plain = |block: &BlockId| shelves.level(*block) == UNADVISED;
                 let (plain, advised): (Vec<BlockId>, Vec<BlockId>) = blocks.iter().partition(|block| is_plain(block));
                 for block in advised {
-                    shelves.park(block, shelves.book.level(block));
+                    shelves.park(block, shelves.level(block));
                 }
                 if !plain.is_empty() {
                     self.policy.park(&plain);
@@ -173,7 +194,7 @@ impl Parking {
             None => self.policy.unpark(blocks),
             Some(shelves) => {
                 for &block in blocks {
-                    match shelves.book.level(block) {
+                    match shelves.level(block) {
                         UNADVISED => self.policy.unpark(&[block]),
                         level => shelves.unpark(block, level),
                     }
@@ -190,6 +211,9 @@ impl Parking {
         self.policy.forget(blocks);
         if let Some(shelves) = &mut self.shelves {
             blocks.iter().for_each(|block| shelves.book.forget(*block));
+            if let Some(keeps) = &mut shelves.keeps {
+                blocks.iter().for_each(|block| keeps.end(*block));
+            }
         }
     }
 
@@ -212,7 +236,7 @@ impl Parking {
         if let Some(tenants) = &mut self.tenants {
             victims[unadvised..].iter().for_each(|block| tenants.rings.remove(*block));
         }
-        self.evict_from_shelves(UNADVISED + 1..=AWAITED, end, victims);
+        self.evict_from_shelves(UNADVISED + 1..=KEPT, end, victims);
         debug_assert!(victims.len() == end);
     }
 
@@ -228,8 +252,67 @@ impl Parking {
     /// Evicts a parked block.
     pub fn take(&mut self, block: BlockId, victims: &mut Vec<BlockId>) {
         self.unpark(&[block]);
+        if let Some(keeps) = self.keeps_mut().filter(|keeps| keeps.is_kept(block)) {
+            keeps.count_evicted();
+        }
         self.forget(&[block]);
         victims.push(block);
+    }
+
+    // -- keeping ------------------------------------------------------------------------------------------------------
+
+    /// What breakpoints keep; None if nothing was kept yet.
+    pub fn keeps(&self) -> Option<&KeepBook> {
+        self.shelves.as_ref().and_then(|shelves| shelves.keeps.as_deref())
+    }
+
+    fn keeps_mut(&mut self) -> Option<&mut KeepBook> {
+        self.shelves.as_mut().and_then(|shelves| shelves.keeps.as_deref_mut())
+    }
+
+    /// True if breakpoints keep the block.
+    pub fn is_kept(&self, block: BlockId) -> bool {
+        self.keeps().is_some_and(|keeps| keeps.is_kept(block))
+    }
+
+    /// A use of a tenant's block with a breakpoint; true if it was not kept before. See KeepBook::keep.
+    pub fn keep(&mut self, block: BlockId, ttl: Millis, now: Millis, owner: TenantId) -> bool {
+        let is_new = !self.is_kept(block);
+        let is_parked = is_new && self.is_parked(block);
+        if is_parked {
+            self.unpark(&[block]);
+        }
+        let num_blocks = self.num_blocks;
+        let shelves = self.shelves.get_or_insert_with(|| Box::new(Shelves::new(num_blocks)));
+        let keeps = shelves.keeps.get_or_insert_with(|| Box::new(KeepBook::new(num_blocks)));
+        keeps.keep(block, ttl, now, owner);
+        if is_parked {
+            self.park(&[block], owner);
+        }
+        is_new
+    }
+
+    /// The block is not kept any more, if it was: its level is that of its advice. True if it was.
+    pub fn end_keep(&mut self, block: BlockId, owner: TenantId) -> bool {
+        if !self.is_kept(block) {
+            return false;
+        }
+        let is_parked = self.is_parked(block);
+        if is_parked {
+            self.unpark(&[block]);
+        }
+        if let Some(keeps) = self.keeps_mut() {
+            keeps.end(block);
+        }
+        if is_parked {
+            self.park(&[block], owner);
+        }
+        true
+    }
+
+    /// A kept block with a time that is over: see KeepBook::pop_ended.
+    pub fn pop_ended_keep(&mut self, now: Millis) -> Option<BlockId> {
+        self.keeps_mut()?.pop_ended(now)
     }
 
     // -- advice -------------------------------------------------------------------------------------------------------
@@ -278,9 +361,10 @@ impl Parking {
         met
     }
 
-    /// See AdviceBook::next_end.
+    /// No advice and no time of a kept block ends before this; None if there is none that ends.
     pub fn next_end(&self) -> Option<Millis> {
-        self.shelves.as_ref().and_then(|shelves| shelves.book.next_end())
+        let advice = self.shelves.as_ref().and_then(|shelves| shelves.book.next_end());
+        advice.into_iter().chain(self.keeps().and_then(KeepBook::next_end)).min()
     }
 
     /// Ends the expired advice, and lists its blocks in `ended`.

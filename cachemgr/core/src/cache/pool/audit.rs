@@ -39,6 +39,11 @@ impl<'a> PoolAudit<'a> {
             if state == BlockState::Free && self.pool.parking.advice(block).is_some() {
                 wrong.push(format!("block {block} is free and still advised to be kept"));
             }
+            if self.pool.parking.is_kept(block)
+                && (state == BlockState::Free || self.pool.index.past(block) == Past::Dropped)
+            {
+                wrong.push(format!("block {block} is kept, and nobody will find it"));
+            }
             if state == BlockState::Free && self.pool.index.past(block) != Past::None {
                 wrong.push(format!("block {block} is free and still has a past"));
             }
@@ -66,6 +71,10 @@ impl<'a> PoolAudit<'a> {
     /// Reports violations in the tenants' accounts, counted block by block. Cost: as `counts`.
     pub fn accounts(&self, wrong: &mut Vec<String>) {
         self.pool.accounts.audit(wrong);
+        if let Some(keeps) = self.pool.parking.keeps() {
+            let limit = |tenant| self.pool.accounts.get(tenant).share.keep_limit;
+            keeps.audit(|block| self.pool.owners[block as usize], limit, wrong);
+        }
         let mut counted = vec![(0, 0, 0); self.pool.accounts.len()];
         let blocks = self.pool.owners.iter().zip(self.pool.holders.busy()).zip(self.pool.index.pasts()).enumerate();
         for (block, ((owner, is_busy), past)) in blocks {

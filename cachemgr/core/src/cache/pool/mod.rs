@@ -13,23 +13,28 @@
 //!     holders.rs    references and holds            pins.rs       prefix pins
 //!     advisor.rs    advice on blocks                records.rs    changes, losses, roots, contents
 //!     counters.rs   counters and sums               audit.rs      checks of a pool
+//!     keeper.rs     blocks kept by breakpoints
 
 pub mod advisor;
 pub mod audit;
 pub mod counters;
 pub mod holders;
+pub mod keeper;
 pub mod pins;
 pub mod records;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::{Accounts, Share};
+use crate::cache::advice::Millis;
 use crate::cache::eviction::parking::Parking;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::groups::{Group, LayerGroups, Span, identity};
+use crate::cache::losses::CallerId;
 use crate::cache::pool::advisor::Advisor;
 use crate::cache::pool::counters::PoolCounters;
 use crate::cache::pool::holders::Holders;
+use crate::cache::pool::keeper::Keeper;
 use crate::cache::pool::pins::PrefixPins;
 use crate::cache::pool::records::Records;
 use crate::cache::prefix::{BlockId, Hash, Origin, Past, PrefixIndex};
@@ -125,8 +130,24 @@ impl BlockPool {
         Advisor { parking, owners, journal: &mut records.journal }
     }
 
+    /// Ends advice and keeping whose times are over.
+    pub fn end_times(&mut self, now: Millis) {
+        self.advisor().end(now);
+        self.keeper().end(now);
+    }
+
+    /// Changes what breakpoints keep.
+    pub fn keeper(&mut self) -> Keeper<'_> {
+        let BlockPool { parking, accounts, index, owners, records, .. } = self;
+        Keeper { parking, accounts, index, owners, journal: &mut records.journal }
+    }
+
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
+    }
+
+    pub fn accounts_mut(&mut self) -> &mut Accounts {
+        &mut self.accounts
     }
 
     pub fn counters(&self) -> PoolCounters {
@@ -302,29 +323,30 @@ impl BlockPool {
         self.index.enter_origin(block, origin);
     }
 
-    /// Makes the blocks from `first` to before `end` unfindable; returns how many were findable.
+    /// Makes the blocks from `first` to before `end` unfindable, for a caller; returns how many were findable.
     ///
     /// Held blocks stay with their holders; pinned ones stay findable.
-    pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64) -> usize {
+    pub fn drop_cached(&mut self, first: BlockId, end: BlockId, now: f64, by: CallerId) -> usize {
         let blocks = first.max(1)..end.min(self.holders.len() as BlockId);
-        blocks.filter(|block| self.drop_content(*block, now)).count()
+        blocks.filter(|block| self.drop_content(*block, now, by)).count()
     }
 
     /// As above, for some blocks.
-    pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64) -> usize {
-        blocks.iter().filter(|block| self.drop_content(**block, now)).count()
+    pub fn drop_blocks(&mut self, blocks: &[BlockId], now: f64, by: CallerId) -> usize {
+        blocks.iter().filter(|block| self.drop_content(**block, now, by)).count()
     }
 
     /// As above, for one block; true if it was findable.
-    fn drop_content(&mut self, block: BlockId, now: f64) -> bool {
+    fn drop_content(&mut self, block: BlockId, now: f64, by: CallerId) -> bool {
         if !self.index.is_findable(block) || self.pins.is_pinned(block) {
             return false;
         }
         if let Some(hash) = self.index.hash(block) {
-            self.records.losses.reset(hash, now);
+            self.records.losses.reset(hash, now, by);
         }
         self.records.contents.forget(block);
         self.records.journal.touch_content(block, self.owners[block as usize]);
+        self.keeper().end_all(&[block]);
         self.index.drop_hash(block);
         if self.holders.is_idle(block) {
             self.parking.unpark(&[block]);
@@ -383,6 +405,7 @@ impl BlockPool {
         self.accounts.set_share(tenant, share);
         let owners = &self.owners;
         self.parking.set_by_tenant(self.accounts.has_quotas(), |block| owners[block as usize]);
+        self.keeper().limit(tenant);
     }
 
     /// A reservation of the tenant was `before`, and is `after`.
@@ -428,6 +451,15 @@ impl BlockPool {
             }
         }
         Ok(())
+    }
+
+    /// Evicts a parked block, whatever the order is.
+    #[cfg(test)]
+    pub(crate) fn evict_for_test(&mut self, block: BlockId, asker: &Asker) {
+        self.parking.take(block, &mut Vec::new());
+        self.accounts.uncache(self.owners[block as usize], 1);
+        self.lose(block, asker);
+        self.free.push(block);
     }
 
     // -- inside -------------------------------------------------------------------------------------------------------
@@ -704,7 +736,7 @@ pub(crate) mod tests {
         let mut pool = pool();
         pool.allocate(1, 0, &ASKER).unwrap();
         pool.publish(&hash(7), 1);
-        assert_eq!(pool.drop_cached(0, 5, 0.0), 1);
+        assert_eq!(pool.drop_cached(0, 5, 0.0, 0), 1);
         assert!(!pool.is_writable(1));
         pool.release(&[1]).unwrap();
         assert_eq!((pool.state(1), violations(&pool)), (BlockState::Free, vec![]));
@@ -728,23 +760,23 @@ pub(crate) mod tests {
         pool.publish(&hash(3), 3);
         pool.publish(&hash(4), 4);
         pool.retire(&[4]).unwrap();
-        assert_eq!(pool.drop_cached(0, 5, 0.0), 4);
+        assert_eq!(pool.drop_cached(0, 5, 0.0, 0), 4);
         assert_eq!((pool.counts(), pool.parking().parked()), (counts(2, 0, 1, 1), vec![]));
         pool.end_holds(&[4]).unwrap();
         assert_eq!(pool.state(4), BlockState::Free);
-        assert_eq!((pool.drop_cached(0, 5, 0.0), violations(&pool)), (0, vec![]));
+        assert_eq!((pool.drop_cached(0, 5, 0.0, 0), violations(&pool)), (0, vec![]));
     }
 
     #[test]
     fn the_cache_is_dropped_in_slices_of_any_bounds() {
         let mut pool = pool();
         cache(&mut pool, &[1, 2, 3, 4]);
-        assert_eq!((pool.drop_cached(2, 3, 0.0), pool.parking().parked()), (1, vec![1, 3, 4]));
+        assert_eq!((pool.drop_cached(2, 3, 0.0, 0), pool.parking().parked()), (1, vec![1, 3, 4]));
         assert_eq!(
-            (pool.drop_cached(0, 2, 0.0), pool.drop_cached(2, 3, 0.0), pool.drop_cached(3, 100, 0.0)),
+            (pool.drop_cached(0, 2, 0.0, 0), pool.drop_cached(2, 3, 0.0, 0), pool.drop_cached(3, 100, 0.0, 0)),
             (1, 0, 2)
         );
-        assert_eq!((pool.counts(), pool.drop_cached(4, 2, 0.0)), (counts(4, 0, 0, 0), 0));
+        assert_eq!((pool.counts(), pool.drop_cached(4, 2, 0.0, 0)), (counts(4, 0, 0, 0), 0));
     }
 
     #[test]
@@ -978,7 +1010,7 @@ pub(crate) mod tests {
             let (first, end) = (self.random.below(NUM_BLOCKS + 2), self.random.below(NUM_BLOCKS + 2));
             let named = (1..NUM_BLOCKS).filter(|block| (first..end).contains(block) && self.name_of[*block].is_some());
             let dropped: Vec<BlockId> = named.map(|block| block as BlockId).collect();
-            assert_eq!(self.pool.drop_cached(first as BlockId, end as BlockId, 0.0), dropped.len());
+            assert_eq!(self.pool.drop_cached(first as BlockId, end as BlockId, 0.0, 0), dropped.len());
             for block in dropped {
                 self.name_of[block as usize] = None;
                 if self.parked.contains(&block) {

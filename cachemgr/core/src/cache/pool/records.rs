@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::contents::Contents;
 use crate::cache::journal::Journal;
-use crate::cache::losses::{Losses, Roots};
+use crate::cache::losses::{Callers, Losses, Roots};
 
 /// No decision on blocks depends on these records.
 #[derive(Debug, Serialize, Deserialize)]
@@ -13,6 +13,8 @@ pub struct Records {
     pub journal: Journal,
     /// Content that was in the index and is lost.
     pub losses: Losses,
+    /// Who reset content.
+    pub callers: Callers,
     /// The roots of admissions.
     pub roots: Roots,
     /// Tokens and salts of the blocks that can be found, if they are kept.
@@ -22,6 +24,6 @@ pub struct Records {
 impl Records {
     pub fn new(num_blocks: usize) -> Records {
         let (journal, losses) = (Journal::new(num_blocks), Losses::new(num_blocks));
-        Records { journal, losses, roots: Roots::default(), contents: Contents::default() }
+        Records { journal, losses, callers: Callers::default(), roots: Roots::default(), contents: Contents::default() }
     }
 }

@@ -347,6 +347,9 @@ const (
 	MissReason_MISS_REASON_OTHER_SALT MissReason = 6
 	// The block is cached for another tenant. Reported to operators only.
 	MissReason_MISS_REASON_OTHER_TENANT MissReason = 7
+	// A layer group without a window has the block. In a group with a window it was
+	// evicted, so that no token behind it can be computed from there.
+	MissReason_MISS_REASON_WINDOW_EVICTED MissReason = 8
 )
 
 // Enum value maps for MissReason.
@@ -360,6 +363,7 @@ var (
 		5: "MISS_REASON_BEING_COMPUTED",
 		6: "MISS_REASON_OTHER_SALT",
 		7: "MISS_REASON_OTHER_TENANT",
+		8: "MISS_REASON_WINDOW_EVICTED",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":    0,
@@ -370,6 +374,7 @@ var (
 		"MISS_REASON_BEING_COMPUTED": 5,
 		"MISS_REASON_OTHER_SALT":     6,
 		"MISS_REASON_OTHER_TENANT":   7,
+		"MISS_REASON_WINDOW_EVICTED": 8,
 	}
 )
 
@@ -1364,7 +1369,17 @@ type Admission struct {
 	// refused (ROLE_MISSING), and no other item of the plan. A fork has the tenant of
 	// its parent. A pool knows at most 10,000 tenants in an epoch; the admission that
 	// names one more is refused (INVALID_ARGUMENT).
-	Tenant        *string `protobuf:"bytes,9,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	Tenant *string `protobuf:"bytes,9,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// Prefixes of the tokens to keep in the cache, the shorter ones first: at most 4,
+	// each longer than the one before it. Not with CACHE_USE_NONE (INVALID_ARGUMENT).
+	Breakpoints []*Breakpoint `protobuf:"bytes,10,rep,name=breakpoints,proto3" json:"breakpoints,omitempty"`
+	// True: the admission is refused with PREFIX_BEING_COMPUTED while a sequence of
+	// another lease computes the next block that it needs. Without it the block is
+	// computed twice.
+	WaitsForPrefix bool `protobuf:"varint,11,opt,name=waits_for_prefix,json=waitsForPrefix,proto3" json:"waits_for_prefix,omitempty"`
+	// True: if not all full blocks of the tokens are found, the answer has the reason
+	// for the first miss, in admitted_misses.
+	ExplainsMiss  bool `protobuf:"varint,12,opt,name=explains_miss,json=explainsMiss,proto3" json:"explains_miss,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1462,6 +1477,92 @@ func (x *Admission) GetTenant() string {
 	return ""
 }
 
+func (x *Admission) GetBreakpoints() []*Breakpoint {
+	if x != nil {
+		return x.Breakpoints
+	}
+	return nil
+}
+
+func (x *Admission) GetWaitsForPrefix() bool {
+	if x != nil {
+		return x.WaitsForPrefix
+	}
+	return false
+}
+
+func (x *Admission) GetExplainsMiss() bool {
+	if x != nil {
+		return x.ExplainsMiss
+	}
+	return false
+}
+
+// Keeps a prefix of an admission's tokens for a time after each use. Uses of a block
+// are: an admission of the tenant that finds it, with or without breakpoints; an
+// admission that computes it, with a breakpoint at or behind it; and a restore of
+// such a sequence.
+//
+// Kept blocks are evicted after all others, also after those of prompts that wait.
+// So a kept prefix is no pin: running sequences and the floors of other tenants come
+// first. A tenant keeps at most Tenant.keep_limit_block_count blocks. Beyond these,
+// its least recently used kept prefixes end first.
+type Breakpoint struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The end of the prefix, from 1 to the admission's tokens. Full blocks are kept.
+	TokenCount int32 `protobuf:"varint,1,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	// The time after the last use, 1 s to 24 h. Required. A use with a shorter ttl
+	// does not shorten the time of a block, which has the longest ttl that it was kept
+	// with.
+	Ttl           *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Breakpoint) Reset() {
+	*x = Breakpoint{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Breakpoint) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Breakpoint) ProtoMessage() {}
+
+func (x *Breakpoint) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Breakpoint.ProtoReflect.Descriptor instead.
+func (*Breakpoint) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Breakpoint) GetTokenCount() int32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
+func (x *Breakpoint) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
+	}
+	return nil
+}
+
 // Moves a sequence from the host tier into fresh blocks of the pool; blocks in the
 // prefix cache are shared instead of copied. It continues where it was: its run
 // begins after its computed tokens, and the client gives the worker the token ids
@@ -1478,7 +1579,7 @@ type Restore struct {
 
 func (x *Restore) Reset() {
 	*x = Restore{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1490,7 +1591,7 @@ func (x *Restore) String() string {
 func (*Restore) ProtoMessage() {}
 
 func (x *Restore) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1503,7 +1604,7 @@ func (x *Restore) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Restore.ProtoReflect.Descriptor instead.
 func (*Restore) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Restore) GetSequenceId() int32 {
@@ -1531,7 +1632,7 @@ type Refusal struct {
 	// SEQUENCE_TOO_LONG, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, POSITION_OUT_OF_RANGE,
 	// NOTHING_TO_COMPUTE, TOO_MANY_SEQUENCES, TOKEN_BUDGET_SPENT, QUOTA_EXCEEDED,
 	// OUT_OF_HOST_BLOCKS, SEQUENCE_OFFLOADED, SEQUENCE_BUSY, ROLE_MISSING,
-	// INVALID_ARGUMENT.
+	// PREFIX_BEING_COMPUTED, INVALID_ARGUMENT.
 	Error         *Error `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1539,7 +1640,7 @@ type Refusal struct {
 
 func (x *Refusal) Reset() {
 	*x = Refusal{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1652,7 @@ func (x *Refusal) String() string {
 func (*Refusal) ProtoMessage() {}
 
 func (x *Refusal) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1665,7 @@ func (x *Refusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refusal.ProtoReflect.Descriptor instead.
 func (*Refusal) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Refusal) GetItem() PlanItem {
@@ -1615,6 +1716,15 @@ type PlanStepResponse struct {
 	RestoredSequenceIds []int32 `protobuf:"varint,22,rep,packed,name=restored_sequence_ids,json=restoredSequenceIds,proto3" json:"restored_sequence_ids,omitempty"`
 	// Tokens that need not be computed again; parallel to restored_sequence_ids.
 	RestoredTokenCounts []int32 `protobuf:"varint,23,rep,packed,name=restored_token_counts,json=restoredTokenCounts,proto3" json:"restored_token_counts,omitempty"`
+	// Tokens of the prompts that the sequences compute in full blocks and publish;
+	// parallel to admitted_sequence_ids. 0 for admissions with resumed.
+	AdmittedWrittenTokenCounts []int32 `protobuf:"varint,24,rep,packed,name=admitted_written_token_counts,json=admittedWrittenTokenCounts,proto3" json:"admitted_written_token_counts,omitempty"`
+	// Tokens that are kept because of the admissions' breakpoints, once they are
+	// computed: less than the last breakpoint if the tenant's limit is smaller.
+	// Parallel to admitted_sequence_ids; empty if no admission has breakpoints.
+	AdmittedKeptTokenCounts []int32 `protobuf:"varint,25,rep,packed,name=admitted_kept_token_counts,json=admittedKeptTokenCounts,proto3" json:"admitted_kept_token_counts,omitempty"`
+	// The misses of admissions with explains_miss, in the order of the request.
+	AdmittedMisses []*AdmissionMiss `protobuf:"bytes,26,rep,name=admitted_misses,json=admittedMisses,proto3" json:"admitted_misses,omitempty"`
 	// The pool's blocks after this plan.
 	BlockCounts *BlockCounts `protobuf:"bytes,30,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
 	// The host tier's blocks after this plan. Unset if the pool has no host tier.
@@ -1625,7 +1735,7 @@ type PlanStepResponse struct {
 
 func (x *PlanStepResponse) Reset() {
 	*x = PlanStepResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1637,7 +1747,7 @@ func (x *PlanStepResponse) String() string {
 func (*PlanStepResponse) ProtoMessage() {}
 
 func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[15]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1650,7 +1760,7 @@ func (x *PlanStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PlanStepResponse) GetGrant() *SignedGrant {
@@ -1730,6 +1840,27 @@ func (x *PlanStepResponse) GetRestoredTokenCounts() []int32 {
 	return nil
 }
 
+func (x *PlanStepResponse) GetAdmittedWrittenTokenCounts() []int32 {
+	if x != nil {
+		return x.AdmittedWrittenTokenCounts
+	}
+	return nil
+}
+
+func (x *PlanStepResponse) GetAdmittedKeptTokenCounts() []int32 {
+	if x != nil {
+		return x.AdmittedKeptTokenCounts
+	}
+	return nil
+}
+
+func (x *PlanStepResponse) GetAdmittedMisses() []*AdmissionMiss {
+	if x != nil {
+		return x.AdmittedMisses
+	}
+	return nil
+}
+
 func (x *PlanStepResponse) GetBlockCounts() *BlockCounts {
 	if x != nil {
 		return x.BlockCounts
@@ -1742,6 +1873,90 @@ func (x *PlanStepResponse) GetHostBlockCounts() *HostBlockCounts {
 		return x.HostBlockCounts
 	}
 	return nil
+}
+
+// Why an admission did not find a block of its prefix, at the time of the plan.
+type AdmissionMiss struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sequence.
+	SequenceId int32 `protobuf:"varint,1,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	// The index of the block, from 0.
+	MissingBlockIndex int32 `protobuf:"varint,2,opt,name=missing_block_index,json=missingBlockIndex,proto3" json:"missing_block_index,omitempty"`
+	// The reason.
+	Reason MissReason `protobuf:"varint,3,opt,name=reason,proto3,enum=quire.cache.v1.MissReason" json:"reason,omitempty"`
+	// The time of its eviction or reset. Set for EVICTED and RESET, and for
+	// WINDOW_EVICTED if it is known.
+	LostTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
+	// The tenant of the allocation that evicted it, if that is the tenant of the
+	// admission.
+	EvictedByTenant *string `protobuf:"bytes,5,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *AdmissionMiss) Reset() {
+	*x = AdmissionMiss{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmissionMiss) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmissionMiss) ProtoMessage() {}
+
+func (x *AdmissionMiss) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmissionMiss.ProtoReflect.Descriptor instead.
+func (*AdmissionMiss) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *AdmissionMiss) GetSequenceId() int32 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
+func (x *AdmissionMiss) GetMissingBlockIndex() int32 {
+	if x != nil {
+		return x.MissingBlockIndex
+	}
+	return 0
+}
+
+func (x *AdmissionMiss) GetReason() MissReason {
+	if x != nil {
+		return x.Reason
+	}
+	return MissReason_MISS_REASON_UNSPECIFIED
+}
+
+func (x *AdmissionMiss) GetLostTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.LostTime
+	}
+	return nil
+}
+
+func (x *AdmissionMiss) GetEvictedByTenant() string {
+	if x != nil && x.EvictedByTenant != nil {
+		return *x.EvictedByTenant
+	}
+	return ""
 }
 
 // Every block but the null block is in exactly one of these states.
@@ -1761,7 +1976,7 @@ type BlockCounts struct {
 
 func (x *BlockCounts) Reset() {
 	*x = BlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1773,7 +1988,7 @@ func (x *BlockCounts) String() string {
 func (*BlockCounts) ProtoMessage() {}
 
 func (x *BlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[16]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1786,7 +2001,7 @@ func (x *BlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockCounts.ProtoReflect.Descriptor instead.
 func (*BlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *BlockCounts) GetFreeCount() int32 {
@@ -1832,7 +2047,7 @@ type HostBlockCounts struct {
 
 func (x *HostBlockCounts) Reset() {
 	*x = HostBlockCounts{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1844,7 +2059,7 @@ func (x *HostBlockCounts) String() string {
 func (*HostBlockCounts) ProtoMessage() {}
 
 func (x *HostBlockCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[17]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1857,7 +2072,7 @@ func (x *HostBlockCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HostBlockCounts.ProtoReflect.Descriptor instead.
 func (*HostBlockCounts) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *HostBlockCounts) GetFreeCount() int32 {
@@ -1892,7 +2107,7 @@ type PlanStepsRequest struct {
 
 func (x *PlanStepsRequest) Reset() {
 	*x = PlanStepsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1904,7 +2119,7 @@ func (x *PlanStepsRequest) String() string {
 func (*PlanStepsRequest) ProtoMessage() {}
 
 func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[18]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1917,7 +2132,7 @@ func (x *PlanStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsRequest.ProtoReflect.Descriptor instead.
 func (*PlanStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PlanStepsRequest) GetPlan() *PlanStepRequest {
@@ -1943,7 +2158,7 @@ type PlanStepsResponse struct {
 
 func (x *PlanStepsResponse) Reset() {
 	*x = PlanStepsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1955,7 +2170,7 @@ func (x *PlanStepsResponse) String() string {
 func (*PlanStepsResponse) ProtoMessage() {}
 
 func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[19]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1968,7 +2183,7 @@ func (x *PlanStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlanStepsResponse.ProtoReflect.Descriptor instead.
 func (*PlanStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PlanStepsResponse) GetAnswer() isPlanStepsResponse_Answer {
@@ -2025,7 +2240,7 @@ type GetPoolRequest struct {
 
 func (x *GetPoolRequest) Reset() {
 	*x = GetPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2037,7 +2252,7 @@ func (x *GetPoolRequest) String() string {
 func (*GetPoolRequest) ProtoMessage() {}
 
 func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[20]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2050,7 +2265,7 @@ func (x *GetPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolRequest.ProtoReflect.Descriptor instead.
 func (*GetPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetPoolRequest) GetPool() string {
@@ -2071,7 +2286,7 @@ type GetPoolResponse struct {
 
 func (x *GetPoolResponse) Reset() {
 	*x = GetPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2083,7 +2298,7 @@ func (x *GetPoolResponse) String() string {
 func (*GetPoolResponse) ProtoMessage() {}
 
 func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[21]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2096,7 +2311,7 @@ func (x *GetPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPoolResponse.ProtoReflect.Descriptor instead.
 func (*GetPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetPoolResponse) GetPool() *Pool {
@@ -2135,7 +2350,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2147,7 +2362,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[22]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2160,7 +2375,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Pool) GetName() string {
@@ -2246,7 +2461,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2258,7 +2473,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[23]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2271,7 +2486,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{23}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListPoolsRequest) GetPageSize() int32 {
@@ -2301,7 +2516,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2313,7 +2528,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[24]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2326,7 +2541,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{24}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListPoolsResponse) GetPools() []*Pool {
@@ -2362,7 +2577,7 @@ type ListLeasesRequest struct {
 
 func (x *ListLeasesRequest) Reset() {
 	*x = ListLeasesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2374,7 +2589,7 @@ func (x *ListLeasesRequest) String() string {
 func (*ListLeasesRequest) ProtoMessage() {}
 
 func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[25]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2387,7 +2602,7 @@ func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
 func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{25}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListLeasesRequest) GetPool() string {
@@ -2438,7 +2653,7 @@ type ListLeasesResponse struct {
 
 func (x *ListLeasesResponse) Reset() {
 	*x = ListLeasesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2450,7 +2665,7 @@ func (x *ListLeasesResponse) String() string {
 func (*ListLeasesResponse) ProtoMessage() {}
 
 func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[26]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2463,7 +2678,7 @@ func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
 func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{26}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListLeasesResponse) GetLeases() []*Lease {
@@ -2509,7 +2724,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2521,7 +2736,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2534,7 +2749,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Lease) GetLeaseIdPrefix() string {
@@ -2614,7 +2829,7 @@ type GetSequenceRequest struct {
 
 func (x *GetSequenceRequest) Reset() {
 	*x = GetSequenceRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2626,7 +2841,7 @@ func (x *GetSequenceRequest) String() string {
 func (*GetSequenceRequest) ProtoMessage() {}
 
 func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2639,7 +2854,7 @@ func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceRequest.ProtoReflect.Descriptor instead.
 func (*GetSequenceRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetSequenceRequest) GetLeaseId() string {
@@ -2667,7 +2882,7 @@ type GetSequenceResponse struct {
 
 func (x *GetSequenceResponse) Reset() {
 	*x = GetSequenceResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2679,7 +2894,7 @@ func (x *GetSequenceResponse) String() string {
 func (*GetSequenceResponse) ProtoMessage() {}
 
 func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2692,7 +2907,7 @@ func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceResponse.ProtoReflect.Descriptor instead.
 func (*GetSequenceResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetSequenceResponse) GetSequence() *Sequence {
@@ -2744,7 +2959,7 @@ type Sequence struct {
 
 func (x *Sequence) Reset() {
 	*x = Sequence{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2756,7 +2971,7 @@ func (x *Sequence) String() string {
 func (*Sequence) ProtoMessage() {}
 
 func (x *Sequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2769,7 +2984,7 @@ func (x *Sequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
 func (*Sequence) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Sequence) GetLeaseIdPrefix() string {
@@ -2891,7 +3106,7 @@ type GroupBlockTable struct {
 
 func (x *GroupBlockTable) Reset() {
 	*x = GroupBlockTable{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2903,7 +3118,7 @@ func (x *GroupBlockTable) String() string {
 func (*GroupBlockTable) ProtoMessage() {}
 
 func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2916,7 +3131,7 @@ func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupBlockTable.ProtoReflect.Descriptor instead.
 func (*GroupBlockTable) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GroupBlockTable) GetPassedBlockCount() int32 {
@@ -2954,7 +3169,7 @@ type ListSequencesRequest struct {
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2966,7 +3181,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2979,7 +3194,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -3030,7 +3245,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3042,7 +3257,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3055,7 +3270,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -3089,8 +3304,8 @@ type Block struct {
 	// Its tenant, unless it is free.
 	Tenant string `protobuf:"bytes,6,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	// Its eviction priority, 1 to 9, by the advice of its holders. 5: no advice, or
-	// its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 0 if
-	// the block is free.
+	// its ttl is over. 10: a prompt that waits would find it (ExpectedPrompt). 11: a
+	// Breakpoint keeps it. 0 if the block is free.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// Pins that keep it from eviction.
 	PrefixPinCount int32 `protobuf:"varint,8,opt,name=prefix_pin_count,json=prefixPinCount,proto3" json:"prefix_pin_count,omitempty"`
@@ -3104,7 +3319,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3116,7 +3331,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3129,7 +3344,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -3218,7 +3433,7 @@ type ListBlocksRequest struct {
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3230,7 +3445,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3243,7 +3458,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -3301,7 +3516,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3313,7 +3528,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3326,7 +3541,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -3358,7 +3573,7 @@ type ListTenantsRequest struct {
 
 func (x *ListTenantsRequest) Reset() {
 	*x = ListTenantsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3370,7 +3585,7 @@ func (x *ListTenantsRequest) String() string {
 func (*ListTenantsRequest) ProtoMessage() {}
 
 func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3383,7 +3598,7 @@ func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
 func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ListTenantsRequest) GetPool() string {
@@ -3420,7 +3635,7 @@ type ListTenantsResponse struct {
 
 func (x *ListTenantsResponse) Reset() {
 	*x = ListTenantsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3432,7 +3647,7 @@ func (x *ListTenantsResponse) String() string {
 func (*ListTenantsResponse) ProtoMessage() {}
 
 func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3445,7 +3660,7 @@ func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
 func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListTenantsResponse) GetTenants() []*Tenant {
@@ -3485,14 +3700,27 @@ type Tenant struct {
 	// The limit of blocks that it pins.
 	PinBudgetBlockCount int32 `protobuf:"varint,9,opt,name=pin_budget_block_count,json=pinBudgetBlockCount,proto3" json:"pin_budget_block_count,omitempty"`
 	// Its leases in the pool, those being fenced included.
-	LeaseCount    int32 `protobuf:"varint,10,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	LeaseCount int32 `protobuf:"varint,10,opt,name=lease_count,json=leaseCount,proto3" json:"lease_count,omitempty"`
+	// Blocks that breakpoints of its admissions keep, also those that are held.
+	KeptBlockCount int32 `protobuf:"varint,11,opt,name=kept_block_count,json=keptBlockCount,proto3" json:"kept_block_count,omitempty"`
+	// The limit of these blocks.
+	KeepLimitBlockCount int32 `protobuf:"varint,12,opt,name=keep_limit_block_count,json=keepLimitBlockCount,proto3" json:"keep_limit_block_count,omitempty"`
+	// When the next of its kept prefixes ends, by the server's clock. Unset: it keeps
+	// none.
+	NextKeepEndTime *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=next_keep_end_time,json=nextKeepEndTime,proto3" json:"next_keep_end_time,omitempty"`
+	// Tokens of prompts that its admissions found in the prefix cache.
+	CachedTokenCount int64 `protobuf:"varint,14,opt,name=cached_token_count,json=cachedTokenCount,proto3" json:"cached_token_count,omitempty"`
+	// Tokens of prompts that its admissions computed in full blocks and published.
+	WrittenTokenCount int64 `protobuf:"varint,15,opt,name=written_token_count,json=writtenTokenCount,proto3" json:"written_token_count,omitempty"`
+	// Tokens of its admitted prompts.
+	AdmittedTokenCount int64 `protobuf:"varint,16,opt,name=admitted_token_count,json=admittedTokenCount,proto3" json:"admitted_token_count,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Tenant) Reset() {
 	*x = Tenant{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3504,7 +3732,7 @@ func (x *Tenant) String() string {
 func (*Tenant) ProtoMessage() {}
 
 func (x *Tenant) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3517,7 +3745,7 @@ func (x *Tenant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
 func (*Tenant) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Tenant) GetName() string {
@@ -3590,6 +3818,48 @@ func (x *Tenant) GetLeaseCount() int32 {
 	return 0
 }
 
+func (x *Tenant) GetKeptBlockCount() int32 {
+	if x != nil {
+		return x.KeptBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetKeepLimitBlockCount() int32 {
+	if x != nil {
+		return x.KeepLimitBlockCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetNextKeepEndTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.NextKeepEndTime
+	}
+	return nil
+}
+
+func (x *Tenant) GetCachedTokenCount() int64 {
+	if x != nil {
+		return x.CachedTokenCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetWrittenTokenCount() int64 {
+	if x != nil {
+		return x.WrittenTokenCount
+	}
+	return 0
+}
+
+func (x *Tenant) GetAdmittedTokenCount() int64 {
+	if x != nil {
+		return x.AdmittedTokenCount
+	}
+	return 0
+}
+
 // See CacheService.WatchBlocks.
 type WatchBlocksRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3612,7 +3882,7 @@ type WatchBlocksRequest struct {
 
 func (x *WatchBlocksRequest) Reset() {
 	*x = WatchBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3624,7 +3894,7 @@ func (x *WatchBlocksRequest) String() string {
 func (*WatchBlocksRequest) ProtoMessage() {}
 
 func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3637,7 +3907,7 @@ func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
 func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *WatchBlocksRequest) GetPool() string {
@@ -3688,7 +3958,7 @@ type WatchBlocksResponse struct {
 
 func (x *WatchBlocksResponse) Reset() {
 	*x = WatchBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3700,7 +3970,7 @@ func (x *WatchBlocksResponse) String() string {
 func (*WatchBlocksResponse) ProtoMessage() {}
 
 func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3713,7 +3983,7 @@ func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
 func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *WatchBlocksResponse) GetEpoch() int64 {
@@ -3766,7 +4036,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3778,7 +4048,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3791,7 +4061,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *BlockEvent) GetKind() BlockEventKind {
@@ -3848,7 +4118,7 @@ type ExplainPrefixRequest struct {
 
 func (x *ExplainPrefixRequest) Reset() {
 	*x = ExplainPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3860,7 +4130,7 @@ func (x *ExplainPrefixRequest) String() string {
 func (*ExplainPrefixRequest) ProtoMessage() {}
 
 func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3873,7 +4143,7 @@ func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ExplainPrefixRequest) GetPool() string {
@@ -3935,13 +4205,20 @@ type ExplainPrefixResponse struct {
 	OtherTenant string `protobuf:"bytes,11,opt,name=other_tenant,json=otherTenant,proto3" json:"other_tenant,omitempty"`
 	// The layer group with the missing block. 0 if all are found.
 	MissingLayerGroup int32 `protobuf:"varint,12,opt,name=missing_layer_group,json=missingLayerGroup,proto3" json:"missing_layer_group,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The pool's epoch. Content of earlier epochs was lost with the worker.
+	Epoch int64 `protobuf:"varint,13,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// When the epoch began, by the server's clock.
+	EpochTime *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=epoch_time,json=epochTime,proto3" json:"epoch_time,omitempty"`
+	// The name of the caller that reset it. Set for RESET, if the caller's tenant is
+	// the one of this caller, or if this caller is an operator.
+	ResetBy       string `protobuf:"bytes,15,opt,name=reset_by,json=resetBy,proto3" json:"reset_by,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ExplainPrefixResponse) Reset() {
 	*x = ExplainPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3953,7 +4230,7 @@ func (x *ExplainPrefixResponse) String() string {
 func (*ExplainPrefixResponse) ProtoMessage() {}
 
 func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3966,7 +4243,7 @@ func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ExplainPrefixResponse) GetPool() string {
@@ -4053,6 +4330,27 @@ func (x *ExplainPrefixResponse) GetMissingLayerGroup() int32 {
 	return 0
 }
 
+func (x *ExplainPrefixResponse) GetEpoch() int64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *ExplainPrefixResponse) GetEpochTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.EpochTime
+	}
+	return nil
+}
+
+func (x *ExplainPrefixResponse) GetResetBy() string {
+	if x != nil {
+		return x.ResetBy
+	}
+	return ""
+}
+
 // See CacheService.CheckAdmission.
 type CheckAdmissionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -4068,7 +4366,7 @@ type CheckAdmissionRequest struct {
 
 func (x *CheckAdmissionRequest) Reset() {
 	*x = CheckAdmissionRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4080,7 +4378,7 @@ func (x *CheckAdmissionRequest) String() string {
 func (*CheckAdmissionRequest) ProtoMessage() {}
 
 func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4093,7 +4391,7 @@ func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *CheckAdmissionRequest) GetPool() string {
@@ -4129,7 +4427,7 @@ type CheckAdmissionResponse struct {
 
 func (x *CheckAdmissionResponse) Reset() {
 	*x = CheckAdmissionResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4141,7 +4439,7 @@ func (x *CheckAdmissionResponse) String() string {
 func (*CheckAdmissionResponse) ProtoMessage() {}
 
 func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4154,7 +4452,7 @@ func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
@@ -4190,7 +4488,7 @@ type AdmissionCheck struct {
 
 func (x *AdmissionCheck) Reset() {
 	*x = AdmissionCheck{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4202,7 +4500,7 @@ func (x *AdmissionCheck) String() string {
 func (*AdmissionCheck) ProtoMessage() {}
 
 func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4215,7 +4513,7 @@ func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
 func (*AdmissionCheck) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *AdmissionCheck) GetPool() string {
@@ -4298,7 +4596,7 @@ type PinPrefixRequest struct {
 
 func (x *PinPrefixRequest) Reset() {
 	*x = PinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4310,7 +4608,7 @@ func (x *PinPrefixRequest) String() string {
 func (*PinPrefixRequest) ProtoMessage() {}
 
 func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4323,7 +4621,7 @@ func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *PinPrefixRequest) GetPool() string {
@@ -4380,7 +4678,7 @@ type PinPrefixResponse struct {
 
 func (x *PinPrefixResponse) Reset() {
 	*x = PinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4392,7 +4690,7 @@ func (x *PinPrefixResponse) String() string {
 func (*PinPrefixResponse) ProtoMessage() {}
 
 func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4405,7 +4703,7 @@ func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *PinPrefixResponse) GetPinId() string {
@@ -4460,7 +4758,7 @@ type UnpinPrefixRequest struct {
 
 func (x *UnpinPrefixRequest) Reset() {
 	*x = UnpinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4472,7 +4770,7 @@ func (x *UnpinPrefixRequest) String() string {
 func (*UnpinPrefixRequest) ProtoMessage() {}
 
 func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4485,7 +4783,7 @@ func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *UnpinPrefixRequest) GetPool() string {
@@ -4518,7 +4816,7 @@ type UnpinPrefixResponse struct {
 
 func (x *UnpinPrefixResponse) Reset() {
 	*x = UnpinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4530,7 +4828,7 @@ func (x *UnpinPrefixResponse) String() string {
 func (*UnpinPrefixResponse) ProtoMessage() {}
 
 func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4543,7 +4841,7 @@ func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 // See CacheService.ListPins.
@@ -4565,7 +4863,7 @@ type ListPinsRequest struct {
 
 func (x *ListPinsRequest) Reset() {
 	*x = ListPinsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4577,7 +4875,7 @@ func (x *ListPinsRequest) String() string {
 func (*ListPinsRequest) ProtoMessage() {}
 
 func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4590,7 +4888,7 @@ func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
 func (*ListPinsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ListPinsRequest) GetPool() string {
@@ -4634,7 +4932,7 @@ type ListPinsResponse struct {
 
 func (x *ListPinsResponse) Reset() {
 	*x = ListPinsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4646,7 +4944,7 @@ func (x *ListPinsResponse) String() string {
 func (*ListPinsResponse) ProtoMessage() {}
 
 func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4659,7 +4957,7 @@ func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
 func (*ListPinsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *ListPinsResponse) GetPins() []*Pin {
@@ -4693,7 +4991,7 @@ type Pin struct {
 
 func (x *Pin) Reset() {
 	*x = Pin{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4705,7 +5003,7 @@ func (x *Pin) String() string {
 func (*Pin) ProtoMessage() {}
 
 func (x *Pin) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4718,7 +5016,7 @@ func (x *Pin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pin.ProtoReflect.Descriptor instead.
 func (*Pin) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *Pin) GetPinId() string {
@@ -4769,7 +5067,7 @@ type LookupPrefixRequest struct {
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4781,7 +5079,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4794,7 +5092,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -4836,7 +5134,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4848,7 +5146,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4861,7 +5159,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -4888,7 +5186,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4900,7 +5198,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4913,7 +5211,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -4969,7 +5267,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4981,7 +5279,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4994,7 +5292,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -5038,7 +5336,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5050,7 +5348,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5063,7 +5361,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -5091,7 +5389,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5103,7 +5401,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5116,7 +5414,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -5141,7 +5439,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5153,7 +5451,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5166,7 +5464,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -5201,7 +5499,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5213,7 +5511,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5226,7 +5524,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -5247,7 +5545,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5259,7 +5557,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5272,7 +5570,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -5367,14 +5665,21 @@ type PoolStatistics struct {
 	// too counts once for each sequence.
 	GeneratedTokenCount int64 `protobuf:"varint,43,opt,name=generated_token_count,json=generatedTokenCount,proto3" json:"generated_token_count,omitempty"`
 	// The layer groups, in the geometry's order. Empty in pools with one group.
-	LayerGroups   []*LayerGroupStatistics `protobuf:"bytes,44,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	LayerGroups []*LayerGroupStatistics `protobuf:"bytes,44,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
+	// Tokens of admitted prompts, without resumed ones, that were computed in full
+	// blocks and published.
+	WrittenTokenCount int64 `protobuf:"varint,45,opt,name=written_token_count,json=writtenTokenCount,proto3" json:"written_token_count,omitempty"`
+	// Blocks that breakpoints keep.
+	KeptBlockCount int32 `protobuf:"varint,46,opt,name=kept_block_count,json=keptBlockCount,proto3" json:"kept_block_count,omitempty"`
+	// Kept blocks that were evicted before their end, because no other block could be.
+	EvictedKeptBlockCount int64 `protobuf:"varint,47,opt,name=evicted_kept_block_count,json=evictedKeptBlockCount,proto3" json:"evicted_kept_block_count,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5386,7 +5691,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5399,7 +5704,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -5675,6 +5980,27 @@ func (x *PoolStatistics) GetLayerGroups() []*LayerGroupStatistics {
 	return nil
 }
 
+func (x *PoolStatistics) GetWrittenTokenCount() int64 {
+	if x != nil {
+		return x.WrittenTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetKeptBlockCount() int32 {
+	if x != nil {
+		return x.KeptBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetEvictedKeptBlockCount() int64 {
+	if x != nil {
+		return x.EvictedKeptBlockCount
+	}
+	return 0
+}
+
 // Counters of one layer group since its pool's epoch was attached, and its present
 // state.
 type LayerGroupStatistics struct {
@@ -5695,7 +6021,7 @@ type LayerGroupStatistics struct {
 
 func (x *LayerGroupStatistics) Reset() {
 	*x = LayerGroupStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5707,7 +6033,7 @@ func (x *LayerGroupStatistics) String() string {
 func (*LayerGroupStatistics) ProtoMessage() {}
 
 func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5720,7 +6046,7 @@ func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroupStatistics.ProtoReflect.Descriptor instead.
 func (*LayerGroupStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *LayerGroupStatistics) GetActiveBlockCount() int32 {
@@ -5834,7 +6160,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x01 \x03(\x05R\vsequenceIds\x12!\n" +
 	"\ftoken_counts\x18\x02 \x03(\x05R\vtokenCounts\x12.\n" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
-	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\xf8\x02\n" +
+	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\x85\x04\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
@@ -5845,8 +6171,17 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\tretention\x18\x06 \x03(\v2\x19.quire.cache.v1.RetentionR\tretention\x12\x18\n" +
 	"\aresumed\x18\a \x01(\bR\aresumed\x125\n" +
 	"\tcache_use\x18\b \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x12\x1b\n" +
-	"\x06tenant\x18\t \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
-	"\a_tenant\"a\n" +
+	"\x06tenant\x18\t \x01(\tH\x00R\x06tenant\x88\x01\x01\x12<\n" +
+	"\vbreakpoints\x18\n" +
+	" \x03(\v2\x1a.quire.cache.v1.BreakpointR\vbreakpoints\x12(\n" +
+	"\x10waits_for_prefix\x18\v \x01(\bR\x0ewaitsForPrefix\x12#\n" +
+	"\rexplains_miss\x18\f \x01(\bR\fexplainsMissB\t\n" +
+	"\a_tenant\"Z\n" +
+	"\n" +
+	"Breakpoint\x12\x1f\n" +
+	"\vtoken_count\x18\x01 \x01(\x05R\n" +
+	"tokenCount\x12+\n" +
+	"\x03ttl\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"a\n" +
 	"\aRestore\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x125\n" +
@@ -5855,7 +6190,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04item\x18\x01 \x01(\x0e2\x18.quire.cache.v1.PlanItemR\x04item\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\x12+\n" +
-	"\x05error\x18\x03 \x01(\v2\x15.quire.cache.v1.ErrorR\x05error\"\xa4\x05\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.quire.cache.v1.ErrorR\x05error\"\xec\x06\n" +
 	"\x10PlanStepResponse\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x12\x1f\n" +
 	"\vstep_number\x18\x02 \x01(\x03R\n" +
@@ -5870,9 +6205,20 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15admitted_sequence_ids\x18\x14 \x03(\x05R\x13admittedSequenceIds\x12?\n" +
 	"\x1cadmitted_cached_token_counts\x18\x15 \x03(\x05R\x19admittedCachedTokenCounts\x122\n" +
 	"\x15restored_sequence_ids\x18\x16 \x03(\x05R\x13restoredSequenceIds\x122\n" +
-	"\x15restored_token_counts\x18\x17 \x03(\x05R\x13restoredTokenCounts\x12>\n" +
+	"\x15restored_token_counts\x18\x17 \x03(\x05R\x13restoredTokenCounts\x12A\n" +
+	"\x1dadmitted_written_token_counts\x18\x18 \x03(\x05R\x1aadmittedWrittenTokenCounts\x12;\n" +
+	"\x1aadmitted_kept_token_counts\x18\x19 \x03(\x05R\x17admittedKeptTokenCounts\x12F\n" +
+	"\x0fadmitted_misses\x18\x1a \x03(\v2\x1d.quire.cache.v1.AdmissionMissR\x0eadmittedMisses\x12>\n" +
 	"\fblock_counts\x18\x1e \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12K\n" +
-	"\x11host_block_counts\x18\x1f \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"\x97\x01\n" +
+	"\x11host_block_counts\x18\x1f \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"\x94\x02\n" +
+	"\rAdmissionMiss\x12\x1f\n" +
+	"\vsequence_id\x18\x01 \x01(\x05R\n" +
+	"sequenceId\x12.\n" +
+	"\x13missing_block_index\x18\x02 \x01(\x05R\x11missingBlockIndex\x122\n" +
+	"\x06reason\x18\x03 \x01(\x0e2\x1a.quire.cache.v1.MissReasonR\x06reason\x127\n" +
+	"\tlost_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\blostTime\x12/\n" +
+	"\x11evicted_by_tenant\x18\x05 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01B\x14\n" +
+	"\x12_evicted_by_tenant\"\x97\x01\n" +
 	"\vBlockCounts\x12\x1d\n" +
 	"\n" +
 	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12!\n" +
@@ -6009,7 +6355,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"page_token\x18\x03 \x01(\tR\tpageToken\"o\n" +
 	"\x13ListTenantsResponse\x120\n" +
 	"\atenants\x18\x01 \x03(\v2\x16.quire.cache.v1.TenantR\atenants\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xae\x03\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe6\x05\n" +
 	"\x06Tenant\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12(\n" +
 	"\x10held_block_count\x18\x02 \x01(\x05R\x0eheldBlockCount\x12,\n" +
@@ -6022,7 +6368,13 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x16pin_budget_block_count\x18\t \x01(\x05R\x13pinBudgetBlockCount\x12\x1f\n" +
 	"\vlease_count\x18\n" +
 	" \x01(\x05R\n" +
-	"leaseCount\"\x91\x01\n" +
+	"leaseCount\x12(\n" +
+	"\x10kept_block_count\x18\v \x01(\x05R\x0ekeptBlockCount\x123\n" +
+	"\x16keep_limit_block_count\x18\f \x01(\x05R\x13keepLimitBlockCount\x12G\n" +
+	"\x12next_keep_end_time\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\x0fnextKeepEndTime\x12,\n" +
+	"\x12cached_token_count\x18\x0e \x01(\x03R\x10cachedTokenCount\x12.\n" +
+	"\x13written_token_count\x18\x0f \x01(\x03R\x11writtenTokenCount\x120\n" +
+	"\x14admitted_token_count\x18\x10 \x01(\x03R\x12admittedTokenCount\"\x91\x01\n" +
 	"\x12WatchBlocksRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x16\n" +
 	"\x06cursor\x18\x02 \x01(\tR\x06cursor\x12'\n" +
@@ -6046,7 +6398,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
 	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
-	"\a_tenant\"\xcf\x04\n" +
+	"\a_tenant\"\xbb\x05\n" +
 	"\x15ExplainPrefixResponse\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12\x1f\n" +
@@ -6061,7 +6413,11 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14stranded_block_count\x18\n" +
 	" \x01(\x05R\x12strandedBlockCount\x12!\n" +
 	"\fother_tenant\x18\v \x01(\tR\votherTenant\x12.\n" +
-	"\x13missing_layer_group\x18\f \x01(\x05R\x11missingLayerGroupB\x14\n" +
+	"\x13missing_layer_group\x18\f \x01(\x05R\x11missingLayerGroup\x12\x14\n" +
+	"\x05epoch\x18\r \x01(\x03R\x05epoch\x129\n" +
+	"\n" +
+	"epoch_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\tepochTime\x12\x19\n" +
+	"\breset_by\x18\x0f \x01(\tR\aresetByB\x14\n" +
 	"\x12_evicted_by_tenant\"\xa7\x01\n" +
 	"\x15CheckAdmissionRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x127\n" +
@@ -6149,7 +6505,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xba\x0f\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xcd\x10\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -6192,7 +6548,10 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14restored_block_count\x18) \x01(\x03R\x12restoredBlockCount\x120\n" +
 	"\x14computed_token_count\x18* \x01(\x03R\x12computedTokenCount\x122\n" +
 	"\x15generated_token_count\x18+ \x01(\x03R\x13generatedTokenCount\x12G\n" +
-	"\flayer_groups\x18, \x03(\v2$.quire.cache.v1.LayerGroupStatisticsR\vlayerGroups\x1a@\n" +
+	"\flayer_groups\x18, \x03(\v2$.quire.cache.v1.LayerGroupStatisticsR\vlayerGroups\x12.\n" +
+	"\x13written_token_count\x18- \x01(\x03R\x11writtenTokenCount\x12(\n" +
+	"\x10kept_block_count\x18. \x01(\x05R\x0ekeptBlockCount\x127\n" +
+	"\x18evicted_kept_block_count\x18/ \x01(\x03R\x15evictedKeptBlockCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\x80\x02\n" +
@@ -6231,7 +6590,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1cBLOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17BLOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n" +
 	"\x18BLOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n" +
-	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\xe9\x01\n" +
+	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\x89\x02\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n" +
@@ -6241,7 +6600,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x11MISS_REASON_RESET\x10\x04\x12\x1e\n" +
 	"\x1aMISS_REASON_BEING_COMPUTED\x10\x05\x12\x1a\n" +
 	"\x16MISS_REASON_OTHER_SALT\x10\x06\x12\x1c\n" +
-	"\x18MISS_REASON_OTHER_TENANT\x10\a2\xeb\x0f\n" +
+	"\x18MISS_REASON_OTHER_TENANT\x10\a\x12\x1e\n" +
+	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b2\xeb\x0f\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
@@ -6284,7 +6644,7 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 67)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
 	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
@@ -6305,182 +6665,191 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*Fork)(nil),                     // 16: quire.cache.v1.Fork
 	(*Extends)(nil),                  // 17: quire.cache.v1.Extends
 	(*Admission)(nil),                // 18: quire.cache.v1.Admission
-	(*Restore)(nil),                  // 19: quire.cache.v1.Restore
-	(*Refusal)(nil),                  // 20: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 21: quire.cache.v1.PlanStepResponse
-	(*BlockCounts)(nil),              // 22: quire.cache.v1.BlockCounts
-	(*HostBlockCounts)(nil),          // 23: quire.cache.v1.HostBlockCounts
-	(*PlanStepsRequest)(nil),         // 24: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 25: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 26: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 27: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 28: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 29: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 30: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 31: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 32: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 33: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 34: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 35: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 36: quire.cache.v1.Sequence
-	(*GroupBlockTable)(nil),          // 37: quire.cache.v1.GroupBlockTable
-	(*ListSequencesRequest)(nil),     // 38: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 39: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 40: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 41: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 42: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 43: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 44: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 45: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 46: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 47: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 48: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 49: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 50: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 51: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 52: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 53: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 54: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 55: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 56: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 57: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 58: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 59: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 60: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 61: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 62: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 63: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 64: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 65: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 66: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 67: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 68: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 69: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 70: quire.cache.v1.PoolStatistics
-	(*LayerGroupStatistics)(nil),     // 71: quire.cache.v1.LayerGroupStatistics
-	nil,                              // 72: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 73: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 74: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 75: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 76: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 77: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 78: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 79: quire.cache.v1.AttachPoolResponse
+	(*Breakpoint)(nil),               // 19: quire.cache.v1.Breakpoint
+	(*Restore)(nil),                  // 20: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 21: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 22: quire.cache.v1.PlanStepResponse
+	(*AdmissionMiss)(nil),            // 23: quire.cache.v1.AdmissionMiss
+	(*BlockCounts)(nil),              // 24: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 25: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 26: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 27: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 28: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 29: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 30: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 31: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 32: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 33: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 34: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 35: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 36: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 37: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 38: quire.cache.v1.Sequence
+	(*GroupBlockTable)(nil),          // 39: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 40: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 41: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 42: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 43: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 44: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 45: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 46: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 47: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 48: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 49: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 50: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 51: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 52: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 53: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 54: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 55: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 56: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 57: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 58: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 59: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 60: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 61: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 62: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 63: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 64: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 65: quire.cache.v1.PrefixMatch
+	(*ResetPrefixCacheRequest)(nil),  // 66: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 67: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 68: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 69: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 70: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 71: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 72: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 73: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 74: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 75: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 76: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 77: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 78: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 79: quire.cache.v1.SignedGrant
+	(*AttachPoolRequest)(nil),        // 80: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 81: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	73, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	74, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	75, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	74, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	75, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	76, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	77, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	76, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
 	13, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
 	14, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
 	16, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
 	17, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
 	18, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	19, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	73, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	73, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
-	73, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	20, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	75, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	75, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	75, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
 	15, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
 	0,  // 14: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
-	1,  // 15: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	76, // 16: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	77, // 17: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	20, // 18: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	22, // 19: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	23, // 20: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	12, // 21: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	21, // 22: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	76, // 23: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	28, // 24: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	75, // 25: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	22, // 26: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	23, // 27: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	28, // 28: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	2,  // 29: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	33, // 30: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	2,  // 31: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	73, // 32: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	74, // 33: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	36, // 34: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	0,  // 35: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	37, // 36: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	36, // 37: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 38: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 39: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	40, // 40: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	45, // 41: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	48, // 42: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 43: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	40, // 44: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 45: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	74, // 46: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	18, // 47: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	53, // 48: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	76, // 49: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	22, // 50: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	73, // 51: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	74, // 52: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	60, // 53: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	74, // 54: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	63, // 55: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	22, // 56: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	70, // 57: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	22, // 58: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	23, // 59: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	72, // 60: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	71, // 61: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	6,  // 62: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	8,  // 63: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	10, // 64: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	12, // 65: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	24, // 66: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	78, // 67: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	26, // 68: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	29, // 69: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	31, // 70: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	34, // 71: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	38, // 72: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	41, // 73: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	43, // 74: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	46, // 75: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	61, // 76: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	49, // 77: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	51, // 78: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	54, // 79: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	56, // 80: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	58, // 81: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	64, // 82: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	66, // 83: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	68, // 84: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	7,  // 85: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	9,  // 86: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	11, // 87: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	21, // 88: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	25, // 89: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	79, // 90: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	27, // 91: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	30, // 92: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	32, // 93: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	35, // 94: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	39, // 95: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	42, // 96: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	44, // 97: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	47, // 98: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	62, // 99: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	50, // 100: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	52, // 101: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	55, // 102: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	57, // 103: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	59, // 104: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	65, // 105: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	67, // 106: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	69, // 107: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	85, // [85:108] is the sub-list for method output_type
-	62, // [62:85] is the sub-list for method input_type
-	62, // [62:62] is the sub-list for extension type_name
-	62, // [62:62] is the sub-list for extension extendee
-	0,  // [0:62] is the sub-list for field type_name
+	19, // 15: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
+	75, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
+	1,  // 17: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	78, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	79, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	21, // 20: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	23, // 21: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
+	24, // 22: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	25, // 23: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	5,  // 24: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
+	76, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
+	12, // 26: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	22, // 27: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	78, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	30, // 29: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	77, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	24, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	25, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	30, // 33: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	2,  // 34: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	35, // 35: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	2,  // 36: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	75, // 37: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	76, // 38: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	38, // 39: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	0,  // 40: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	39, // 41: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	38, // 42: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 43: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 44: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	42, // 45: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	47, // 46: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	76, // 47: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	50, // 48: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 49: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	42, // 50: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 51: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	76, // 52: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	76, // 53: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	18, // 54: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	55, // 55: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	78, // 56: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	24, // 57: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	75, // 58: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	76, // 59: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	62, // 60: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	76, // 61: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	65, // 62: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	24, // 63: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	72, // 64: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	24, // 65: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	25, // 66: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	74, // 67: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	73, // 68: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	6,  // 69: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	8,  // 70: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	10, // 71: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	12, // 72: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	26, // 73: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	80, // 74: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	28, // 75: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	31, // 76: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	33, // 77: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	36, // 78: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	40, // 79: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	43, // 80: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	45, // 81: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	48, // 82: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	63, // 83: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	51, // 84: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	53, // 85: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	56, // 86: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	58, // 87: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	60, // 88: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	66, // 89: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	68, // 90: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	70, // 91: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	7,  // 92: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	9,  // 93: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	11, // 94: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	22, // 95: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	27, // 96: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	81, // 97: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	29, // 98: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	32, // 99: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	34, // 100: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	37, // 101: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	41, // 102: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	44, // 103: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	46, // 104: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	49, // 105: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	64, // 106: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	52, // 107: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	54, // 108: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	57, // 109: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	59, // 110: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	61, // 111: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	67, // 112: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	69, // 113: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	71, // 114: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	92, // [92:115] is the sub-list for method output_type
+	69, // [69:92] is the sub-list for method input_type
+	69, // [69:69] is the sub-list for extension type_name
+	69, // [69:69] is the sub-list for extension extendee
+	0,  // [0:69] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -6497,28 +6866,29 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	}
 	file_quire_cache_v1_cache_service_proto_msgTypes[8].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[12].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[19].OneofWrappers = []any{
+	file_quire_cache_v1_cache_service_proto_msgTypes[17].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[21].OneofWrappers = []any{
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[25].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[32].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[35].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[40].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[43].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[44].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[48].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[27].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[34].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[37].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[45].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[46].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[50].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[52].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[55].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[58].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[54].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[57].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[60].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   67,
+			NumMessages:   69,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

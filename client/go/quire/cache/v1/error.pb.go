@@ -196,6 +196,10 @@ const (
 	// the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
 	// blocks of the host tier).
 	ErrorReason_ERROR_REASON_OUT_OF_HOST_BLOCKS ErrorReason = 58
+	// Another lease computes the next block of the admission, which waits for it
+	// (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+	// tokens (that the prefix cache has now).
+	ErrorReason_ERROR_REASON_PREFIX_BEING_COMPUTED ErrorReason = 59
 	// The pool's worker is not attached now. Metadata: pool.
 	ErrorReason_ERROR_REASON_POOL_DETACHED ErrorReason = 60
 	// The server is draining. Retry elsewhere or later.
@@ -244,6 +248,7 @@ var (
 		56: "ERROR_REASON_TOO_MANY_LEASES",
 		57: "ERROR_REASON_OVERLOADED",
 		58: "ERROR_REASON_OUT_OF_HOST_BLOCKS",
+		59: "ERROR_REASON_PREFIX_BEING_COMPUTED",
 		60: "ERROR_REASON_POOL_DETACHED",
 		61: "ERROR_REASON_SHUTTING_DOWN",
 		70: "ERROR_REASON_CREDENTIALS_MISSING",
@@ -279,6 +284,7 @@ var (
 		"ERROR_REASON_TOO_MANY_LEASES":       56,
 		"ERROR_REASON_OVERLOADED":            57,
 		"ERROR_REASON_OUT_OF_HOST_BLOCKS":    58,
+		"ERROR_REASON_PREFIX_BEING_COMPUTED": 59,
 		"ERROR_REASON_POOL_DETACHED":         60,
 		"ERROR_REASON_SHUTTING_DOWN":         61,
 		"ERROR_REASON_CREDENTIALS_MISSING":   70,
@@ -479,7 +485,7 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\x12\x18\n" +
 	"\x14STATUS_CODE_INTERNAL\x10\r\x12\x1b\n" +
 	"\x17STATUS_CODE_UNAVAILABLE\x10\x0e\x12\x1f\n" +
-	"\x1bSTATUS_CODE_UNAUTHENTICATED\x10\x10*\x82\v\n" +
+	"\x1bSTATUS_CODE_UNAUTHENTICATED\x10\x10*\xb4\v\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12(\n" +
@@ -511,7 +517,8 @@ const file_quire_cache_v1_error_proto_rawDesc = "" +
 	"\x1dERROR_REASON_PIN_BUDGET_SPENT\x107\x1a\x04\x88\xb5\x18\b\x12+\n" +
 	"\x1cERROR_REASON_TOO_MANY_LEASES\x108\x1a\t\x88\xb5\x18\b\x90\xb5\x18\xe8\a\x12%\n" +
 	"\x17ERROR_REASON_OVERLOADED\x109\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12-\n" +
-	"\x1fERROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x12)\n" +
+	"\x1fERROR_REASON_OUT_OF_HOST_BLOCKS\x10:\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x14\x120\n" +
+	"\"ERROR_REASON_PREFIX_BEING_COMPUTED\x10;\x1a\b\x88\xb5\x18\b\x90\xb5\x18\x05\x12)\n" +
 	"\x1aERROR_REASON_POOL_DETACHED\x10<\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12)\n" +
 	"\x1aERROR_REASON_SHUTTING_DOWN\x10=\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\a\x12*\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10F\x1a\x04\x88\xb5\x18\x10\x12%\n" +

@@ -2,6 +2,7 @@
 
 from collections import abc
 
+from quire.client.engine.caching import CacheOutcome
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures
 from quire.client.engine.scheduling.flight import Flight
@@ -144,26 +145,28 @@ class Answers:
 
     def _begin_admissions(self, plan: Plan, granted: GrantedStep, refused: Refusals) -> list[Failed]:
         failed: list[Failed] = []
-        cached = dict(zip(granted.admitted_ids, granted.cached_counts, strict=True))
+        outcomes = dict(zip(granted.admitted_ids, granted.outcomes, strict=True))
         for admission in plan.admissions:
             sequence, seq_id = plan.sequences[admission.seq_id], admission.seq_id
-            if seq_id in cached:
-                self._begin_admitted(sequence, seq_id, cached[seq_id])
+            if seq_id in outcomes:
+                self._begin_admitted(sequence, seq_id, outcomes[seq_id])
             elif (error := refused.get((PlanItem.ADMISSION, seq_id))) is None:
                 raise ProtocolViolation("an admission was neither accepted nor refused")
             elif not isinstance(error, OutOfRoom):
                 failed += self._endings.fail(sequence, error)
+            elif error.reason == "PREFIX_BEING_COMPUTED":
+                sequence.num_waits_for_prefix += 1
             elif error.reason in NO_BLOCKS and sequence not in self._queues.apart:
                 self._shortage.await_blocks(sequence, error, plan, granted)
         return failed
 
-    def _begin_admitted(self, sequence: Sequence, seq_id: int, num_cached: int) -> None:
-        num_tokens = len(sequence.token_ids)
+    def _begin_admitted(self, sequence: Sequence, seq_id: int, outcome: CacheOutcome) -> None:
+        num_tokens, num_cached = len(sequence.token_ids), outcome.num_cached_tokens
         self._counters.admissions += 1
         self._counters.admitted_tokens += num_tokens
         self._counters.cached_tokens += num_cached
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
+        if sequence.cache_outcome is None:
+            sequence.cache_outcome = outcome
         if sequence.cache_params.reads_cache:
             self._room.observe_admission(num_tokens=num_tokens, num_cached=num_cached)
         self._room.short_tenants.discard(sequence.tenant)

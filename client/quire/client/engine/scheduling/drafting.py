@@ -17,6 +17,9 @@ _MAX_PLAN_TOKENS = 262_144
 _MAX_FORKED_TOKENS = 8_388_608
 # Tokens that one plan appends to sequences (Extends.append_token_ids of the proto).
 _MAX_APPENDED_TOKENS = 262_144
+# Plans that may refuse a sequence for a block that another client computes; then it computes the block, too. A client
+# that keeps its lease and never runs its step must not hold others up.
+_MAX_WAITS_FOR_PREFIX = 256
 # Long enough for the head of a queue; what nobody has found after twice this time is evicted as before.
 _EXPECTED_IN_S = 60.0
 
@@ -270,7 +273,8 @@ class Draft:
                 Admission(
                     seq_id,
                     sequence.token_ids,
-                    resumed=sequence.was_admitted,
+                    resumed=sequence.was_admitted or sequence.index > 0,
+                    waits_for_prefix=sequence.num_waits_for_prefix < _MAX_WAITS_FOR_PREFIX,
                     cache=sequence.cache_params,
                     reserved_tokens=sequence.num_reserved_tokens,
                     tenant=sequence.tenant if self._by_tenant else "",

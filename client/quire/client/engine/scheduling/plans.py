@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheOutcome, CacheParams
 from quire.client.engine.scheduling.layer_groups import BlockTables, LayerGroup
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.errors import InvalidRequest, QuireError
@@ -105,7 +105,9 @@ class Admission:
     seq_id: int
     token_ids: abc.Sequence[int]
     resumed: bool = False
-    """The sequence was in a pool before, and was preempted or lost."""
+    """The prompt was in a pool before, and does not count again: it was preempted or lost, or has several samples."""
+    waits_for_prefix: bool = False
+    """It is refused while another client computes the next block that it needs."""
     cache: CacheParams = NO_CACHE_PARAMS
     reserved_tokens: int = 0
     """The most tokens that are computed of it, guaranteed; 0: best effort."""
@@ -185,7 +187,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class GrantedStep:
-    """The answer of cachemgr to a plan. run_* are parallel; so are admitted_ids and cached_counts, restored_*.
+    """The answer of cachemgr to a plan. run_* are parallel; so are admitted_ids and outcomes, restored_*.
 
     restored_counts have the tokens that need not be computed again.
     """
@@ -197,7 +199,7 @@ class GrantedStep:
     given_run_indexes: abc.Sequence[int]
     refusals: abc.Sequence[Refusal]
     admitted_ids: abc.Sequence[int]
-    cached_counts: abc.Sequence[int]
+    outcomes: abc.Sequence[CacheOutcome]
     blocks: Blocks
     restored_ids: abc.Sequence[int] = ()
     restored_counts: abc.Sequence[int] = ()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheOutcome, CacheParams, CacheUse
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.layer_groups import BlockTables
@@ -150,8 +150,10 @@ class Sequence:
     # The id under which it is in the host tier or on its way there, and the tokens that need not be computed again.
     host_id: int | None = None
     num_host_tokens: int = 0
-    # Tokens of the prompt found in the prefix cache at the first admission; None before that, and for forked samples.
-    num_cached_tokens: int | None = None
+    # Of the prompt at the first admission; None before that, and for forked samples.
+    cache_outcome: CacheOutcome | None = None
+    # Plans that refused it because another client computes its next block.
+    num_waits_for_prefix: int = 0
     # True if it ever was in a pool: if it is admitted again, its tokens do not count as a new prompt.
     was_admitted: bool = False
     # True if the worker has this incarnation's sampling parameters.
