@@ -5,7 +5,7 @@
     python benchmarks/harness/obtain_peers.py vllm                its Triton kernel, out of a wheel of 400 MB
 
 pip downloads wheels from the index that it is configured with. nano-vllm-triton is in no index: copy a clone of it to
-.peers/nano-vllm-triton. Nothing of them is part of Quire. A benchmark whose peer is not here has a row that says so.
+.peers/nano-vllm-triton. Nothing of them is part of Quire. If a peer is not here, its row in the benchmark says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users of Anthropic's package see of prompt caching: URL MODEL KEY."""
+"""Uses prompt caching with Anthropic's package: URL MODEL KEY."""
 
 import sys
 

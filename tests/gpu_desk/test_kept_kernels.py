@@ -51,7 +51,7 @@ class Compiled(CompiledKernel):  # type: ignore[misc]
 
 @dataclass
 class Launches:
-    """What was launched: the compiled kernel, and the arguments of its call. `device` is the current one."""
+    """A launch: the compiled kernel, and the arguments of its call. `device` is the current one."""
 
     made: list[tuple[Compiled, tuple[Any, ...]]] = field(default_factory=list)
     num_bound: int = 0

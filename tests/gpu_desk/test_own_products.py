@@ -1,4 +1,4 @@
-"""Launches of a decode step whose products of few rows are Quire's own, counted on the fake device."""
+"""Launches of a decode step with own products of few rows, counted on the fake device."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Product:
         return y.to(dtype) if self.residual is None else y.to(dtype) + self.residual.to(dtype)
 
     def assert_close(self, out: Tensor) -> None:
-        """One more rounding of the parts than single operations have, whose order of additions is another."""
+        """One more rounding of the parts than single operations have, which add in another order."""
         exact = self.separate(exact=True)
         allowed = 2 * (self.separate(exact=False).double() - exact).abs().max()
         allowed += 2 * torch.finfo(self.x.dtype).eps * exact.abs().max()

@@ -15,7 +15,7 @@ ENTRY_BYTES = 512
 
 
 class Entry(Protocol):
-    """What is kept under an id, perhaps behind another one."""
+    """A thing that is kept under an id, perhaps behind another one."""
 
     @property
     def id(self) -> str:

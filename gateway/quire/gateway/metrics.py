@@ -167,7 +167,7 @@ class GatewayMetrics:
 
 
 def _log_usage(tenant: str, model: str, num_prompt_tokens: int, request: RequestMeasure) -> None:
-    """Write a line for the bill of a tenant; without tenants for whoever looks for it."""
+    """Write a line for the bill of a tenant; without tenants at the level of debugging."""
     outcome = request.cache_outcome
     _usage.log(
         logging.INFO if tenant else logging.DEBUG,

@@ -1,4 +1,4 @@
-"""What the prompt cache did for a request: its counts, and why it found less than an earlier request left. Pure."""
+"""The prompt cache's report on a request: its counts, and why it found less than an earlier request left. Pure."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _first_difference(before: Sequence[Any], behind: Sequence[Any]) -> int | Non
 
 
 class CacheReport:
-    """What the cache did for the prompt of one request. It is known with the first token."""
+    """Counts and diagnosis of the prompt of one request. They are known with the first token."""
 
     def __init__(
         self,

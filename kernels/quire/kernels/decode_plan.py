@@ -379,7 +379,7 @@ def decode_plan_kernel(
         end_key = tl.minimum((run_begin + run - begin + first_tile) * _TILE, seq_len)
         number = first_split + split
         if FIXED:
-            # The last program whose share of the splits does not begin behind this one.
+            # The last program with a share of the splits that does not begin behind this one.
             program = (((number.to(tl.int64) + 1) * num_programs - 1) // total_splits).to(tl.int32)
             begins = mine & (_share_begin(program, total_splits, num_programs) == number)
         else:

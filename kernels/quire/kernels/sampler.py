@@ -19,7 +19,7 @@ greatest gap before which there are fewer than k tokens (top-k), or less than a 
                             list in token order; and the least gap of the others, which proves that none is missing
                 choose      a program a row: the thresholds and the draw, on the list
 
-A row whose candidates do not fit into the list, or can't be told apart from the others, goes through the same search
+A row with candidates that do not fit into the list, or can't be told apart from the others, goes through the same search
 and the same draw on its logits instead of the list: slower, and equally exact. All sums of weights are in float64.
 """
 
@@ -749,7 +749,7 @@ def sample(
     Tokens do not depend on the dtype of the logits, only on their values. Raises ValueError if a shape, dtype or device
     is another, or the workspace is for fewer rows or another V. No sync.
     Cost: 4 launches, whatever the parameters are, 3 without top_k, top_p and min_p; reads the logits twice. A row
-    without a filter reads a chunk once more, one whose candidates exceed the workspace's capacity its logits 8 to 40
+    without a filter reads a chunk once more, one with more candidates than the workspace's capacity its logits 8 to 40
     times more, in one program.
     """
     _check_parameters(

@@ -1,7 +1,7 @@
 """A cache of Triton's that was made elsewhere: smaller to carry, and found where it lies now.
 
 The hash by which Triton finds a kernel has no path in it. But beside each kernel a file __grp__NAME.json has the paths
-of its files, and a kernel whose files are not at these paths is compiled again.
+of its files, and a kernel without its files at these paths is compiled again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 CARRIED = (".json", ".cubin", ".so")
-"""What a launch needs: metadata and machine code of kernels, and the modules in C that launch them."""
+"""The needs of a launch: metadata and machine code of kernels, and the modules in C that launch them."""
 
 
 def leave_out_texts(folder: Path) -> None:

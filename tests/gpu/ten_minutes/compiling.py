@@ -5,7 +5,7 @@
 The benchmarks of the parts run on the fake GPU of tests/gpu_desk: each launch compiles its kernel, and the module in C
 that launches it, and launches nothing. The kernels of whole steps are those that a worker's warm-up and the benchmark's
 steps launch. Triton finds a kernel by a hash of its own files, the kernel's source and arguments, the options, ptxas's
-version and some variables TRITON_*: so compile with the Triton of the machine with the GPU, and with its Python, whose
+version and some variables TRITON_*: so compile with the Triton of the machine with the GPU, and with its Python: its
 name is in that of the modules. The script's --cache takes the folder: see cache.py.
 """
 
@@ -34,7 +34,7 @@ KERNELS = "benchmarks/kernels/"
 
 
 def compiled_parts() -> list[Part]:
-    """Return the parts whose kernels can be compiled here: those of whole steps, and of the benchmark of kernels."""
+    """Return the parts with kernels that can be compiled here: those of whole steps, and of the benchmark of kernels."""
     calls = read_plan().calls
     return [part for name in ("1", "2") for part in calls[name].parts if part.command[0].startswith((STEPS, KERNELS))]
 

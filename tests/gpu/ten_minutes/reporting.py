@@ -114,7 +114,7 @@ def number(value: float) -> str:
 
 
 def columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table whose columns are also straight on a terminal."""
+    """Return a Markdown table with columns that are also straight on a terminal."""
     widths = [max(len(line[index]) for line in (headings, *rows)) for index in range(len(headings))]
     made = [
         " | ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in (headings, *rows)

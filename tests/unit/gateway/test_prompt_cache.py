@@ -1,4 +1,4 @@
-"""What is said of a prompt and an earlier one: what has changed, what the cache has lost, and what is counted."""
+"""A prompt compared with an earlier one: what has changed, what the cache has lost, and what is counted."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def report(prompts: Kept[KeptPrompt], tenant: str, compared_with: str | None, *b
 
 
 def test_any_value_of_a_body_has_a_digest() -> None:
-    """A request whose `chat_template_kwargs` had an integer of more than 64 bits failed with 500."""
+    """A request with an integer of more than 64 bits in `chat_template_kwargs` failed with 500."""
     further = {"big": 2**70, "odd": float("nan"), "surrogate": "\ud800"}
     one, other = (prompt_of("m", Conversation([SYSTEM], further=each), [1]) for each in (further, {}))
     assert one.further != other.further

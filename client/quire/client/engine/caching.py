@@ -87,7 +87,7 @@ class Miss:
 
     block_index        from 0
     lost_at_s          the Unix time of its eviction or reset; None if it was not lost
-    evicted_by_tenant  the tenant for whose allocation it was evicted, if that is the request's; else None
+    evicted_by_tenant  the tenant of the allocation that evicted it, if that is the request's; else None
     """
 
     block_index: int
@@ -98,7 +98,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class CacheOutcome:
-    """What a request's prompt found in the prefix cache and left there, as the pool counts it. The prompt counts once,
+    """The part of a request's prompt that the prefix cache had, and the part that it has now, as the pool counts it. The prompt counts once,
     whatever the number of samples, preemptions and pools.
 
     num_cached_tokens    found

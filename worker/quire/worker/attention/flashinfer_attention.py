@@ -62,7 +62,7 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 class FlashInferAttentionStep(TritonAttentionStep):
-    """A TritonAttentionStep whose sequences with several queries run in FlashInfer."""
+    """A TritonAttentionStep that runs sequences with several queries in FlashInfer."""
 
     takes_any_kv_dtype = False
 

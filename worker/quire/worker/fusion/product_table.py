@@ -38,7 +38,7 @@ class ProductKind(StrEnum):
 
 
 class ProductKey(NamedTuple):
-    """What a decision depends on: K inputs, N columns of the result, rows as in ROW_COUNTS, a dtype as torch prints it
+    """The key of a decision: K inputs, N columns of the result, rows as in ROW_COUNTS, a dtype as torch prints it
     without its "torch.".
     """
 
