@@ -134,6 +134,7 @@ def test_what_happens_is_counted(measured: Pair) -> None:
         "quire_cache_blocks_allocated_total{pool=default}": 5,
         "quire_cache_blocks_published_total{pool=default}": 3,
         "quire_cache_prefix_hit_tokens_total{pool=default}": hit,
+        "quire_cache_prefix_written_tokens_total{pool=default}": 3 * BLOCK_SIZE,
         "quire_cache_prompt_tokens_total{pool=default}": 6 * BLOCK_SIZE,
         "quire_cache_steps_ended_total{outcome=computed,pool=default}": 2,
         "quire_cache_steps_in_flight{pool=default}": 1,

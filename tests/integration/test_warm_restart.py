@@ -467,6 +467,33 @@ def test_pins_reservations_shares_and_watches_go_on() -> None:
         cachemgr.close()
 
 
+def test_the_time_of_kept_prefixes_goes_on() -> None:
+    """It neither begins anew nor ends early, and what tenants wrote is not forgotten."""
+    with tempfile.TemporaryDirectory(prefix="q-") as name:
+        cachemgr = LoneCachemgr(Path(name), "--state-dir", f"{name}/state", "--keep-share", "0.5").start()
+        worker = Bookkeeper(cachemgr, "pool", epoch=7)
+        tenant = Tenant.begin(cachemgr, worker, "alice")
+        kept = [{"token_count": BLOCK_SIZE, "ttl": {"seconds": 600}}]
+        tenant.plan(admissions=[{"sequence_id": 1, "token_ids": [*prompt(3, 2), 5], "breakpoints": kept}])
+        tenant.settle()
+
+        def told() -> tuple[Any, float]:
+            (use,) = call(cachemgr, "alice", "ListTenants", pool="pool").tenants
+            end_s = use.next_keep_end_time.ToNanoseconds() / 1e9
+            use.ClearField("next_keep_end_time")
+            return use, end_s
+
+        before, end_s = told()
+        assert (before.kept_block_count, before.written_token_count) == (1, 2 * BLOCK_SIZE)
+        cachemgr.close()
+        worker.detach()
+        cachemgr.start()
+        after, end_after_s = told()
+        assert (after, abs(end_after_s - end_s) < 0.5) == (before, True)
+        assert call(cachemgr, "olga", "AuditPool", pool="pool").violations == []
+        cachemgr.close()
+
+
 def test_a_sequence_that_keeps_blocks_which_its_fork_shares_goes_on() -> None:
     """Its tokens differ from the fork's before the block that both have, and neither has filled."""
     with tempfile.TemporaryDirectory(prefix="q-") as name:

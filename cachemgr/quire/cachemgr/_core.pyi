@@ -388,7 +388,8 @@ class Ledger:
         directory: Path | None = None,
         now: float = 0.0,
     ) -> Ledger:
-        """Empty books of an epoch that begins now. `listeners` are called after every change; they must not call the ledger.
+        """Empty books of an epoch that begins now. `listeners` are called after every change; they must not call the
+        ledger.
 
         With a directory, which must exist and be empty, changes are written to a store there. A store that fails, now
         or later, is removed and logged, and the books continue without it. Raises KeyError for an unknown policy, and

@@ -162,7 +162,7 @@ def run_pins(place: Place, *, tenant: str | None, as_json: bool) -> None:
         expires = _time_of(pin.expire_time.ToJsonString())
         table.add_row(pin.pin_id, pin.tenant, str(pin.pinned_token_count), expires)
     if_empty = "\n".join(["There are no pins.", *map(_kept_by, tenants)])
-    answer = {"pins": pins, "keeping_tenants": tenants}
+    answer: dict[str, Iterable[Message]] = {"pins": pins, "keeping_tenants": tenants}
     _print(answer, table, as_json=as_json, if_empty=if_empty, notes=map(_kept_by, tenants))
 
 

@@ -567,7 +567,7 @@ BUGS = [
     rust(
         "kept prefixes",
         "a use with a breakpoint shortens the time of a block",
-        ("keep", "self.ttls[at].max(u32::try_from(ttl).unwrap_or(u32::MAX))", "u32::try_from(ttl).unwrap_or(u32::MAX)"),
+        ("keep", "keep.ttl = keep.ttl.max(ttl);", "keep.ttl = ttl;"),
     ),
     rust(
         "kept prefixes",

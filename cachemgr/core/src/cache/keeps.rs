@@ -3,8 +3,7 @@
 //! A kept block is evicted after all others. A tenant keeps no more than its limit: beyond it the blocks that were used
 //! least recently end first, of one use the last one of a chain.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,21 +15,28 @@ use crate::cache::tenants::TenantId;
 /// Of a block that is not kept.
 const NOT_KEPT: Millis = 0;
 
+/// What is kept of a block.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Keep {
+    until: Millis,
+    /// The end under which the block is entered; FOREVER without one. Entries under another end count for nothing.
+    entered: Millis,
+    /// Milliseconds from the last use to the end.
+    ttl: u32,
+    /// The tenant, while it is kept.
+    owner: TenantId,
+}
+
 /// Kept blocks by block and by tenant. 32 bytes per block, and the ends. Each method's cost is O(1) per block, but for the
 /// order of ends.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct KeepBook {
-    until: Vec<Millis>,
-    /// Milliseconds from the last use to the end.
-    ttls: Vec<u32>,
-    /// The tenants of kept blocks.
-    owners: Vec<TenantId>,
+    keeps: Vec<Keep>,
     /// Kept blocks by tenant, the least recently used first.
     uses: Rings,
     /// For each kept block an entry that is not after its end. A use changes none.
-    ends: BinaryHeap<Reverse<(Millis, BlockId)>>,
-    /// The end in the block's entry; FOREVER without one. Entries with another end count for nothing.
-    entered: Vec<Millis>,
+    ends: BTreeMap<Millis, Vec<BlockId>>,
+    num_entries: usize,
     /// By tenant.
     counts: Vec<usize>,
     num_evicted: u64,
@@ -39,29 +45,27 @@ pub struct KeepBook {
 impl KeepBook {
     pub fn new(num_blocks: usize) -> KeepBook {
         KeepBook {
-            until: vec![NOT_KEPT; num_blocks],
-            ttls: vec![0; num_blocks],
-            owners: vec![0; num_blocks],
+            keeps: vec![Keep { until: NOT_KEPT, entered: FOREVER, ttl: 0, owner: 0 }; num_blocks],
             uses: Rings::new(num_blocks),
-            ends: BinaryHeap::new(),
-            entered: vec![FOREVER; num_blocks],
+            ends: BTreeMap::new(),
+            num_entries: 0,
             counts: Vec::new(),
             num_evicted: 0,
         }
     }
 
     pub fn is_kept(&self, block: BlockId) -> bool {
-        self.until[block as usize] != NOT_KEPT
+        self.keeps[block as usize].until != NOT_KEPT
     }
 
     /// The end of a block's time, if it is kept.
     pub fn until(&self, block: BlockId) -> Option<Millis> {
-        self.is_kept(block).then(|| self.until[block as usize])
+        self.is_kept(block).then(|| self.keeps[block as usize].until)
     }
 
     /// The time from a use of a kept block to its end.
     pub fn ttl(&self, block: BlockId) -> Millis {
-        self.ttls[block as usize].into()
+        self.keeps[block as usize].ttl.into()
     }
 
     /// Kept blocks of a tenant.
@@ -86,22 +90,35 @@ impl KeepBook {
         is_known.then(|| self.uses.nodes(sentinel)).into_iter().flatten()
     }
 
-    /// A use of a tenant's block with a breakpoint. A shorter time than the known one changes nothing else.
-    pub fn keep(&mut self, block: BlockId, ttl: Millis, now: Millis, tenant: TenantId) {
-        let at = block as usize;
-        if self.is_kept(block) {
-            self.uses.remove(block);
-        } else {
-            self.reach(tenant);
-            self.counts[tenant as usize] += 1;
-            (self.ttls[at], self.owners[at]) = (0, tenant);
+    /// A use of a tenant's blocks with a breakpoint, the last block of a table first. A shorter time than the known one
+    /// changes nothing else.
+    pub fn keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, tenant: TenantId) {
+        self.reach(tenant);
+        let ttl = u32::try_from(ttl).unwrap_or(u32::MAX);
+        let mut num_new = 0;
+        let mut due: Vec<(Millis, BlockId)> = Vec::with_capacity(blocks.len());
+        for &block in blocks {
+            let keep = &mut self.keeps[block as usize];
+            if keep.until == NOT_KEPT {
+                num_new += 1;
+                (keep.ttl, keep.owner) = (0, tenant);
+            } else {
+                self.uses.remove(block);
+            }
+            keep.ttl = keep.ttl.max(ttl);
+            keep.until = keep.until.max(now + Millis::from(keep.ttl)).max(1);
+            if keep.until < keep.entered {
+                keep.entered = keep.until;
+                due.push((keep.until, block));
+            }
         }
-        self.ttls[at] = self.ttls[at].max(u32::try_from(ttl).unwrap_or(u32::MAX));
-        self.until[at] = self.until[at].max(now + self.ttl(block)).max(1);
-        self.uses.append(block, self.sentinel(tenant));
-        if self.until[at] < self.entered[at] {
-            self.enter_end(block);
+        self.counts[tenant as usize] += num_new;
+        self.uses.append_all(blocks, self.sentinel(tenant));
+        for entries in due.chunk_by(|one, other| one.0 == other.0) {
+            self.ends.entry(entries[0].0).or_default().extend(entries.iter().map(|(_, block)| *block));
+            self.num_entries += entries.len();
         }
+        self.forget_old_entries();
     }
 
     /// The block is not kept any more, if it was.
@@ -109,9 +126,10 @@ impl KeepBook {
         if !self.is_kept(block) {
             return;
         }
-        self.until[block as usize] = NOT_KEPT;
+        let keep = &mut self.keeps[block as usize];
+        keep.until = NOT_KEPT;
+        self.counts[keep.owner as usize] -= 1;
         self.uses.remove(block);
-        self.counts[self.owners[block as usize] as usize] -= 1;
     }
 
     /// A kept block is being evicted.
@@ -121,45 +139,49 @@ impl KeepBook {
 
     /// No block's time ends before this; None if none is kept.
     pub fn next_end(&self) -> Option<Millis> {
-        self.ends.peek().map(|Reverse((end, _))| *end)
+        self.ends.first_key_value().map(|(end, _)| *end)
     }
 
-    /// A kept block with a time that is over, if there is one; the caller ends it.
-    pub fn pop_ended(&mut self, now: Millis) -> Option<BlockId> {
-        while let Some(Reverse((end, block))) = self.ends.peek().copied() {
-            if end > now {
-                return None;
-            }
-            self.ends.pop();
-            let at = block as usize;
-            if self.entered[at] != end {
-                continue;
-            }
-            self.entered[at] = FOREVER;
-            match self.until(block) {
-                Some(until) if until > now => self.enter_end(block),
-                Some(_) => return Some(block),
-                None => {}
+    /// Lists kept blocks with a time that is over; the caller ends them.
+    pub fn take_ended(&mut self, now: Millis) -> Vec<BlockId> {
+        let mut ended = Vec::new();
+        while let Some(entry) = self.ends.first_entry().filter(|entry| *entry.key() <= now) {
+            let (end, blocks) = entry.remove_entry();
+            self.num_entries -= blocks.len();
+            for block in blocks {
+                let keep = &mut self.keeps[block as usize];
+                if keep.entered != end {
+                    continue;
+                }
+                keep.entered = FOREVER;
+                if keep.until > now {
+                    keep.entered = keep.until;
+                    self.ends.entry(keep.until).or_default().push(block);
+                    self.num_entries += 1;
+                } else if keep.until != NOT_KEPT {
+                    ended.push(block);
+                }
             }
         }
-        None
+        ended
     }
 
-    fn enter_end(&mut self, block: BlockId) {
-        let end = self.until[block as usize];
-        self.entered[block as usize] = end;
-        self.ends.push(Reverse((end, block)));
-        if self.ends.len() > 2 * self.until.len() {
-            let mut entries: Vec<_> = std::mem::take(&mut self.ends).into_vec();
-            entries.retain(|Reverse((end, block))| self.entered[*block as usize] == *end);
-            entries.sort_unstable();
-            entries.dedup();
-            self.ends = entries.into();
+    /// Removes the entries that count for nothing, if they are many.
+    fn forget_old_entries(&mut self) {
+        if self.num_entries <= 2 * self.keeps.len() {
+            return;
         }
+        for (end, blocks) in &mut self.ends {
+            blocks.retain(|block| self.keeps[*block as usize].entered == *end);
+            blocks.sort_unstable();
+            blocks.dedup();
+        }
+        self.ends.retain(|_, blocks| !blocks.is_empty());
+        self.num_entries = self.ends.values().map(Vec::len).sum();
     }
 
     fn sentinel(&self, tenant: TenantId) -> u32 {
-        (self.until.len() + tenant as usize) as u32
+        (self.keeps.len() + tenant as usize) as u32
     }
 
     fn reach(&mut self, tenant: TenantId) {
@@ -178,16 +200,17 @@ impl KeepBook {
         wrong: &mut Vec<String>,
     ) {
         let mut counted = vec![0; self.counts.len()];
-        for block in (0..self.until.len() as BlockId).filter(|block| self.is_kept(*block)) {
+        for block in (0..self.keeps.len() as BlockId).filter(|block| self.is_kept(*block)) {
             match counted.get_mut(owner(block) as usize) {
                 Some(count) => *count += 1,
                 None => wrong.push(format!("block {block} is kept for tenant {}, which keeps none", owner(block))),
             }
-            if self.owners[block as usize] != owner(block) {
-                let (known, tenant) = (self.owners[block as usize], owner(block));
+            if self.keeps[block as usize].owner != owner(block) {
+                let (known, tenant) = (self.keeps[block as usize].owner, owner(block));
                 wrong.push(format!("block {block} of tenant {tenant} is kept for tenant {known}"));
             }
-            if self.entered[block as usize] > self.until[block as usize] {
+            let keep = &self.keeps[block as usize];
+            if keep.entered > keep.until {
                 wrong.push(format!("the time of kept block {block} has no end"));
             }
         }
@@ -211,12 +234,9 @@ mod tests {
     use super::*;
 
     fn ended(book: &mut KeepBook, now: Millis) -> Vec<BlockId> {
-        std::iter::from_fn(|| {
-            let block = book.pop_ended(now)?;
-            book.end(block);
-            Some(block)
-        })
-        .collect()
+        let ended = book.take_ended(now);
+        ended.iter().for_each(|block| book.end(*block));
+        ended
     }
 
     fn violations(book: &KeepBook, limit: usize) -> Vec<String> {
@@ -228,36 +248,36 @@ mod tests {
     #[test]
     fn each_use_renews_the_longest_time_and_none_shortens_it() {
         let mut book = KeepBook::new(8);
-        book.keep(3, 100, 0, 0);
-        book.keep(4, 50, 0, 0);
+        book.keep(&[3], 100, 0, 0);
+        book.keep(&[4], 50, 0, 0);
         assert_eq!((book.until(3), book.until(4), book.until(5), book.num_kept(0)), (Some(100), Some(50), None, 2));
-        book.keep(3, 10, 40, 0);
+        book.keep(&[3], 10, 40, 0);
         assert_eq!((book.until(3), ended(&mut book, 139)), (Some(140), vec![4]), "its own time, from this use on");
-        book.keep(3, 500, 139, 0);
+        book.keep(&[3], 500, 139, 0);
         assert_eq!((book.until(3), book.ttl(3), ended(&mut book, 638)), (Some(639), 500, vec![]));
         assert_eq!((ended(&mut book, 639), book.len(), book.next_end()), (vec![3], 0, None));
-        book.keep(3, 10, 700, 0);
+        book.keep(&[3], 10, 700, 0);
         assert_eq!((book.until(3), ended(&mut book, 710)), (Some(710), vec![3]), "nothing is left of earlier times");
     }
 
     #[test]
     fn what_was_kept_for_long_before_ends_when_it_is_due_now() {
         let mut book = KeepBook::new(8);
-        book.keep(3, 1000, 0, 0);
+        book.keep(&[3], 1000, 0, 0);
         book.end(3);
         book.end(3);
-        book.keep(3, 10, 5, 0);
+        book.keep(&[3], 10, 5, 0);
         assert_eq!((ended(&mut book, 14), ended(&mut book, 15)), (vec![], vec![3]));
-        book.keep(3, 2000, 15, 0);
+        book.keep(&[3], 2000, 15, 0);
         assert_eq!((ended(&mut book, 1000), ended(&mut book, 2014), ended(&mut book, 2015)), (vec![], vec![], vec![3]));
     }
 
     #[test]
     fn the_least_recently_used_one_of_a_tenant_is_known() {
         let mut book = KeepBook::new(8);
-        [3, 2, 1].iter().for_each(|block| book.keep(*block, 10, 0, 2));
-        book.keep(5, 10, 0, 0);
-        book.keep(3, 10, 1, 2);
+        [3, 2, 1].iter().for_each(|block| book.keep(&[*block], 10, 0, 2));
+        book.keep(&[5], 10, 0, 0);
+        book.keep(&[3], 10, 1, 2);
         assert_eq!(book.of_tenant(2).collect::<Vec<_>>(), [2, 1, 3]);
         assert_eq!((book.num_kept(2), book.num_kept(1), book.num_kept(9), book.len()), (3, 0, 0, 4));
         assert_eq!((book.of_tenant(1).count(), book.of_tenant(9).count()), (0, 0));
@@ -267,26 +287,26 @@ mod tests {
     fn memory_does_not_grow_with_uses() {
         let mut book = KeepBook::new(4);
         for time in 1..2000 {
-            book.keep(1, 1000, time, 0);
-            book.keep(2, 1000 + time % 7, time, 0);
+            book.keep(&[1], 1000, time, 0);
+            book.keep(&[2], 1000 + time % 7, time, 0);
             if time % 3 == 0 {
                 book.end(2);
-                book.keep(2, 1 + time % 5, time, 0);
+                book.keep(&[2], 1 + time % 5, time, 0);
             }
             ended(&mut book, time);
-            assert!(book.ends.len() <= 9 && violations(&book, 8).is_empty(), "{:?}", violations(&book, 8));
+            assert!(book.num_entries <= 9 && violations(&book, 8).is_empty(), "{:?}", violations(&book, 8));
         }
     }
 
     #[test]
     fn wrong_keeps_are_told() {
         let mut book = KeepBook::new(4);
-        [1, 2].iter().for_each(|block| book.keep(*block, 10, 0, 0));
+        [1, 2].iter().for_each(|block| book.keep(&[*block], 10, 0, 0));
         assert_eq!(
             (violations(&book, 2), violations(&book, 1)),
             (vec![], vec!["tenant 0 keeps 2 blocks; its limit is 1".into()])
         );
-        book.entered[1] = FOREVER;
+        book.keeps[1].entered = FOREVER;
         book.counts[0] = 3;
         let told = ["the time of kept block 1 has no end", "tenant 0 keeps 2 blocks, 3 are counted, 2 ordered"];
         assert_eq!(violations(&book, 2), told);

@@ -108,6 +108,7 @@ impl StepPlanner<'_> {
         if !cache_use.writes() || self.geometry.has_recurrent_state {
             return 0;
         }
+        self.pool.index().warm(&hashes[num_found..]);
         let is_known = |hash: &Hash, group| self.pool.index().lookup(&identity(hash, group)).is_some();
         let is_new = |hash: &&Hash| self.geometry.groups().any(|(group, _)| !is_known(hash, group));
         hashes[num_found..].iter().filter(is_new).count()

@@ -275,44 +275,39 @@ impl Parking {
         self.keeps().is_some_and(|keeps| keeps.is_kept(block))
     }
 
-    /// A use of a tenant's block with a breakpoint; true if it was not kept before. See KeepBook::keep.
-    pub fn keep(&mut self, block: BlockId, ttl: Millis, now: Millis, owner: TenantId) -> bool {
-        let is_new = !self.is_kept(block);
-        let is_parked = is_new && self.is_parked(block);
-        if is_parked {
-            self.unpark(&[block]);
-        }
+    /// A use of a tenant's blocks with a breakpoint, the last one of a table first. Lists those that were not kept before.
+    /// See KeepBook::keep.
+    pub fn keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, owner: TenantId) -> Vec<BlockId> {
         let num_blocks = self.num_blocks;
         let shelves = self.shelves.get_or_insert_with(|| Box::new(Shelves::new(num_blocks)));
         let keeps = shelves.keeps.get_or_insert_with(|| Box::new(KeepBook::new(num_blocks)));
-        keeps.keep(block, ttl, now, owner);
-        if is_parked {
-            self.park(&[block], owner);
-        }
-        is_new
-    }
-
-    /// The block is not kept any more, if it was: its level is that of its advice. True if it was.
-    pub fn end_keep(&mut self, block: BlockId, owner: TenantId) -> bool {
-        if !self.is_kept(block) {
-            return false;
-        }
-        let is_parked = self.is_parked(block);
-        if is_parked {
-            self.unpark(&[block]);
-        }
+        let new: Vec<BlockId> = blocks.iter().copied().filter(|block| !keeps.is_kept(*block)).collect();
+        let parked: Vec<BlockId> = new.iter().copied().filter(|block| self.is_parked(*block)).collect();
+        self.unpark(&parked);
         if let Some(keeps) = self.keeps_mut() {
-            keeps.end(block);
+            keeps.keep(blocks, ttl, now, owner);
         }
-        if is_parked {
-            self.park(&[block], owner);
+        if !parked.is_empty() {
+            self.park(&parked, owner);
         }
-        true
+        new
     }
 
-    /// A kept block with a time that is over: see KeepBook::pop_ended.
-    pub fn pop_ended_keep(&mut self, now: Millis) -> Option<BlockId> {
-        self.keeps_mut()?.pop_ended(now)
+    /// A tenant's kept blocks are not kept any more: their level is that of their advice.
+    pub fn end_keep(&mut self, blocks: &[BlockId], owner: TenantId) {
+        let parked: Vec<BlockId> = blocks.iter().copied().filter(|block| self.is_parked(*block)).collect();
+        self.unpark(&parked);
+        if let Some(keeps) = self.keeps_mut() {
+            blocks.iter().for_each(|block| keeps.end(*block));
+        }
+        if !parked.is_empty() {
+            self.park(&parked, owner);
+        }
+    }
+
+    /// Kept blocks with a time that is over: see KeepBook::take_ended.
+    pub fn take_ended_keeps(&mut self, now: Millis) -> Vec<BlockId> {
+        self.keeps_mut().map_or_else(Vec::new, |keeps| keeps.take_ended(now))
     }
 
     // -- advice -------------------------------------------------------------------------------------------------------

@@ -19,23 +19,19 @@ pub struct Keeper<'a> {
 }
 
 impl Keeper<'_> {
-    /// Keeps blocks for a time from now on, the last one of a table first. The caller calls `limit`.
+    /// Keeps a tenant's blocks for a time from now on, the last one of a table first. The caller calls `limit`.
     pub fn keep(&mut self, tail_first: &[BlockId], ttl: Millis, now: Millis) {
-        for &block in tail_first {
-            if self.parking.keep(block, ttl, now, self.owners[block as usize]) {
-                self.journal.touch_all(&[block], self.owners);
-            }
+        if let Some(first) = tail_first.first() {
+            let new = self.parking.keep(tail_first, ttl, now, self.owners[*first as usize]);
+            self.journal.touch_all(&new, self.owners);
         }
     }
 
-    /// Renews the time of those of these blocks that are kept, the last one of a table first.
+    /// Renews the time of those of a tenant's blocks that are kept, the last one of a table first.
     pub fn renew(&mut self, tail_first: &[BlockId], now: Millis) {
-        for &block in tail_first {
-            let known = self.parking.keeps().filter(|keeps| keeps.is_kept(block)).map(|keeps| keeps.ttl(block));
-            if let Some(ttl) = known {
-                self.parking.keep(block, ttl, now, self.owners[block as usize]);
-            }
-        }
+        let Some(keeps) = self.parking.keeps() else { return };
+        let kept: Vec<BlockId> = tail_first.iter().copied().filter(|block| keeps.is_kept(*block)).collect();
+        self.keep(&kept, 0, now); // each for its own time
     }
 
     /// Ends what a tenant keeps beyond its limit, the least recently used first.
@@ -56,17 +52,18 @@ impl Keeper<'_> {
 
     /// Ends the times that are over. Of those that end together, the last ones of chains are parked first.
     pub fn end(&mut self, now: Millis) {
-        let mut ended: Vec<BlockId> = std::iter::from_fn(|| self.parking.pop_ended_keep(now)).collect();
+        let mut ended = self.parking.take_ended_keeps(now);
         ended.sort_by_key(|block| Reverse(self.index.origin(*block).index));
         self.end_all(&ended);
     }
 
-    /// Blocks that are not kept any more.
+    /// Blocks are not kept any more, if they were.
     pub fn end_all(&mut self, blocks: &[BlockId]) {
-        for &block in blocks {
-            if self.parking.end_keep(block, self.owners[block as usize]) {
-                self.journal.touch_all(&[block], self.owners);
-            }
+        let kept: Vec<BlockId> = blocks.iter().copied().filter(|block| self.parking.is_kept(*block)).collect();
+        let owner = |block: &BlockId| self.owners[*block as usize];
+        for blocks in kept.chunk_by(|one, other| owner(one) == owner(other)) {
+            self.parking.end_keep(blocks, owner(&blocks[0]));
         }
+        self.journal.touch_all(&kept, self.owners);
     }
 }
