@@ -146,7 +146,7 @@ def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator
     in_flight = GaugeMetricFamily("quire_cache_steps_in_flight", "Steps planned and not reported.", labels=["pool"])
     limited = GaugeMetricFamily(
         "quire_cache_tenants_at_keep_limit",
-        "Tenants whose breakpoints keep as many blocks as they may.",
+        "Tenants with breakpoints that keep as many blocks as they may.",
         labels=["pool"],
     )
     for pool in pools:

@@ -1,46 +1,14 @@
 //! Why a prefix is not found.
 
-use serde::{Deserialize, Serialize};
-
 use crate::books::Books;
-use crate::books::geometry::Geometry;
+use crate::books::explainer::{Explainer, is_being_filled};
 use crate::books::hits::Prefix;
-use crate::books::sequences::{Row, SequenceTable};
-use crate::books::steps::Fill;
+use crate::books::miss::Miss;
 use crate::cache::groups::{Group, identity};
-use crate::cache::losses::{Cause, Loss};
-use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{Hash, chain_hashes, root_hash};
-use crate::cache::tenants::TenantId;
 
 /// The limit of blocks looked up by hashes under other roots for one answer: about ten milliseconds.
 const MAX_HASHED: usize = 65_536;
-/// The same for all admissions of a plan together: about 0.2 ms.
-pub const MAX_HASHED_IN_PLAN: usize = 1_024;
-
-/// Why a block of a prefix can't be found.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub enum Miss {
-    /// There is none.
-    None,
-    NeverComputed,
-    Lost(Loss),
-    /// A layer group without a window has the block, one with a window lost it; when, if that is known.
-    WindowLost(Option<Loss>),
-    BeingComputed,
-    OtherSalt,
-    OtherTenant(TenantId),
-}
-
-impl Miss {
-    /// The loss of the block, if it is known.
-    pub fn loss(&self) -> Option<&Loss> {
-        match self {
-            Miss::Lost(loss) | Miss::WindowLost(Some(loss)) => Some(loss),
-            _ => None,
-        }
-    }
-}
 
 /// The found part of a prefix, and the reason for the first miss.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,99 +59,13 @@ impl Books {
     }
 }
 
-/// True if one of these fills computes a block at this index of a table with this content. Caches hashes.
-pub fn is_being_filled<'a>(
-    fills: impl Iterator<Item = &'a Fill>,
-    index: usize,
-    hash: &Hash,
-    table: &mut SequenceTable,
-    block_size: usize,
-) -> bool {
-    let rows: Vec<Row> = fills.filter(|fill| (fill.first..fill.end).contains(&index)).map(|fill| fill.row).collect();
-    rows.into_iter().any(|row| table.get_mut(row).hash_at(index, block_size) == hash)
-}
-
-/// The parts of the books that an explanation needs.
-pub struct Explainer<'a> {
-    pub geometry: &'a Geometry,
-    pub pool: &'a BlockPool,
-    /// Blocks that may still be looked up under other roots.
-    pub num_left: usize,
-}
-
-impl Explainer<'_> {
-    /// Why the last block of these tokens, with this hash, is missing in a group, if no step computes it.
-    pub fn explain(
-        &mut self,
-        tokens: &[i32],
-        root: &Hash,
-        missing: &Hash,
-        group: Group,
-        own: Option<TenantId>,
-        with_other_tenants: bool,
-    ) -> Miss {
-        let loss = self.pool.records.losses.find(&identity(missing, group)).copied();
-        let was_reset = loss.is_some_and(|loss| matches!(loss.cause, Cause::Reset { .. }));
-        match loss {
-            _ if !was_reset && self.is_window_lost(missing, group) => Miss::WindowLost(loss),
-            Some(loss) => Miss::Lost(loss),
-            None => self.find_elsewhere(tokens, root, own, with_other_tenants),
-        }
-    }
-
-    /// True if a group without a window has a block that is missing in one with a window.
-    fn is_window_lost(&self, missing: &Hash, group: Group) -> bool {
-        let mut full = self.geometry.groups().filter(|(_, span)| span.is_full());
-        let is_known = |(other, _)| self.pool.index().lookup(&identity(missing, other)).is_some();
-        !self.geometry.groups[usize::from(group)].is_full() && full.any(is_known)
-    }
-
-    /// True if the last block of these tokens, and all before it, are there under another root.
-    fn find_elsewhere(&mut self, tokens: &[i32], root: &Hash, own: Option<TenantId>, with_other_tenants: bool) -> Miss {
-        let mut num_left = self.num_left;
-        let mut other_tenant = None;
-        for other in self.pool.records.roots.iter().filter(|other| other.hash != *root) {
-            let is_own = own == Some(other.tenant);
-            if !is_own && (!with_other_tenants || other_tenant.is_some()) {
-                continue;
-            }
-            if self.is_found(other.hash, tokens, &mut num_left) {
-                if is_own {
-                    self.num_left = num_left;
-                    return Miss::OtherSalt;
-                }
-                other_tenant = Some(other.tenant);
-            }
-        }
-        self.num_left = num_left;
-        other_tenant.map_or(Miss::NeverComputed, Miss::OtherTenant)
-    }
-
-    /// True if all of these full blocks are found under a root; false if that would take too many hashes.
-    fn is_found(&self, root: Hash, tokens: &[i32], num_left: &mut usize) -> bool {
-        let (mut hashes, mut parent) = (Vec::new(), root);
-        for block in tokens.chunks_exact(self.geometry.block_size) {
-            let Some(left) = num_left.checked_sub(1) else {
-                return false;
-            };
-            *num_left = left;
-            chain_hashes(parent, block, self.geometry.block_size, &mut hashes);
-            parent = hashes.pop().expect("the hash of a full block");
-            if self.pool.index().lookup(&parent).is_none() {
-                return false;
-            }
-        }
-        true
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::books::plans::StepRequest;
     use crate::books::settle::StepOutcome;
     use crate::books::tests::{Bench, admission, geometry};
-    use crate::cache::losses::Cause;
+    use crate::cache::losses::{Cause, Loss};
 
     /// Leases "a" and "c" of tenant "alice" and "b" of "bob".
     fn bench(num_usable: usize) -> Bench {

@@ -5,10 +5,13 @@
 pub mod audit;
 pub mod counters;
 pub mod explain;
+pub mod explainer;
 pub mod geometry;
 pub mod hits;
+pub mod kept_prefix;
 pub mod lease;
 pub mod listing;
+pub mod miss;
 pub mod pinning;
 pub mod pins;
 pub mod planner;

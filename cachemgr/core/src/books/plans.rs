@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::explain::Miss;
+use crate::books::miss::Miss;
 use crate::cache::advice::Level;
 use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockCounts, HostBlockId};

@@ -11,7 +11,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::books::planner::keep::KeptPrefix;
+use crate::books::kept_prefix::KeptPrefix;
 use crate::books::plans::{CacheUse, Extend, GrantedStep};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;

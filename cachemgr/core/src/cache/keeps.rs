@@ -15,7 +15,7 @@ use crate::cache::tenants::TenantId;
 /// Of a block that is not kept.
 const NOT_KEPT: Millis = 0;
 
-/// What is kept of a block.
+/// The times of a kept block.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Keep {
     until: Millis,

@@ -3,8 +3,9 @@
 use pyo3::prelude::*;
 
 use crate::books::Books;
-use crate::books::explain::{Explanation, Miss};
+use crate::books::explain::Explanation;
 use crate::books::lease::Lease;
+use crate::books::miss::Miss;
 use crate::books::pins::{Pin, PinId};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::steps::StepInFlight;

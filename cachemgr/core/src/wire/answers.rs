@@ -5,7 +5,7 @@ use prost::Message;
 use prost_types::Timestamp;
 use sha2::Sha256;
 
-use crate::books::explain::Miss;
+use crate::books::miss::Miss;
 use crate::books::plans::{AdmissionMiss, CacheUse, GrantedStep, PlanItem};
 use crate::cache::groups::GroupCounters;
 use crate::cache::host::HostBlockCounts as HostCounts;

@@ -2,10 +2,10 @@
 
 use crate::books::geometry::Geometry;
 use crate::books::hits::Hit;
+use crate::books::kept_prefix::KeptPrefix;
 use crate::books::lease::Lease;
 use crate::books::planner::advise::retain;
 use crate::books::planner::finder::PrefixFinder;
-use crate::books::planner::keep::KeptPrefix;
 use crate::books::planner::{Answer, Owner, StepPlanner, refuse_new};
 use crate::books::plans::{Admission, CacheUse, PromptHashes};
 use crate::books::sequences::{NewSequence, Row, Sequence};

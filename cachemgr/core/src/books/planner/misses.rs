@@ -1,7 +1,8 @@
 //! Why admissions find no more, and those that wait for what other leases compute.
 
-use crate::books::explain::{Explainer, Miss, is_being_filled};
+use crate::books::explainer::{Explainer, is_being_filled};
 use crate::books::hits::Prefix;
+use crate::books::miss::Miss;
 use crate::books::planner::StepPlanner;
 use crate::books::plans::{Admission, AdmissionMiss};
 use crate::cache::groups::Group;
@@ -171,7 +172,11 @@ mod tests {
         assert_eq!(explained(&mut bench, "a", &[1, 2, 9, 9, 9]).unwrap().index, 1);
         cache(&mut bench, "o", &[8; 12], 7.0);
         let miss = explained(&mut bench, "a", &[1, 2, 3]);
-        assert_eq!((reason(miss.clone()), miss.unwrap().evicted_by), (Some((0, Some(7.0))), None), "not by whom");
+        assert_eq!(
+            (reason(miss.clone()), miss.unwrap().evicted_by),
+            (Some((0, Some(7.0))), None),
+            "not which tenant evicted it"
+        );
         cache(&mut bench, "a", &[7; 12], 9.0);
         let miss = explained(&mut bench, "b", &[1, 2, 3]).unwrap();
         assert_eq!((miss.miss.loss().unwrap().at, miss.evicted_by), (9.0, Some(b"alice".to_vec())));

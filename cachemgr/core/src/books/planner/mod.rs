@@ -34,7 +34,6 @@ mod windows;
 use std::collections::HashMap;
 
 use crate::books::counters::Counters;
-use crate::books::explain::MAX_HASHED_IN_PLAN;
 use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
 use crate::books::planner::budget::Budget;
@@ -47,6 +46,9 @@ use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
 use crate::cache::tenants::{Asker, TenantId, Tenants};
 use crate::errors::{Reason, Refusal, Result, invalid};
+
+/// The limit of blocks that all admissions of a plan together look up by hashes under other roots: about 0.2 ms.
+const MAX_HASHED_IN_PLAN: usize = 1_024;
 
 const DIGEST_BYTES: usize = 16;
 const MAX_SEQUENCE_ID: i64 = i32::MAX as i64;

@@ -261,7 +261,7 @@ impl Parking {
 
     // -- keeping ------------------------------------------------------------------------------------------------------
 
-    /// What breakpoints keep; None if nothing was kept yet.
+    /// The blocks that breakpoints keep; None if nothing was kept yet.
     pub fn keeps(&self) -> Option<&KeepBook> {
         self.shelves.as_ref().and_then(|shelves| shelves.keeps.as_deref())
     }

@@ -130,7 +130,7 @@ impl BlockPool {
         Advisor { parking, owners, journal: &mut records.journal }
     }
 
-    /// Ends advice and keeping whose times are over.
+    /// Ends advice and keeping at their times.
     pub fn end_times(&mut self, now: Millis) {
         self.advisor().end(now);
         self.keeper().end(now);

@@ -13,7 +13,7 @@ pub struct Records {
     pub journal: Journal,
     /// Content that was in the index and is lost.
     pub losses: Losses,
-    /// Who reset content.
+    /// The callers that reset content.
     pub callers: Callers,
     /// The roots of admissions.
     pub roots: Roots,
