@@ -68,8 +68,7 @@ class Run:
         rows = list(VARIANTS) if grid == "variants" else present(ROWS, self.results.absent)
         cells_of = {"decode": decode_cells, "prefill": prefill_cells, "variants": variant_cells}
         if self.results.dry:
-            dry_grids = ("decode", "prefill") if grid == "variants" else (grid,)
-            cells = [cell for each in dry_grids for cell in dry_cells(each)]
+            cells = list(dry_cells(grid))
         else:
             cells = list(cells_of[grid]())
         deadline = time.monotonic() + self._minutes * 60

@@ -101,7 +101,10 @@ DRY_HEADS = Heads(2, 1, 32)
 def dry_cells(grid: str) -> Iterator[Cell]:
     """One cell of each kind, small enough for the interpreter."""
     fp32 = {"q_dtype": torch.float32, "kv_dtype": torch.float32}
-    if grid == "decode":
+    if grid == "variants":
+        for each in ("decode", "prefill"):
+            yield next(dry_cells(each))
+    elif grid == "decode":
         yield Cell("2x40", DRY_HEADS, (1, 1), (40, 40), **fp32)
         yield Cell("3 and 70", DRY_HEADS, (1, 1), (3, 70), layout=LAYOUTS[2], **fp32)
     else:

@@ -87,7 +87,8 @@ _LONG_TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
 # Shared memory of queries, weights and sums, beside the tiles: 4 to 9 KB as compiled.
 _OTHER_SHARED_BYTES = 10 << 10
 
-# Elements of partial results that a program loads at a time: 64 registers of 4 warps.
+# Elements of partial results that a program loads at a time: 64 registers of 4 warps. Above 128 dims half of them, as
+# more are spilled there.
 _MERGED_ELEMENTS = 8192
 # Of a multiprocessor.
 _SM_REGISTERS = 65_536
@@ -350,7 +351,8 @@ def _block_m(rows: int, row_bytes: int) -> int:
 
 def _merged_rows(rows: int, head_dim: int) -> int:
     """Rows that are merged at a time: a power of two that divides those of a tile, which are at least 16."""
-    return min(16, next_power_of_2(rows), max(1, _MERGED_ELEMENTS // (PARTS_AT_ONCE * next_power_of_2(head_dim))))
+    elements = _MERGED_ELEMENTS if head_dim <= 128 else _MERGED_ELEMENTS // 2
+    return min(16, next_power_of_2(rows), max(1, elements // (PARTS_AT_ONCE * next_power_of_2(head_dim))))
 
 
 def _block_n_and_stages(
