@@ -98,8 +98,9 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class CacheOutcome:
-    """The part of a request's prompt that the prefix cache had, and the part that it has now, as the pool counts it. The prompt counts once,
-    whatever the number of samples, preemptions and pools.
+    """The parts of a request's prompt that the prefix cache had, and that it has now, as the pool counts them.
+
+    The prompt counts once, whatever the number of samples, preemptions and pools.
 
     num_cached_tokens    found
     num_written_tokens   computed in full blocks, which later requests find
