@@ -34,7 +34,7 @@ KERNELS = "benchmarks/kernels/"
 
 
 def compiled_parts() -> list[Part]:
-    """Return the parts with kernels that can be compiled here: those of whole steps, and of the benchmark of kernels."""
+    """Return the parts with kernels that can be compiled here: whole steps, and the benchmark of kernels."""
     calls = read_plan().calls
     return [part for name in ("1", "2") for part in calls[name].parts if part.command[0].startswith((STEPS, KERNELS))]
 
