@@ -12,9 +12,10 @@ way to each multiprocessor at all times:
     no masks        on scores, but in tiles that some query sees a part of; these are in the same loop, so that their
                     keys are on the way early too
 
-Programs that have a sequence to themselves write its result. Others write a partial one and take a ticket; the one that
-takes a sequence's last ticket merges its partial results in the order of keys, whichever came last, and puts the
-tickets back. Nobody waits for another, and one launch does it all. A kv head and a tile of its rows have tickets of their own.
+Programs that have a sequence to themselves write its result. Others write a partial one and take a ticket. The one
+that takes a sequence's last ticket merges its partial results in the order of keys, whichever came last, and puts the
+tickets back. Nobody waits for another, and one launch does it all. A kv head and a tile of its rows have tickets of
+their own.
 
 Keys of fp8 bring half the bytes, so what is done to each counts twice. They become float16, which takes one instruction
 for two (bfloat16 takes eight), and so do queries and weights. Values are loaded as pairs: as a matrix operand a thread

@@ -20,7 +20,8 @@ greatest gap before which there are fewer than k tokens (top-k), or less than a 
                 choose      a program a row: the thresholds and the draw, on the list
 
 A row with candidates that do not fit into the list, or can't be told apart from the others, goes through the same
-search and the same draw on its logits instead of the list: slower, and equally exact. All sums of weights are in float64.
+search and the same draw on its logits instead of the list: slower, and equally exact. All sums of weights are in
+float64.
 """
 
 from __future__ import annotations
