@@ -20,6 +20,7 @@ from compiled_attention import META
 from early_accesses import NoWait, early_accesses, machine_accesses
 from kernel_batch import Batch, Shape
 from machine_code import A100, B200, H100, MachineCode, compile_launch, recorded
+from torch import Tensor
 
 import quire.kernels
 from quire.kernels import dependent_launch
@@ -29,21 +30,54 @@ from quire.kernels.dependent_launch import (
     use_dependent_launches,
     wait_for_earlier_kernels,
 )
+from quire.kernels.ring_layout import RingLayout
+from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear
+from quire.kernels.skinny_tiling import Form
+from quire.kernels.step_ring import StepMemory, begin_step, end_step
 
 CONSTANTS: dict[str, set[str]] = {
     "add_rmsnorm_kernel": {"%weight_ptr"},
     "qkv_prologue_kernel": {"%q_weight_ptr", "%k_weight_ptr"},
+    "skinny_gemv_kernel": {"%weight_ptr", "%norm_ptr"},
 }
 """Pointers that a kernel may load from before it waits: no kernel of a step writes there."""
 
 NEVER_DEPENDENT = {
-    "paged_decode_kernel": "not yet",
-    "paged_prefill_kernel": "not yet",
-    "combine_kernel": "not yet",
-    "merge_states_kernel": "not yet",
     "offload_kernel": "copies beside the steps, on a stream of its own",
 }
 """Kernels that are launched when all before them have ended, and why."""
+
+
+def multiply(batch: Batch, form: Form) -> None:
+    """A product with what stands beside it, and one of gates and ups. Of the dot form, sums are split."""
+    x, residual, norm_weight = batch.hidden
+    norm_weight = norm_weight if form == "gemv" else None
+    parts, tickets = (torch.empty(1 << 24, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
+    workspace = SkinnyWorkspace(parts, tickets)
+    common: dict[str, Any] = {"form": form, "norm_weight": norm_weight, "workspace": workspace}
+    skinny_linear(x, x.new_empty(x.shape[1], x.shape[1]), residual=residual, **common)
+    skinny_linear(x, x.new_empty(2048, x.shape[1]), gated=True, **common)
+
+
+def take_turn() -> None:
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    layout = RingLayout(num_slots=4, max_num_seqs=8, num_inputs=6, temperature=4, first_slot=5, max_changes=64)
+    memory = StepMemory(
+        inputs=empty(6, 8),
+        token_ids=empty(8),
+        block_tables=empty(1, 8, 32, dtype=torch.int32),
+        seq_lens=empty(8, dtype=torch.int32),
+        temperature=empty(8, dtype=torch.float32),
+        sampled=empty(8),
+        tables=empty(1, 9, 32, dtype=torch.int32),
+        last_token=empty(9),
+        state=empty(2),
+    )
+    begin_step(empty(4, layout.slot_words), memory, layout=layout, num_seqs=8, block_size=16)
+    end_step(empty(4, 8), memory, layout=layout, num_seqs=8)
+
 
 SHAPE = replace(Shape(16, 8, 128, has_qk_norm=True), vocab_size=4096)
 WORK: dict[str, Callable[[Batch], object]] = {
@@ -58,6 +92,13 @@ WORK: dict[str, Callable[[Batch], object]] = {
     "collect_kernel": Batch.sample,
     "choose_kernel": Batch.sample,
     "pick_kernel": Batch.sample,
+    "paged_decode_kernel": lambda batch: batch.decode(batch.plan()),
+    "paged_prefill_kernel": Batch.prefill,
+    "merge_states_kernel": Batch.merge,
+    "skinny_gemv_kernel": lambda batch: multiply(batch, "gemv"),
+    "skinny_dot_kernel": lambda batch: multiply(batch, "dot"),
+    "begin_step_kernel": lambda _: take_turn(),
+    "end_step_kernel": lambda _: take_turn(),
 }
 
 

@@ -336,20 +336,19 @@ def _rows_prefix(statistics: pb.PoolStatistics, hit_ratio: float | None) -> list
         ("admissions", f"{statistics.admission_count:,}"),
         ("prompt tokens", f"{statistics.admitted_token_count:,}"),
         ("found in cache", f"{statistics.cached_token_count:,}"),
-        ("written to cache", f"{statistics.written_token_count:,}"),
         ("hit ratio", format_ratio(hit_ratio)),
         ("forks", f"{statistics.fork_count:,}"),
     ]
 
 
 def _rows_blocks(statistics: pb.PoolStatistics) -> list[Row]:
-    return [
+    rows = [
         ("handed out", f"{statistics.allocated_block_count:,}"),
         ("copied on write", f"{statistics.copied_block_count:,}"),
         ("published", f"{statistics.published_block_count:,}"),
         ("evicted", f"{statistics.evicted_block_count:,}"),
-        ("kept", f"{statistics.kept_block_count:,}"),
     ]
+    return [*rows, ("kept", f"{statistics.kept_block_count:,}")] if statistics.kept_block_count else rows
 
 
 def _rows_tokens(statistics: pb.PoolStatistics) -> list[Row]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -86,7 +87,8 @@ def _prepare(outs: Layout, lses: Layout, out: Layout | None, lse: Layout | None)
     require_same_device(outs=outs, lses=lses, out=out, lse=lse)
     variant = merge_variant(head_dim=head_dim, has_lse=lse is not None, stride_unit=stride_unit(outs, out))
     strides = (*outs.strides[:3], *out.strides[:2])
-    return Launch(grid=(num_tokens, num_heads), strides=strides, options=variant.options)
+    options = {**variant.options, **dependent_options(merge_states_kernel, outs.device)}
+    return Launch(grid=(num_tokens, num_heads), strides=strides, options=options)
 
 
 def merge_variant(*, head_dim: int, has_lse: bool, stride_unit: int) -> Variant:
@@ -157,7 +159,9 @@ def merge_states_kernel(
     BLOCK_D: tl.constexpr,
     HAS_LSE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     outs_part_stride = in_units(outs_part_stride, STRIDE_UNIT)
     outs_token_stride = in_units(outs_token_stride, STRIDE_UNIT)
     outs_head_stride = in_units(outs_head_stride, STRIDE_UNIT)

@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.decode_plan import RECORD, RESIDENT, TILE, UNBOUNDED, DecodePlan, PlanLayout, first_visible
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -238,7 +239,11 @@ def _prepare(
                 block_tables.stride(0), *q.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3], *out.strides[:2],
             ),
             # Else ptxas may make room for three programs by spilling while it merges.
-            options={**variant.options, "maxnreg": min(255, _SM_REGISTERS // (RESIDENT * 32 * variant.num_warps))},
+            options={
+                **variant.options,
+                **dependent_options(paged_decode_kernel, q.device),
+                "maxnreg": min(255, _SM_REGISTERS // (RESIDENT * 32 * variant.num_warps)),
+            },
         ),
         num_partials=plan.max_splits * plan.max_q_len * num_heads * head_dim_v,
         workspace_size=size,
@@ -620,7 +625,9 @@ def paged_decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
     k_block_stride, k_slot_stride = in_units(k_block_stride, STRIDE_UNIT), in_units(k_slot_stride, STRIDE_UNIT)
     v_block_stride, v_slot_stride = in_units(v_block_stride, STRIDE_UNIT), in_units(v_slot_stride, STRIDE_UNIT)

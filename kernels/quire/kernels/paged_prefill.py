@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.decode_plan import UNBOUNDED, first_visible
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -212,7 +213,7 @@ def _prepare(
     return Launch(
         grid=(num_tiles, num_kv_heads, num_splits),
         strides=(block_tables.stride(0), *q.strides[:2], *k_pool.strides[:3], *v_pool.strides[:3], *out_strides),
-        options=variant.options,
+        options={**variant.options, **dependent_options(paged_prefill_kernel, q.device)},
     )
 
 
@@ -512,7 +513,9 @@ def paged_prefill_kernel(
     HAS_LSE: tl.constexpr,
     QK_AHEAD: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     q_token_stride, q_head_stride = in_units(q_token_stride, STRIDE_UNIT), in_units(q_head_stride, STRIDE_UNIT)
     k_block_stride, k_slot_stride = in_units(k_block_stride, STRIDE_UNIT), in_units(k_slot_stride, STRIDE_UNIT)
     v_block_stride, v_slot_stride = in_units(v_block_stride, STRIDE_UNIT), in_units(v_slot_stride, STRIDE_UNIT)

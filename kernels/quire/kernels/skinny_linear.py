@@ -8,8 +8,8 @@ dot form several programs may share the sum of a tile. Each leaves its part in a
 one adds all parts in their order, so that the bits do not depend on who was last, and sets the ticket back to zero:
 a graph can be replayed.
 
-Weights and the norm's weight do not depend on the kernel in front; a comment in each kernel marks where what does
-begins. In the gemv form the first tile of the weight is loaded above it.
+Weights and the norm's weight do not depend on the kernel in front. In the gemv form the first tile of the weight is
+loaded before the wait for that kernel (dependent_launch.py).
 
 Numbers are rounded where the single operations round: the norm's result, the product with its bias, the gate and the
 up, and the sum with the residual. Only the order of the additions within a product is another.
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -135,6 +136,7 @@ def skinny_gemv_kernel(
     ONE_STEP: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     num_inputs = in_units(num_inputs, UNIT)
     stride_x = in_units(stride_x, UNIT)
@@ -151,7 +153,7 @@ def skinny_gemv_kernel(
         up = _load_once(ups, k, num_inputs, EVEN)
     if HAS_NORM:
         gain = _load(norm_ptr + k, k, num_inputs, EVEN)
-    # Below here is what a kernel in front has written.
+    wait_for_earlier_kernels(PDL)
     rows = x_ptr + tl.minimum(m, num_rows - 1) * stride_x.to(tl.int64) + k
     x = _load(rows, k, num_inputs, EVEN).to(tl.float32)
     scale = 1.0
@@ -232,6 +234,7 @@ def skinny_dot_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     num_inputs = in_units(num_inputs, UNIT)
     stride_x = in_units(stride_x, UNIT)
@@ -247,7 +250,7 @@ def skinny_dot_kernel(
     rows = x_ptr + tl.minimum(m, num_rows - 1) * stride_x.to(tl.int64) + k
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up_total = total
-    # Below here is what a kernel in front has written.
+    wait_for_earlier_kernels(PDL)
     for start in tl.range(first, last, INPUTS, num_stages=STAGES):
         x = _load(rows + start, start + k, num_inputs, EVEN)
         total += dot(x, tl.trans(_load_once(weights + start, start + k, num_inputs, EVEN)))
@@ -428,6 +431,7 @@ def _prepare(
         "EVEN": num_inputs % tiling.block_inputs == 0,
         "UNIT": LOAD_BYTES // x.dtype.itemsize,
         "num_warps": tiling.num_warps,
+        **dependent_options(skinny_gemv_kernel if form == "gemv" else skinny_dot_kernel, x.device),
     }
     tiles = ceil_div(num_outputs, tiling.block_outputs)
     if form == "gemv":

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     next_power_of_2,
     require_at_least,
@@ -111,6 +112,7 @@ def begin_step(slots: Tensor, memory: StepMemory, *, layout: RingLayout, num_seq
         TEMPERATURE=layout.temperature,
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=block_size,
+        **dependent_options(begin_step_kernel, memory.state.device),
         num_warps=4,
     )
 
@@ -135,6 +137,7 @@ def end_step(words: Tensor, memory: StepMemory, *, layout: RingLayout, num_seqs:
         layout.max_num_seqs,
         NUM_SLOTS=layout.num_slots,
         SEQS=next_power_of_2(layout.max_num_seqs),
+        **dependent_options(end_step_kernel, memory.state.device),
         num_warps=4,
     )
 
@@ -215,7 +218,9 @@ def begin_step_kernel(
     TEMPERATURE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     seq = tl.program_id(0)
     columns = tl.arange(0, ROW_WORDS)
     turn = tl.load(state_ptr)
@@ -276,7 +281,9 @@ def end_step_kernel(
     max_num_seqs,
     NUM_SLOTS: tl.constexpr,
     SEQS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     seqs = tl.arange(0, SEQS)
     mine = seqs < num_seqs
     turn = tl.load(state_ptr)

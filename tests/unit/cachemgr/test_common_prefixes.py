@@ -154,4 +154,4 @@ def test_the_window_at_the_end_of_a_turn_is_there_as_long_as_it_is_kept(keeps: s
     assert found(bench, *TURN, 0) == turn
     assert found(bench, *whole, 0) >= turn
     why = bench.ledger.inspector.explain(pack(*TURN, 0), salt=b"", tenant="", with_other_tenants=False)
-    assert (why.reason, why.missing and why.missing[1]) == (("none", None) if turn else ("evicted", 1))
+    assert (why.reason, why.missing and why.missing[1]) == (("none", None) if turn else ("window_evicted", 1))

@@ -265,7 +265,7 @@ def test_leases_say_how_long_they_last() -> None:
 def test_wide_screens_show_all_lists() -> None:
     text = "\n".join(draw(shown(), width=200, height=50))
     assert all(title in text for title in ("Sequences 30", "Leases 2", "Tenants 1"))
-    assert re.search(r"alice +20 +0 +– +– +– +48 +96", text)
+    assert re.search(r"alice +20 +0 +– +– +– +– +48 +96", text)
 
 
 def test_a_filter_and_what_it_leaves_are_shown() -> None:
