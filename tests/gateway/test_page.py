@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gateway.conftest import MODEL, ROOT, Gateway
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.launch import LocalServices
 from quire.client.block_kinds import BlockKind
+from quire.client.cache_client import CacheClient
 from quire.gateway.http import page
 
 PROMPT = "A model is a module that takes a tensor"
@@ -117,6 +120,16 @@ def test_of_another_tenants_blocks_only_that_they_are_taken_is_told() -> None:
     assert page.describe_changes(answer, 9, "mine")["changes"] == [(7, page.UNSEEN, 0), (8, BlockKind.FREE, 0)]
     assert page.describe_changes(answer, 9, "theirs")["changes"][0] == (7, BlockKind.SHARED, 3)
     assert page.describe_changes(answer, 9, None)["changes"][0] == (7, BlockKind.SHARED, 3)
+
+
+def test_a_caller_is_told_of_its_own_kept_blocks() -> None:
+    tenants = [pb.Tenant(name=name, kept_block_count=3, keep_limit_block_count=9) for name in ("mine", "theirs")]
+    tenants.append(pb.Tenant(name="keeps nothing", keep_limit_block_count=9))
+    for each in tenants[:2]:
+        each.next_keep_end_time.seconds = 60
+    mine = {"tenant": "mine", "blocks": 3, "limit": 9, "until": 60.0}
+    assert page.describe_keeping(tenants, "mine") == [mine]
+    assert page.describe_keeping(tenants, None) == [mine, {**mine, "tenant": "theirs"}]
 
 
 @contextmanager
@@ -279,3 +292,50 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
         assert "cached" in tab.inner_text("#legend")
         tab.screenshot(path=tmp_path / f"{colours}.png")
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
+def test_a_bar_beside_each_answer_says_what_was_found_and_why_not_all(
+    services: LocalServices, tmp_path: Path, viewport: Any
+) -> None:
+    from playwright.sync_api import expect
+
+    width = viewport["width"]
+    gateway = Gateway(services.cachemgr_address, log=tmp_path / "log")
+    try:
+        with browser_tab(viewport=viewport) as tab, gateway.client() as client:
+            tab.goto(gateway.url)
+            expect(tab.locator("#model option")).to_have_count(1)
+            tab.click("#tab-chat")
+            tab.fill("#max_tokens", "8")
+            bars = tab.locator(".prompt-bar span")
+            for count in (1, 2):
+                tab.fill("#prompt", f"question {width}: " + "What is a tensor? " * 12)
+                tab.press("#prompt", "Enter")
+                expect(bars).to_have_count(count)
+            expect(bars.nth(0)).to_have_text(re.compile(r"\d+ found · \d+ written · \d+ computed otherwise$"))
+            expect(bars.nth(1)).to_have_text(
+                re.compile(r"^[1-9]\d* found · [1-9]\d* written · \d+ computed otherwise$")
+            )
+            with ThreadPoolExecutor(1) as threads:  # Playwright's loop runs in this one
+                threads.submit(lambda: asyncio.run(reset(services))).result(DEADLINE_S)
+            body = {"messages": [{"role": "user", "content": "Keep this. " * 20}], "max_tokens": 2}
+            kept = {**body, "prompt_cache_options": {"ttl": "1h"}}
+            assert client.post("/v1/chat/completions", json=kept).status_code == 200
+            tab.fill("#prompt", "more")
+            tab.press("#prompt", "Enter")
+            expect(bars.nth(2)).to_contain_text(re.compile(r"not all found: the cache was reset \d+ s ago$"))
+            expect(tab.locator("#keeping li")).to_have_text(
+                re.compile(r"^kept \d+ of at most \d+ blocks, the next until")
+            )
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+            tab.screenshot(path=tmp_path / f"bar-{width}.png", full_page=True)
+    finally:
+        gateway.close()
+
+
+async def reset(services: LocalServices) -> None:
+    cache = CacheClient(services.cachemgr_address)
+    await cache.reset_prefix_cache()
+    await cache.close()

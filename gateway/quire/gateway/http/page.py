@@ -116,6 +116,7 @@ class Live:
         self._num_viewers: Counter[str] = Counter()
         self._look = _Shared(self._look_at_pools)
         self._sequences = _Shared(self._look_at_sequences)
+        self._tenants = _Shared(cache.list_tenants)
 
     def _tenant_of(self, request: Request) -> str | None:
         """Return a caller's tenant; None for one that may see all that the gateway sees. Raises HttpError."""
@@ -191,8 +192,11 @@ class Live:
         counters = look.counters or {}
         described = []
         for pool in look.pools:
-            sequences = await self._sequences(chosen, tenant) if pool.name == chosen else []
-            described.append(_describe_pool(pool, counters.get(pool.name, pb.PoolStatistics()), sequences))
+            is_chosen = pool.name == chosen
+            sequences = await self._sequences(chosen, tenant) if is_chosen else []
+            tenants = await self._tenants(chosen) if is_chosen else []
+            seen = counters.get(pool.name, pb.PoolStatistics())
+            described.append(_describe_pool(pool, seen, sequences) | {"keeping": describe_keeping(tenants, tenant)})
         return described
 
     async def _blocks(self, pool: str, tenant: str | None) -> AsyncGenerator[bytes, None]:
@@ -246,6 +250,20 @@ def _describe_pool(pool: pb.Pool, seen: pb.PoolStatistics, sequences: list[pb.Se
             for each in sequences
         ],
     }
+
+
+def describe_keeping(tenants: list[pb.Tenant], tenant: str | None) -> list[dict[str, Any]]:
+    """Return what breakpoints keep, by tenant, in blocks, until seconds since 1970; tenant None: of all."""
+    return [
+        {
+            "tenant": each.name,
+            "blocks": each.kept_block_count,
+            "limit": each.keep_limit_block_count,
+            "until": each.next_keep_end_time.ToMilliseconds() / 1000,
+        }
+        for each in tenants
+        if each.kept_block_count and tenant in (None, each.name)
+    ]
 
 
 def describe_changes(answer: pb.WatchBlocksResponse, num_blocks: int, tenant: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 // The playground and the live cache. No build step, no libraries: every value from a server goes into the page as text.
 
 import { BlockMap, KINDS, LABELS, numbers } from "./map.js";
+import { promptBar } from "./prompt_bar.js";
 
 const RETRY_MS = 1000;
 const FIGURES_S = 5;
@@ -45,6 +46,7 @@ async function* events(response) {
 // -- the playground ---------------------------------------------------------------------------------------------------
 
 let messages = [];
+let answerBefore = null; // the id of the chat's answer before
 let isChat = false;
 let running = null;
 
@@ -60,6 +62,7 @@ function chooseTab(chat) {
 function clearAnswer() {
   running?.abort();
   messages = [];
+  answerBefore = null;
   byId("answer").replaceChildren();
   byId("usage").textContent = "";
 }
@@ -87,6 +90,7 @@ function bodyOf(prompt) {
     temperature: Number(byId("temperature").value),
     ...(seed === "" ? {} : { seed: Number(seed) }),
     ...(isChat ? { messages } : { prompt, n: Number(byId("n").value) }),
+    ...(isChat && answerBefore ? { prompt_cache_options: { comparison_response_id: answerBefore } } : {}),
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -118,6 +122,8 @@ async function generate(prompt) {
   const startedAt = performance.now();
   let firstAt = null;
   let usage = null;
+  let diagnosis = null;
+  let answerId = null;
   let isCut = false;
   running = new AbortController();
   byId("send").disabled = true;
@@ -131,6 +137,8 @@ async function generate(prompt) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
+      diagnosis = chunk.prompt_cache_diagnostics ?? diagnosis;
+      answerId = chunk.id;
       for (const choice of chunk.choices) {
         firstAt ??= performance.now();
         const { reasoning, text, refusal } = answers[choice.index];
@@ -148,6 +156,8 @@ async function generate(prompt) {
     if (said) conversation.push({ role: "assistant", content: said });
     else takeBack(conversation);
     running = null;
+    if (usage !== null) byId("answer").append(promptBar(usage, diagnosis));
+    if (conversation === messages && usage !== null) answerBefore = answerId;
     byId("send").disabled = false;
     byId("stop").disabled = true;
     byId("usage").textContent = describeUsage(usage, startedAt, firstAt) + (isCut ? " · cut at max_tokens" : "");
@@ -254,6 +264,9 @@ function showFigures() {
     box.append(element("dt", name), element("dd", value));
     return box;
   }));
+  byId("keeping").replaceChildren(...(pool.keeping ?? []).map(({ tenant, blocks, limit, until }) => element("li",
+    `${tenant ? `${tenant} keeps` : "kept"} ${numbers.format(blocks)} of at most ${numbers.format(limit)} blocks, ` +
+      `the next until ${new Date(1000 * until).toLocaleTimeString()}`)));
   showSequences(pool);
   if (chosenSequence !== null) markTable(pool);
 }
