@@ -4,7 +4,8 @@
 
 Requests of agents, recorded (benchmarks/traces) and made, go through cachemgr's books one at a time, at their own
 times: under LRU, under the default policy without breakpoints, with a breakpoint at the end of the system prompt, and
-with a second one at the end of each prompt. Pools have 10, 25 and 50 % of the working set. Counts are exact. A
+with a second one at the end of each prompt. Pools have 10, 25 and 50 % of the working set, or
+room for the longest prompt if that is more. Counts are exact. A
 breakpoint keeps for five minutes; a tenant keeps at most a quarter of the pool, as without settings.
 
 The traces have no breakpoints. They are put where a client would: the system prompt with its tools is the longest
@@ -125,7 +126,7 @@ def measure_way(load: Load, part: float, num_blocks: int, way: str) -> Row:
 def measure_shared(others: Load, keepers: Mapping[str, Sequence[Ask]]) -> list[Shared]:
     """The others without the keeper, beside it without and with breakpoints, and with a floor."""
     longest = max(others.longest, *(len(ask.tokens) // BLOCK_SIZE + 1 for asks in keepers.values() for ask in asks))
-    num_blocks = max(others.num_blocks // 4, 2 * longest)
+    num_blocks = max(others.num_blocks // 10, 2 * longest)
     rows = [share("none", [], others, num_blocks, way="alone")]
     for name, asks in keepers.items():
         rows.append(share(name, asks, others, num_blocks, way="no breakpoints"))
@@ -198,10 +199,10 @@ def measure(quick: bool, progress: Progress) -> Findings:
 
 def load_table(rows: Sequence[Row]) -> Any:
     made_table = table("part of the prompts' tokens that is computed; ms to the first token", "load", "blocks", *WAYS)
-    for load, part in dict.fromkeys((row.load, row.part) for row in rows):
-        own = [row for row in rows if (row.load, row.part) == (load, part)]
+    for load, num_blocks in dict.fromkeys((row.load, row.num_blocks) for row in rows):
+        own = [row for row in rows if (row.load, row.num_blocks) == (load, num_blocks)][: len(WAYS)]
         cells = [f"{percent(row.computed)}  {1e3 * row.first_token_s:.1f}" for row in own]
-        made_table.add_row(load, f"{own[0].num_blocks:,} ({percent(part, 0)})", *cells)
+        made_table.add_row(load, f"{num_blocks:,}", *cells)
     return made_table
 
 

@@ -20,7 +20,7 @@ POOL_BLOCKS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of processor time for plan and settle: the median of windows, in turns; the median of their ratios."""
+    """Microseconds of processor time for plan and settle: medians of windows, in turns, and of their ratios."""
 
     num_tokens: int
     is_found: bool

@@ -57,7 +57,7 @@ def recorded(name: str, most: int | None = None) -> Load:
 
 
 def made(kind: str, seed: int, count: int) -> Load:
-    """Sessions of the laboratory. A request ends when it arrives, so that the next one comes after the time to think."""
+    """Sessions of the laboratory. A request ends when it arrives; the next one comes after the time to think."""
     requests = make_sessions(Sessions(**KINDS[kind]), count, np.random.default_rng(seed))
     return _load(f"made {kind}, seed {seed}", requests)
 
