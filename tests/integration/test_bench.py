@@ -146,6 +146,21 @@ def test_routing_compares_three_ways_on_both_loads(tmp_path: Path) -> None:
     assert written["conversations"]["by cost"]["hits"] >= written["conversations"]["in turn"]["hits"]
 
 
+def test_prompt_cache_counts_with_and_without_breakpoints_and_breaks_no_floor(tmp_path: Path) -> None:
+    written, printed = run_quick("prompt-cache", tmp_path)
+    ways = ["LRU", "no breakpoints", "system", "system and turns"]
+    assert [row["way"] for row in written["loads"]] == 2 * 3 * ways
+    assert all(0 < row["num_computed"] < row["num_tokens"] and row["first_token_s"] > 0 for row in written["loads"])
+    floors = [row for row in written["shared"] if row["floor"]]
+    assert [row["keeper"] for row in floors] == ["agents", "prompts that come once"]
+    assert all((row["broken"], row["num_looks"] > 0) == (0, True) for row in floors)
+    assert all(row["num_kept"] <= row["keep_limit"] for row in written["shared"])
+    sizes = [(cost["num_tokens"], cost["is_found"]) for cost in written["costs"]]
+    assert sizes == [(2048, True), (8192, True), (2048, False), (8192, False)]
+    assert all(min(cost["without_us"], cost["with_us"]) > 0 for cost in written["costs"])
+    assert "to reach" in printed
+
+
 def test_scale_drives_one_cachemgr_with_every_number_of_workers(tmp_path: Path) -> None:
     find("go", for_what="the load of many workers")
     written, printed = run_quick("scale", tmp_path)

@@ -14,6 +14,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "utilization": ("sharing",),
     "serving": ("peers", "door"),
     "prefix": ("windows", "queued-prompts"),
+    "prompt-cache": (),
     "routing": (),
     "kernels": ("launches", "gpu", "products", "rates", "chains"),
     "step": ("grammars", "prompts", "slow-grammar", "peers"),
