@@ -205,7 +205,7 @@ def test_every_launcher_launches_what_the_binder_chooses_and_asks_it_once(launch
                 launch_all(*case)
         num_plans = NUM_ROUNDS * len(cases)
         assert launches.num_bound - num_bound == num_plans, "the plan's kernel alone has no Launch"
-        assert len(launches.made) - num_made > 8 * num_plans
+        assert len(launches.made) - num_made >= 8 * num_plans
 
 
 def test_hooks_and_other_gpus_go_through_the_binder(launches: Launches) -> None:

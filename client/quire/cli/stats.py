@@ -72,16 +72,17 @@ class _Workers:
         key = (pool.worker_address, pool.epoch)
         if not pool.attached or key in self._silent:
             return snapshot
-        worker = WorkerClient(
-            pool.worker_address, credentials=self._credentials, timeout_s=_WORKER_TIMEOUT_S, retry=ONCE
-        )
         try:
-            return replace(snapshot, step_parts=tuple((await worker.get_statistics()).step_parts))
+            worker = WorkerClient(
+                pool.worker_address, credentials=self._credentials, timeout_s=_WORKER_TIMEOUT_S, retry=ONCE
+            )
+            try:
+                return replace(snapshot, step_parts=tuple((await worker.get_statistics()).step_parts))
+            finally:
+                await worker.close()
         except (QuireError, ValueError):  # also an address that is none here
             self._silent.add(key)
             return snapshot
-        finally:
-            await worker.close()
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,19 @@ from random import Random
 from typing import Any
 
 import pytest
-from planning import Admission, Fork, Planned, Restore, StepOutcome, StepRequest, Trim, body_of, plan_step, report_of
+from planning import (
+    Admission,
+    Breakpoint,
+    Fork,
+    Planned,
+    Restore,
+    StepOutcome,
+    StepRequest,
+    Trim,
+    body_of,
+    plan_step,
+    report_of,
+)
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, grant_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
@@ -53,7 +65,7 @@ def plans_for(geometry: Geometry) -> Iterator[Planned]:
     ledger, rng = Ledger("pool", 7, geometry), Random(0)
     ledger.open_lease("lease", ttl_s=1.0, now=0.0)
     prompts = [tokens(rng, 1 + rng.randrange(40)) for _ in range(8)]
-    last = 2**31 - 1
+    last, kept = 2**31 - 1, [Breakpoint(1, 60.0)]
     for step in range(1, 9):
         request = StepRequest(
             releases=[step - 3, last],
@@ -64,7 +76,10 @@ def plans_for(geometry: Geometry) -> Iterator[Planned]:
             extend_token_counts=[1, 1],
             appends={step - 1: tokens(rng, 1)},
             restores=[Restore(step + 18)],
-            admissions=[Admission(step, prompts[step - 1]), Admission(step + 20, prompts[0] + prompts[step - 1])],
+            admissions=[
+                Admission(step, prompts[step - 1]),
+                Admission(step + 20, prompts[0] + prompts[step - 1], breakpoints=kept, explains_miss=True),
+            ],
         )
         plan = plan_step(ledger, "lease", request, now=0.0)
         ledger.reset_prefix_cache()  # so that restores copy
