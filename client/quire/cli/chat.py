@@ -203,7 +203,10 @@ def _show(console: Console, conversation: Conversation, question: str) -> None:
         return
     if is_terminal and conversation.usage is not None:
         usage = conversation.usage
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        details = usage.get("prompt_tokens_details") or {}
+        cached, written = details.get("cached_tokens", 0), details.get("cache_write_tokens", 0)
         generated = usage["completion_tokens"]
-        counts = f"{usage['prompt_tokens']:,} prompt tokens, {cached:,} cached; {generated:,} generated"
+        counts = (
+            f"{usage['prompt_tokens']:,} prompt tokens, {cached:,} cached, {written:,} written; {generated:,} generated"
+        )
         console.print(counts, style="dim")

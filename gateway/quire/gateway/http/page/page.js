@@ -156,7 +156,7 @@ async function generate(prompt) {
     if (said) conversation.push({ role: "assistant", content: said });
     else takeBack(conversation);
     running = null;
-    if (usage !== null) byId("answer").append(promptBar(usage, diagnosis));
+    if (usage !== null && answers[0].text.isConnected) byId("answer").append(promptBar(usage, diagnosis));
     if (conversation === messages && usage !== null) answerBefore = answerId;
     byId("send").disabled = false;
     byId("stop").disabled = true;
