@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import click
 
-from quire.worker.flags import PRODUCT_NAMES, STEP_GRAPH_NAMES, WAIT_NAMES
+from quire.worker.flags import (
+    DEFAULT_MAX_WHOLE_GRAPH_TOKENS,
+    DEFAULT_STEP_GRAPH,
+    PRODUCT_NAMES,
+    STEP_GRAPH_NAMES,
+    WAIT_NAMES,
+)
 from quire.worker.fusion.steps import ProductSource
 
 
@@ -18,10 +24,10 @@ class WorkerFlags:
 
     products: ProductSource = "auto"
     dependent_launch: bool | None = None
-    step_graph: Literal["parts", "one"] = "parts"
-    wait: Literal["block", "spin"] = "block"
+    step_graph: str = DEFAULT_STEP_GRAPH
+    wait: str = "block"
     max_graph_tokens: int | None = None
-    max_whole_graph_tokens: int = 0
+    max_whole_graph_tokens: int = DEFAULT_MAX_WHOLE_GRAPH_TOKENS
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WorkerFlags:

@@ -45,7 +45,7 @@ from rich.table import Table
 from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, SHAPES, TINY, Shape, shape_of
 from worker_flags import DEFAULTS, WorkerFlags, each_alone
-from workloads import Served, Work, equal_lengths, mixed_lengths, rows_on, serve
+from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, rows_on, serve
 
 from quire.serving.runtime import tune_garbage_collector
 from quire.worker.model.paged_model import PagedModel
@@ -86,10 +86,13 @@ class Plan:
     product_size: int
     flags: Sequence[WorkerFlags] = (DEFAULTS,)
 
-    def cells(self) -> list[tuple[str, str, str]]:
+    def cells(self) -> list[dict[str, str]]:
         """The model, the cell and the flags of each step, as in the JSON."""
         return [
-            (shape.name, cell.name, str(flags)) for shape, cells in self.steps for flags in self.flags for cell in cells
+            {"model": shape.name, "cell": cell.name, "flags": str(flags)}
+            for shape, cells in self.steps
+            for flags in self.flags
+            for cell in cells
         ]
 
 
@@ -282,6 +285,13 @@ def planned(plan: Plan, given: Mapping[str, Any]) -> Plan:
     flags = WorkerFlags.of(given)
     part = only(plan, given["model"] or ()) if given["cells"] is None else chosen(plan, given["cells"])
     return replace(part, flags=each_alone(flags) if given["each_flag"] else [flags])
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    plan = planned(gpu_plan(), given)
+    works = [{"work": work.name, "row": ROWS[0]} for work in plan.works]
+    return {"steps": plan.cells(), "workloads": works}
 
 
 def only(plan: Plan, models: Sequence[str]) -> Plan:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import click
@@ -145,6 +145,13 @@ def measure(quick: bool, progress: Progress, *, model: Sequence[str], way: Seque
         )
         made.add_row(row.model, row.way, row.cell, f"{row.median_ms:.2f}", f"{row.forward_ms:.2f}", *sizes)
     return Findings([made], figures)
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    models = [shape.name for shape in SHAPES if shape.name in (given["model"] or [each.name for each in SHAPES])]
+    rows = product(models, given["way"] or WAYS, CELLS)
+    return {"rows": [{"model": model, "way": way, "cell": cell.name} for model, way, cell in rows]}
 
 
 OPTIONS = [
