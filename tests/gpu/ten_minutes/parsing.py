@@ -15,8 +15,8 @@ import matplotlib.pyplot  # noqa: F401
 import torch._dynamo  # noqa: F401
 import transformers  # noqa: F401
 from forks import succeeds
-from parts import ROOT, Figure, Part, filters_of, read_plan
 from json_shapes import lacking, read_shapes
+from parts import ROOT, Figure, Part, filters_of, read_plan
 
 
 def read(part: Part) -> None:

@@ -164,7 +164,7 @@ OWN_FLAGS: list[Flag] = [
         default=DEFAULT_MAX_WHOLE_GRAPH_TOKENS,
         metavar="TOKENS",
         help="With --cuda-graphs, steps with prompts of up to so many tokens in all, at most 1,024, of up to 16 "
-        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included.",
+        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included; 0: none are.",
     ),
     option(
         "--dependent-launch/--no-dependent-launch",
