@@ -11,7 +11,7 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -270,6 +270,11 @@ def measure(quick: bool, progress: Progress, *, pattern: str = "") -> Findings:
         {"rows": [{"load": name_of(pace.row), **asdict(pace)} for pace in paces]},
         notes=["A period is never below the device's time. Processor time is that of all threads of the process."],
     )
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have with these parameters: the fields that name each item."""
+    return {"rows": [{"load": name_of(row)} for row in ROWS if given["pattern"] in name_of(row)]}
 
 
 def name_of(row: Row) -> str:

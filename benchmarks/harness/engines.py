@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcessWorker
+from in_process import LEASE_TTL_S, InProcessCache, InProcessServices, InProcessWorker, make_executor
+from worker_flags import DEFAULTS, WorkerFlags
 
 from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, SamplingParams
@@ -86,7 +88,9 @@ async def two_processes(setup: Setup) -> AsyncIterator[Running]:
 
 
 @contextlib.asynccontextmanager
-async def one_process(setup: Setup, *, model: PagedModel | None = None) -> AsyncIterator[Running]:
+async def one_process(
+    setup: Setup, *, model: PagedModel | None = None, flags: WorkerFlags = DEFAULTS
+) -> AsyncIterator[Running]:
     """The engine without gRPC and other processes; with a model that is loaded already, if given."""
     torch.set_num_threads(setup.threads)
     services = InProcessServices(
@@ -95,6 +99,7 @@ async def one_process(setup: Setup, *, model: PagedModel | None = None) -> Async
         block_size=setup.block_size,
         max_num_seqs=setup.max_num_seqs,
         max_step_tokens=setup.max_step_tokens,
+        make_executor=partial(make_executor, flags=flags),
     )
 
     async def forget() -> None:

@@ -10,6 +10,8 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from worker_flags import DEFAULTS, WorkerFlags
+
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr._core import PlanRequest, StepReport
 from quire.cachemgr.catalog import AttachedPool, Catalog
@@ -51,29 +53,29 @@ def make_executor(
     pool: KVPool,
     *,
     max_num_seqs: int,
-    max_graph_tokens: int | None = None,
-    max_whole_graph_tokens: int = 0,
+    flags: WorkerFlags = DEFAULTS,
 ) -> Executor:
-    """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept.
-
-    max_graph_tokens and max_whole_graph_tokens are the worker's flags, with their defaults.
-    """
+    """An executor as a worker makes it: on a GPU with its steps as graphs, on a CPU with freed memory kept."""
     decode = prompts = None
     if model.device.type == "cuda":
+        max_graph_tokens = flags.max_graph_tokens
         if max_graph_tokens is None:
             max_graph_tokens = limit_by_model(
                 num_layers=model.num_layers,
                 num_parameters=model.num_layer_parameters,
                 max_step_tokens=MAX_STEP_TOKENS,
             ).num_tokens
-        decode = capture_decode(model, pool, max_num_seqs=max_num_seqs, max_graph_tokens=max_graph_tokens)
-        if decode is not None and max_whole_graph_tokens:
-            prompts = capture_prompts(model, pool, max_tokens=max_whole_graph_tokens, memory=decode.memory)
+        whole = flags.step_graph == "one"
+        sizes = {"max_num_seqs": max_num_seqs, "max_graph_tokens": max_graph_tokens}
+        decode = capture_decode(model, pool, whole=whole, **sizes)
+        if decode is not None and flags.max_whole_graph_tokens:
+            prompts = capture_prompts(model, pool, max_tokens=flags.max_whole_graph_tokens, memory=decode.memory)
     else:
         keep_freed_memory()
         model.modes.note_without_graphs("a CPU has none")
     model.note_attention()
-    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode, prompts=prompts)
+    spins = flags.wait == "spin"
+    return Executor(model, pool, max_num_seqs=max_num_seqs, decode=decode, prompts=prompts, spins=spins)
 
 
 class InProcessServices:

@@ -10,11 +10,12 @@ from typing import Any
 import click
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from worker_flags import DEFAULTS, WorkerFlags
 
 from quire.worker.fusion.steps import choose_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
-from quire.worker.run.loading import pick_attention
+from quire.worker.run.loading import choose_launches, pick_attention
 
 BLOCK_SIZE = 16
 
@@ -58,8 +59,14 @@ class Shape:
         """Of a query and a key: their product, and the value's part of the result, in all layers and query heads."""
         return int(4 * self.num_layers * self.config.num_attention_heads * self.config.head_dim)
 
-    def load(self, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PagedModel:
-        """The model with random weights on the device, ready for a pool as the worker makes it."""
+    def load(
+        self, *, dtype: torch.dtype, device: torch.device, max_model_len: int, flags: WorkerFlags = DEFAULTS
+    ) -> PagedModel:
+        """The model with random weights on the device, ready for a pool as the worker makes it.
+
+        Kernels of this process are launched from now on as the flags say.
+        """
+        choose_launches(flags.dependent_launch, device)
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
@@ -67,7 +74,7 @@ class Shape:
             model.eval().requires_grad_(False),
             max_model_len=max_model_len,
             step_kind=pick_attention("auto", device, block_size=BLOCK_SIZE),
-            fused_steps=choose_steps(device, block_size=BLOCK_SIZE, wanted=None),
+            fused_steps=choose_steps(device, block_size=BLOCK_SIZE, wanted=None, products=flags.products),
         )
 
 

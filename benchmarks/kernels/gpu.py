@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,6 +37,7 @@ from timing import Clock, DryClock, GraphClock, ceilings
 
 from quire.kernels.dependent_launch import IS_DEFAULT, use_dependent_launches
 
+CELLS = {"decode": decode_cells, "prefill": prefill_cells, "variants": variant_cells}
 GRIDS = ("decode", "prefill", "elementwise", "variants")
 CEILING_BYTES = 4 << 30
 DRY_CEILING_BYTES = 1 << 18
@@ -66,11 +69,10 @@ class Run:
     def measure_attention(self, grid: str) -> None:
         """Every cell of the grid that fits and is reached in time."""
         rows = list(VARIANTS) if grid == "variants" else present(ROWS, self.results.absent)
-        cells_of = {"decode": decode_cells, "prefill": prefill_cells, "variants": variant_cells}
         if self.results.dry:
             cells = list(dry_cells(grid))
         else:
-            cells = list(cells_of[grid]())
+            cells = list(CELLS[grid]())
         deadline = time.monotonic() + self._minutes * 60
         target = {
             "decode": self.results.decode,
@@ -93,6 +95,15 @@ class Run:
         jobs = elementwise.jobs(self.device, dry=self.results.dry)
         for job in self._progress.track(jobs, description="elementwise"):
             self.results.elementwise.append(job.measure(self.clock))
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    chosen = CELLS if given["grid"] == "all" else {grid: CELLS[grid] for grid in CELLS if grid == given["grid"]}
+    return {
+        grid: [{name: str(value) for name, value in cell.describe().items()} for cell in cells()]
+        for grid, cells in chosen.items()
+    }
 
 
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)

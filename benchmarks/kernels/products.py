@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,7 +117,13 @@ class Measured:
 
     def as_json(self) -> dict[str, Any]:
         own = [{"tiling": tiling._asdict(), "taken_us": taken} for tiling, taken in self.own_us.items()]
-        return {**self.key._asdict(), "library_us": self.library_us, "own": own, "is_own_faster": bool(self.winner)}
+        return {
+            **self.key._asdict(),
+            "library_us": self.library_us,
+            "own_us": self.best and self.best[1],
+            "own": own,
+            "is_own_faster": bool(self.winner),
+        }
 
 
 class Layer:
@@ -228,6 +234,12 @@ def keys(models: Sequence[Model], rows: Sequence[int], dtype: str) -> list[Produ
         for kind, num_outputs, num_inputs in model.products()
     )
     return list(dict.fromkeys(found))
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    chosen = keys(MODELS, given["rows"] or ROW_COUNTS, "bfloat16")
+    return {"products": [{name: str(value) for name, value in key._asdict().items()} for key in chosen]}
 
 
 def show(measured: Sequence[Measured]) -> None:

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -293,6 +293,13 @@ class Run:
 def chosen(plan: Plan, cells: str) -> Plan:
     """The plan of these cells alone: "0.6B 1, 8B 32". Raises click.BadParameter."""
     return replace(plan, cells=[(shape_of(name), number(count)) for name, count in split_cells(cells)])
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    plan = plan_for("cuda", quick=False)
+    cells = plan.cells if given["cells"] is None else chosen(plan, given["cells"]).cells
+    return {"cells": [{"model": shape.name, "num_streams": str(count)} for shape, count in cells]}
 
 
 def figures_of(run: Run) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     quire bench step --output benchmarks/results        on a GPU if there is one, else on the CPU
 
     quire bench step --cells "0.6B 1x1k,8B 32x1k,0.6B prompt 512" --seconds 10 --json FILE
+    quire bench step --cells "0.6B 1x1k" --each-flag    with each flag of the worker that a GPU must judge
 
 Random weights. A step's least time follows from the rates of reading and of a large matrix product, measured in the
 same run: weights read once or multiplied, keys and values read once or multiplied. Steps run as in a worker: on a GPU
@@ -23,14 +24,15 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+import worker_flags
 from cell_names import number, split_cells
 from cells import Cell, Timing, executor_for, fits, measure
 from engines import NUM_CORES
@@ -42,7 +44,8 @@ from rich.progress import Progress
 from rich.table import Table
 from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, SHAPES, TINY, Shape, shape_of
-from workloads import Served, Work, equal_lengths, mixed_lengths, rows_on, serve
+from worker_flags import DEFAULTS, WorkerFlags, each_alone
+from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, rows_on, serve
 
 from quire.serving.runtime import tune_garbage_collector
 from quire.worker.model.paged_model import PagedModel
@@ -70,7 +73,10 @@ PROMPTS = (Cell(1, 0, 512), Cell(1, 0, 2048), Cell(1, 0, 8192), Cell(1, 8192, 10
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The measurements on a kind of device. read_bytes and product_size are for the ceilings."""
+    """The measurements on a kind of device. read_bytes and product_size are for the ceilings.
+
+    flags   of the worker: steps are measured with each of them, workloads with the first
+    """
 
     steps: Sequence[tuple[Shape, Sequence[Cell]]]
     dtypes: Sequence[torch.dtype]
@@ -78,6 +84,16 @@ class Plan:
     num_steps: int
     read_bytes: int
     product_size: int
+    flags: Sequence[WorkerFlags] = (DEFAULTS,)
+
+    def cells(self) -> list[dict[str, str]]:
+        """The model, the cell and the flags of each step, as in the JSON."""
+        return [
+            {"model": shape.name, "cell": cell.name, "flags": str(flags)}
+            for shape, cells in self.steps
+            for flags in self.flags
+            for cell in cells
+        ]
 
 
 def gpu_plan() -> Plan:
@@ -142,8 +158,7 @@ class Run:
         self._num_compiled = CompilationCount(device)
         self._rows = rows_on(device)
         self._progress = progress
-        num_cells = sum(len(cells) for _, cells in plan.steps)
-        num_pieces = len(plan.dtypes) * num_cells + len(plan.works) * len(self._rows)
+        num_pieces = len(plan.dtypes) * len(plan.cells()) + len(plan.works) * len(self._rows)
         self._task = progress.add_task("ceilings", total=num_pieces)
 
     def run(self) -> Measured:
@@ -163,8 +178,9 @@ class Run:
             )
         self._serve_all(self._rows[0])
         for shape, cells in self.plan.steps:
-            for dtype in self.plan.dtypes:
-                self._try(f"{shape.name} {name_of(dtype)}", self._measure_steps, shape, cells, dtype, count=0)
+            for dtype, flags in product(self.plan.dtypes, self.plan.flags):
+                name = f"{shape.name} {name_of(dtype)} {flags}".rstrip()
+                self._try(name, self._measure_steps, name, shape, cells, dtype, flags, count=0)
         for row in self._rows[1:]:
             self._serve_all(row)
 
@@ -188,22 +204,29 @@ class Run:
             self._limits.changed(self.measured)
         self._progress.advance(self._task, count)
 
-    def _measure_steps(self, shape: Shape, cells: Sequence[Cell], dtype: torch.dtype) -> None:
+    def _measure_steps(
+        self, name: str, shape: Shape, cells: Sequence[Cell], dtype: torch.dtype, flags: WorkerFlags
+    ) -> None:
         """All cells; the model and its pool are loaded once."""
-        name = f"{shape.name} {name_of(dtype)}"
-        model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells))
+        model = shape.load(dtype=dtype, device=self.device, max_model_len=longest(cells), flags=flags)
         fitting = [cell for cell in cells if fits(cell, model)]
-        executor = executor_for(model, fitting)
+        executor = executor_for(model, fitting, flags)
         mode = check_modes(model, allow_degraded=self._limits.allow_degraded)
         for cell in cells:
             if cell in fitting:
-                self._try(f"{name}: {cell.name}", self._measure_step, shape, model, executor, cell, mode)
+                self._try(f"{name}: {cell.name}", self._measure_step, shape, model, executor, cell, mode, flags)
             else:
                 self.measured.left_out.append(f"{name}: {cell.name}: memory")
                 self._progress.advance(self._task)
 
     def _measure_step(
-        self, shape: Shape, model: PagedModel, executor: Executor, cell: Cell, mode: dict[str, str]
+        self,
+        shape: Shape,
+        model: PagedModel,
+        executor: Executor,
+        cell: Cell,
+        mode: dict[str, str],
+        flags: WorkerFlags,
     ) -> None:
         must_ms, goal_ms = TO_REACH_MS.get((shape.name, cell.name), (None, None))
         barred = replace(cell, must_ms=must_ms, goal_ms=goal_ms)
@@ -215,6 +238,7 @@ class Run:
             seconds=self._limits.cell_seconds,
             mode=mode,
             num_compiled=self._num_compiled,
+            flags=flags,
         )
         self.measured.timings.append(timing)
         self._refuse_compiled(timing.num_compiled)
@@ -227,6 +251,7 @@ class Run:
             ceilings=next(iter(self.measured.ceilings.values())),
             allow_degraded=self._limits.allow_degraded,
             num_compiled=self._num_compiled,
+            flags=self.plan.flags[0],
         )
         self.measured.served.append(served)
         self._refuse_compiled(served.num_compiled)
@@ -253,6 +278,20 @@ def cell_of(sizes: str) -> Cell:
     if prompt := re.fullmatch(r"prompt (?:(\d+)x)?(\w+)(?: on (\w+))?", sizes):
         return Cell(int(prompt[1] or 1), number(prompt[3] or "0"), number(prompt[2]))
     raise click.BadParameter(f"--cells: {sizes!r} is neither like '32x1k' nor like 'prompt 8x1k on 8k'")
+
+
+def planned(plan: Plan, given: Mapping[str, Any]) -> Plan:
+    """The plan's parts that the command's parameters choose. Raises click.BadParameter."""
+    flags = WorkerFlags.of(given)
+    part = only(plan, given["model"] or ()) if given["cells"] is None else chosen(plan, given["cells"])
+    return replace(part, flags=each_alone(flags) if given["each_flag"] else [flags])
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    plan = planned(gpu_plan(), given)
+    works = [{"work": work.name, "row": ROWS[0]} for work in plan.works]
+    return {"steps": plan.cells(), "workloads": works}
 
 
 def only(plan: Plan, models: Sequence[str]) -> Plan:
@@ -289,11 +328,10 @@ def measure_all(
     *,
     float32: bool,
     minutes: float | None,
-    model: Sequence[str],
-    cells: str | None,
     seconds: float | None,
     json_path: Path | None,
     allow_degraded: bool,
+    **given: Any,
 ) -> Findings:
     device = torch.device("cuda" if torch.cuda.is_available() and not quick else "cpu")
     torch.set_num_threads(NUM_CORES)
@@ -310,7 +348,7 @@ def measure_all(
         allow_degraded,
         write_so_far,
     )
-    measured = Run(only(plan, model) if cells is None else chosen(plan, cells), device, progress, limits).run()
+    measured = Run(planned(plan, given), device, progress, limits).run()
     write_so_far(measured)
     notes = [f"Device: {name}.", *(f"Left out: {each}." for each in measured.left_out)]
     notes += [
@@ -343,7 +381,7 @@ def figures_of(measured: Measured, device: str) -> dict[str, Any]:
 
 def modes_of(measured: Measured) -> dict[str, str]:
     """How each model's steps ran, in a line."""
-    modes = {f"{timing.model}, {timing.dtype}": timing.mode for timing in measured.timings}
+    modes = {f"{timing.model}, {timing.dtype} {timing.flags}".rstrip(): timing.mode for timing in measured.timings}
     modes |= {served.work: served.mode for served in measured.served if served.mode}
     return {name: "; ".join(f"{part}: {how}" for part, how in mode.items()) for name, mode in modes.items()}
 
@@ -357,7 +395,8 @@ def tables(measured: Measured) -> list[Table]:
     )
     for timing in measured.timings:
         steps.add_row(
-            *(timing.model, timing.dtype, timing.cell, f"{timing.bound_ms:.3f}", spread(timing.step_ms, ".3f")),
+            *(timing.model, timing.dtype, f"{timing.cell} {timing.flags}".rstrip()),
+            *(f"{timing.bound_ms:.3f}", spread(timing.step_ms, ".3f")),
             percent(timing.of_bound, 0),
             *("" if value is None else f"{value:g}" for value in (timing.must_ms, timing.goal_ms)),
             f"{timing.lone_median_ms:.3f}",
@@ -382,7 +421,7 @@ def plot(measured: Measured) -> Figure:
     lines: dict[str, list[tuple[int, float]]] = {}
     for timing in measured.timings:
         kind, _, size = timing.cell.partition(" ")
-        if kind == "decode" and not size.endswith(" mixed"):
+        if kind == "decode" and not size.endswith(" mixed") and not timing.flags:
             num_seqs, _, cached = size.partition(" x ")
             points = lines.setdefault(f"{timing.model}, {timing.dtype}, {cached} tokens", [])
             points.append((int(num_seqs), timing.of_bound))
@@ -415,6 +454,8 @@ OPTIONS = [
         type=click.Path(path_type=Path, dir_okay=False),
         help="A file with the figures so far, written again after each cell.",
     ),
+    click.Option(["--each-flag"], is_flag=True, help="Also with each of these flags that a GPU must judge, and all."),
+    *worker_flags.OPTIONS,
     ALLOW_DEGRADED,
 ]
 main = benchmark("step", measure_all, packages=("torch", "transformers", "triton"), flags=FLAGS, options=OPTIONS)

@@ -15,6 +15,7 @@ from lengths import lengths_around
 from roofline import Ceilings, num_scores, step_bound_s, synchronize
 from running import Ended, run_steps, steps_in_flight
 from shapes import BLOCK_SIZE, Shape
+from worker_flags import DEFAULTS, WorkerFlags
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep
@@ -84,11 +85,13 @@ class Timing:
     num_compiled
                 kernels compiled in measured steps
     mode        how each part of the step ran
+    flags       the worker's flags that differ from its defaults
     """
 
     model: str
     dtype: str
     cell: str
+    flags: str
     bound_ms: float
     step_ms: list[float]
     lone_ms: list[float]
@@ -126,13 +129,13 @@ def fits(cell: Cell, model: PagedModel) -> bool:
     return bool(needed < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0])
 
 
-def executor_for(model: PagedModel, cells: Sequence[Cell]) -> Executor:
+def executor_for(model: PagedModel, cells: Sequence[Cell], flags: WorkerFlags = DEFAULTS) -> Executor:
     """An executor for all of these cells, with a pool of random keys and values."""
     pool = model.make_pool(num_blocks=1 + max(cell.num_blocks for cell in cells), block_size=BLOCK_SIZE)
     for tensor in pool.tensors():
         tensor.normal_()
         tensor[NULL_BLOCK] = 0
-    return make_executor(model, pool, max_num_seqs=max(cell.num_seqs for cell in cells))
+    return make_executor(model, pool, max_num_seqs=max(cell.num_seqs for cell in cells), flags=flags)
 
 
 def measure(
@@ -146,6 +149,7 @@ def measure(
     seconds: float,
     mode: dict[str, str],
     num_compiled: Callable[[], int],
+    flags: WorkerFlags = DEFAULTS,
 ) -> Timing:
     """Run the cell's step num_steps times in each way, each for so many seconds at most.
 
@@ -167,6 +171,7 @@ def measure(
         model=shape.name,
         dtype=str(model.dtype).removeprefix("torch."),
         cell=cell.name,
+        flags=str(flags),
         bound_ms=_ms(cell.bound_s(shape, model.dtype, ceilings)),
         step_ms=[_ms(each.seconds) for each in ended],
         lone_ms=[_ms(each.seconds) for each in lone],

@@ -19,20 +19,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import click
 import torch
-from cells import LEASE, WARM_UP_STEPS, Cell, computed, make_steps
+from cells import LEASE, WARM_UP_STEPS, Cell, make_steps
 from engines import NUM_CORES
 from in_process import make_executor
 from report import Findings, benchmark, table
 from rich.progress import Progress
 from roofline import synchronize
+from running import computed
 from shapes import BLOCK_SIZE, LLAMA_1B, LLAMA_8B, QWEN3_06B, QWEN3_17B, TINY, Shape
+from worker_flags import DEFAULTS, WorkerFlags
 
 from quire.worker.device.capture import free_bytes
 from quire.worker.model.paged_model import PagedModel
@@ -41,12 +43,12 @@ from quire.worker.run.executor import Executor
 CELLS = (Cell(1, 0, 64), Cell(1, 0, 512), Cell(1, 0, 1024), Cell(1, 0, 2048), Cell(8, 0, 1024))
 QUICK_CELLS = (Cell(1, 0, 9), Cell(2, 0, 5))
 SHAPES = (QWEN3_06B, LLAMA_1B, QWEN3_17B, LLAMA_8B)
-WAYS: dict[str, dict[str, int]] = {
-    "pieces-512": {"max_graph_tokens": 512},
-    "pieces": {},
-    "pieces-8192": {"max_graph_tokens": 8192},
-    "whole": {"max_graph_tokens": 8192, "max_whole_graph_tokens": 1024},
-    "none": {"max_graph_tokens": 0},
+WAYS = {
+    "pieces-512": WorkerFlags(max_graph_tokens=512),
+    "pieces": DEFAULTS,
+    "pieces-8192": WorkerFlags(max_graph_tokens=8192),
+    "whole": WorkerFlags(max_graph_tokens=8192, max_whole_graph_tokens=1024),
+    "none": WorkerFlags(max_graph_tokens=0),
 }
 
 
@@ -74,7 +76,7 @@ def measure_way(shape: Shape, model: PagedModel, way: str, cells: Sequence[Cell]
     is_gpu = model.device.type == "cuda"
     pool = model.make_pool(num_blocks=1 + max(cell.num_blocks for cell in cells), block_size=BLOCK_SIZE)
     before, start = free_bytes(model.device) if is_gpu else 0, time.perf_counter()
-    executor = make_executor(model, pool, max_num_seqs=max(cell.num_seqs for cell in cells), **WAYS[way])
+    executor = make_executor(model, pool, max_num_seqs=max(cell.num_seqs for cell in cells), flags=WAYS[way])
     capture_s = time.perf_counter() - start
     taken = before - free_bytes(model.device) if is_gpu else 0
     decode, prompts = executor._decode, executor._prompts
@@ -143,6 +145,13 @@ def measure(quick: bool, progress: Progress, *, model: Sequence[str], way: Seque
         )
         made.add_row(row.model, row.way, row.cell, f"{row.median_ms:.2f}", f"{row.forward_ms:.2f}", *sizes)
     return Findings([made], figures)
+
+
+def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    models = [shape.name for shape in SHAPES if shape.name in (given["model"] or [each.name for each in SHAPES])]
+    rows = product(models, given["way"] or WAYS, CELLS)
+    return {"rows": [{"model": model, "way": way, "cell": cell.name} for model, way, cell in rows]}
 
 
 OPTIONS = [

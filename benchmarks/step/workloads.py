@@ -17,6 +17,7 @@ from modes import check_modes
 from roofline import Ceilings, workload_bound_s
 from shapes import BLOCK_SIZE, Shape
 from transformers import AutoModelForCausalLM
+from worker_flags import DEFAULTS, WorkerFlags
 
 MAX_STEP_TOKENS = 8192
 
@@ -102,6 +103,7 @@ def serve(
     ceilings: Ceilings,
     allow_degraded: bool,
     num_compiled: Callable[[], int],
+    flags: WorkerFlags = DEFAULTS,
 ) -> Served:
     """One of ROWS, after a short run that does not count. Raises DegradedError."""
     bound_s = workload_bound_s(
@@ -111,7 +113,13 @@ def serve(
     compiled = 0
     if row == ROWS[0]:
         seconds, mode, compiled = asyncio.run(
-            _quire(work, dtype=dtype, device=device, allow_degraded=allow_degraded, num_compiled=num_compiled)
+            _quire(
+                *(work, flags),
+                dtype=dtype,
+                device=device,
+                allow_degraded=allow_degraded,
+                num_compiled=num_compiled,
+            )
         )
     else:
         seconds = _continuous_batching(work, dtype=dtype, device=device)
@@ -120,10 +128,16 @@ def serve(
 
 
 async def _quire(
-    work: Work, *, dtype: torch.dtype, device: torch.device, allow_degraded: bool, num_compiled: Callable[[], int]
+    work: Work,
+    flags: WorkerFlags,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_degraded: bool,
+    num_compiled: Callable[[], int],
 ) -> tuple[float, dict[str, str], int]:
     """Return the seconds, how the model's steps ran, and the kernels that were compiled meanwhile."""
-    model = work.shape.load(dtype=dtype, device=device, max_model_len=work.longest + 1)
+    model = work.shape.load(dtype=dtype, device=device, max_model_len=work.longest + 1, flags=flags)
     setup = Setup(
         model=Path(),  # not read: it is in memory already
         num_blocks=work.num_blocks,
@@ -133,7 +147,7 @@ async def _quire(
         max_num_seqs=len(work.prompts),
         max_running_sequences=len(work.prompts),
     )
-    async with one_process(setup, model=model) as running:
+    async with one_process(setup, model=model, flags=flags) as running:
         mode = check_modes(model, allow_degraded=allow_degraded)
         await generate(running.engine, work.prompts, [min(new, 4) for new in work.num_new])
         await running.forget()

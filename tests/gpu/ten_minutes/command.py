@@ -27,7 +27,7 @@ from typing import Any
 from cache import described, settle
 from parts import GPU, HERE, ROOT, Call, Part, Plan, read_plan
 from reporting import SHOWN_LINES, Machine, report
-from running import Outcome, missing, run_call
+from running import Outcome, missing, run_call, with_checkout
 
 
 def main() -> int:
@@ -52,7 +52,8 @@ def main() -> int:
         return subprocess.run([sys.executable, str(HERE / "compiling.py"), given.compile]).returncode
     if given.decide is not None:
         command = [sys.executable, str(HERE / "deciding.py"), *given.decide, *["--dry"] * given.dry]
-        return subprocess.run(command).returncode
+        environment = os.environ | {"PYTHONPATH": with_checkout(os.environ)}
+        return subprocess.run(command, env=environment).returncode
     calls = [plan.calls[given.call]] if given.call else [plan.calls["1"], plan.calls["2"]] if given.dry else []
     if not calls:
         parser.error("say which: --call 1, --call 2, --call checks, or --dry")

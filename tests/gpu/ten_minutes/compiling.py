@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import runpy
 import subprocess
@@ -134,20 +135,20 @@ def run_steps(script: Path, flags: Sequence[str]) -> None:
     """Run the cells of the benchmark of steps, each for two steps, with the models that the flags name."""
     benchmark = runpy.run_path(str(script), run_name="compiled")
     context = benchmark["main"].make_context(script.name, list(flags))
-    plan = benchmark["only"](benchmark["gpu_plan"](), context.params["model"] or ())
-    shapes = {shape.name: shape for shape in (*plan.shapes, *(work.shape for work in plan.works))}
-    for shape in shapes.values():
-        run_shape(shape, plan.cells)
+    plan = benchmark["planned"](benchmark["gpu_plan"](), context.params)
+    works = [(work.shape, [*benchmark["GRID"], *benchmark["PROMPTS"]]) for work in plan.works]
+    for (shape, chosen), flags in itertools.product((*plan.steps, *works), plan.flags):
+        run_shape(shape, chosen, flags)
 
 
-def run_shape(shape: Any, chosen: Sequence[Any]) -> None:
-    """Load a model on the fake GPU as a worker does, and run its steps."""
+def run_shape(shape: Any, chosen: Sequence[Any], flags: Any) -> None:
+    """Load a model on the fake GPU as a worker with these flags does, and run its steps."""
     import cells
     import torch
 
     longest = max(max(cell.starts) + cell.new for cell in chosen)
-    model = shape.load(dtype=torch.bfloat16, device=torch.device("cuda", 0), max_model_len=longest + 64)
-    executor = cells.executor_for(model, chosen)
+    model = shape.load(dtype=torch.bfloat16, device=torch.device("cuda", 0), max_model_len=longest + 64, flags=flags)
+    executor = cells.executor_for(model, chosen, flags)
     for cell in chosen:
         for step in cells.make_steps(cell, 2, vocab_size=shape.config.vocab_size):
             executor.execute(step)

@@ -5,10 +5,10 @@ decisions.toml has the decisions. Each reads figures of one or several results b
     pairs      figures [new, old]: `then` if the new ones are better by `margin`, in at least `at_least` pairs (else in
                all), and none is worse by as much; otherwise the place keeps its value
     measured   the figure times a number, where that differs by more than `margin` from the present value
-    rows       a list of a part's JSON: those rows of which the best candidate beats `than` by `margin`
+    winners    the list of products in a part's JSON: those of which an own kernel was faster, as the benchmark says
 
     constant   an assignment of a number, a string or a truth value at the top level of a Python file
-    json       a JSON file: the value is of the GPU's name, and of the key if there is one
+    table      the worker's table of products: the value is of the GPU's name
 
 Every decision is printed with its figures. A figure that was not measured decides nothing. Copies of the results go to
 benchmarks/results.
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from parts import HERE, ROOT
+
+from quire.worker.fusion.product_table import ProductKey, ProductKind, TableEntry, read_table, write_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +72,31 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Take the rows of a part's list in which the best of some candidates beats a time by a margin.
+class Winners:
+    """Take the products of which an own kernel was faster, each with its fastest tiling.
 
-    at          "PART: KEY" of the list
-    candidates  the key of a row's list of candidates, each with a time under `time`
-    than        the key of the row's time to beat
-    fields      keys of a row that are kept, beside those of the candidate; its time is kept as `own_us`
+    at  "PART: KEY" of the list that benchmarks/kernels/products.py writes. The table keeps products that it has not.
     """
 
     at: str
-    candidates: str
-    time: str
-    than: str
-    fields: tuple[str, ...]
-    margin: float
 
-    def decide(self, results: Results, present: Any) -> Choice:
+    def decide(self, results: Results, present: Mapping[ProductKey, TableEntry]) -> Choice:
         rows = results.content(self.at)
         if not isinstance(rows, list):
             return Choice(present, "not decided, not measured")
-        chosen = [taken for row in rows if (taken := self._take(row)) is not None]
-        return Choice(chosen, f"{len(chosen)} of {len(rows)} rows better by {self.margin:.0%}")
+        measured = {_product(row): row for row in rows}
+        chosen = {key: _fastest(key, row) for key, row in measured.items() if row["is_own_faster"]}
+        kept = {key: entry for key, entry in present.items() if key not in measured}
+        return Choice(kept | chosen, f"own kernels are faster for {len(chosen)} of {len(rows)} products")
 
-    def _take(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        best = min(row[self.candidates], key=lambda each: each[self.time], default=None)
-        if best is None or best[self.time] >= (1 - self.margin) * row[self.than]:
-            return None
-        kept = {key: value for key, value in best.items() if key != self.time}
-        return {key: row[key] for key in self.fields} | kept | {"own_us": best[self.time], self.than: row[self.than]}
+
+def _product(row: Mapping[str, Any]) -> ProductKey:
+    return ProductKey(ProductKind(row["kind"]), *(row[name] for name in ProductKey._fields[1:]))
+
+
+def _fastest(key: ProductKey, row: Mapping[str, Any]) -> TableEntry:
+    own = min(row["own"], key=lambda each: each["taken_us"])
+    return TableEntry(key, own["tiling"], own_us=own["taken_us"], library_us=row["library_us"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,36 +137,23 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonFile:
-    """The GPU's value in a JSON file, or one key of it."""
+class ProductTable:
+    """The GPU's part of the worker's table of products, in the form that the worker reads and writes."""
 
     path: Path
-    key: str = ""
 
-    def read(self, gpu: str) -> Any:
-        own = json.loads(self.path.read_text()).get(gpu)
-        return own.get(self.key) if self.key and own else own
+    def read(self, gpu: str) -> dict[ProductKey, TableEntry]:
+        return read_table(gpu, self.path)
 
-    def write(self, gpu: str, value: Any) -> None:
-        content = json.loads(self.path.read_text())
-        content[gpu] = (content.get(gpu) or {}) | {self.key: value} if self.key else value
-        self.path.write_text(_one_line_each(content) + "\n")
-
-
-def _one_line_each(content: Mapping[str, Any]) -> str:
-    """Return JSON with each row of a list on a line of its own."""
-    parts = []
-    for name, value in sorted(content.items()):
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
-        parts.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if rows else json.dumps(value)))
-    return "{\n" + ",\n".join(parts) + "\n}" if parts else "{}"
+    def write(self, gpu: str, value: Mapping[ProductKey, TableEntry]) -> None:
+        write_table(gpu, list(value.values()), self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     name: str
-    rule: Pairs | Measured | Rows
-    place: Constant | JsonFile
+    rule: Pairs | Measured | Winners
+    place: Constant | ProductTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,28 +188,28 @@ def read_decisions(path: Path = HERE / "decisions.toml", root: Path = ROOT) -> l
 
 
 def _decision(table: Mapping[str, Any], root: Path) -> Decision:
-    rules = {"pairs", "measured", "rows"} & table.keys()
-    places = {"constant", "json"} & table.keys()
+    rules = {"pairs", "measured", "winners"} & table.keys()
+    places = {"constant", "table"} & table.keys()
     if len(rules) != 1 or len(places) != 1:
         raise ValueError(f"{table['name']}: has {len(rules)} rules and {len(places)} places, not one of each")
-    rule: Pairs | Measured | Rows
+    rule: Pairs | Measured | Winners
     if "pairs" in table:
         pairs = tuple((new, old) for new, old in table["pairs"])
         rule = Pairs(pairs, table["margin"], table["then"], table.get("at_least"))
     else:
-        rule = Measured(**table["measured"]) if "measured" in table else _rows(table["rows"])
-    about = table.get("constant") or table["json"]
+        rule = Measured(**table["measured"]) if "measured" in table else Winners(table["winners"])
+    about = table.get("constant") or table["table"]
     path = root / about["path"]
-    place = Constant(path, about["name"]) if "constant" in table else JsonFile(path, about.get("key", ""))
+    place = Constant(path, about["name"]) if "constant" in table else ProductTable(path)
     return Decision(table["name"], rule, place)
-
-
-def _rows(table: Mapping[str, Any]) -> Rows:
-    return Rows(**{**table, "fields": tuple(table["fields"])})
 
 
 def _shown(value: float | None) -> str:
     return "not measured" if value is None else f"{value:g}"
+
+
+def _brief(value: object) -> str:
+    return f"{len(value)} products" if isinstance(value, dict) else repr(value)
 
 
 def decide(decisions: Sequence[Decision], results: Results, *, dry: bool) -> None:
@@ -233,7 +218,7 @@ def decide(decisions: Sequence[Decision], results: Results, *, dry: bool) -> Non
     for decision, present in zip(decisions, presents, strict=True):
         choice = decision.rule.decide(results, present)
         is_new = choice.value != present
-        what = f"-> {choice.value!r}"[:90] if is_new else "unchanged"
+        what = f"-> {_brief(choice.value)}" if is_new else "unchanged"
         print(f"{decision.name}: {what} ({choice.reason})")
         if is_new and not dry:
             decision.place.write(results.gpu, choice.value)

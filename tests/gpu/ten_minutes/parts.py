@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ PROBES = {
 class Figure:
     """One figure of a part's JSON.
 
-    at         where it is: keys and, for a list, the first item with these values ("steps/cell=decode 1 x 1024/median")
+    at         where it is: keys and, for a list, the first item with these values ("steps/cell=decode 1 x 1024/ms").
+               A "/" between two digits is one of a value. The median is taken of a list of numbers
     predicted  before the first run
     target     the value that must be reached, or a bound
     goal       a value beyond the target
@@ -39,20 +42,31 @@ class Figure:
 
     def read(self, content: object) -> float | None:
         """Return the figure's value, or None if it is not in the JSON."""
-        for step in self.at.split("/"):
+        for step in self.steps():
             content = _follow(content, step)
+        if isinstance(content, list) and content and all(isinstance(each, int | float) for each in content):
+            return float(statistics.median(content))
         return float(content) if isinstance(content, int | float) and not isinstance(content, bool) else None
+
+    def steps(self) -> list[str]:
+        """Return the steps to it in the JSON."""
+        return re.split(r"(?<!\d)/|/(?!\d)", self.at)
 
     def reaches(self, value: float, limit: float) -> bool:
         """Return True if the value is as good as the limit."""
         return value >= limit if self.better == "more" else value <= limit
 
 
+def filters_of(step: str) -> dict[str, str]:
+    """Return the values that a step wants of a list's item, by key."""
+    return dict(pair.split("=", 1) for pair in step.split("&"))
+
+
 def _follow(content: object, step: str) -> object:
     if isinstance(content, Mapping):
         return content.get(step)
     if isinstance(content, list):
-        wanted = dict(pair.split("=", 1) for pair in step.split("&"))
+        wanted = filters_of(step)
         return next((item for item in content if all(str(item.get(k)) == v for k, v in wanted.items())), None)
     return None
 
@@ -64,7 +78,8 @@ class Part:
     name         of letters, digits, "." and "-"
     call         the call that it belongs to
     limit_s      its time limit in seconds
-    command      a script of benchmarks/ with its flags, or arguments of Python
+    command      a script of benchmarks/ with its flags, or arguments of Python; "OUTPUT" in a flag is the folder of
+                 its JSON, for benchmarks that write it after each figure
     decides      the decision that it is for, or what to look at
     json         the file that a benchmark writes into the folder after --output
     dry          "run": in a dry run its --quick form runs. "read": its command line is read, and nothing runs
@@ -97,7 +112,11 @@ class Part:
         """Return the arguments of Python that run the part on a GPU."""
         if not self.is_benchmark:
             return list(self.command)
-        return [str(RUN_BENCHMARK), *self._in_root(), "--output", str(output)]
+        return [str(RUN_BENCHMARK), *self._in_root(output), "--output", str(output)]
+
+    def flags(self, output: Path) -> list[str]:
+        """Return the flags of its script."""
+        return [flag.replace("OUTPUT", str(output)) for flag in self.command[1:]]
 
     def dry_arguments(self, output: Path) -> list[str] | None:
         """Return the arguments of Python that run it without a GPU, None if nothing of it can."""
@@ -105,10 +124,10 @@ class Part:
             return list(self.without_gpu)
         if not self.is_benchmark:
             return None if GPU in self.needs else list(self.command)
-        return [str(RUN_BENCHMARK), *self._in_root(), "--quick", "--output", str(output)]
+        return [str(RUN_BENCHMARK), *self._in_root(output), "--quick", "--output", str(output)]
 
-    def _in_root(self) -> list[str]:
-        return [str(ROOT / self.command[0]), *self.command[1:]]
+    def _in_root(self, output: Path) -> list[str]:
+        return [str(ROOT / self.command[0]), *self.flags(output)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Outcome:
 
 def missing(what: Sequence[str] = tuple(PROBES)) -> set[str]:
     """Return those of PROBES that are not there."""
-    environment = os.environ | {"PYTHONPATH": _with_checkout(os.environ)}
+    environment = os.environ | {"PYTHONPATH": with_checkout(os.environ)}
     done = {
         name: subprocess.run([sys.executable, "-c", PROBES[name]], capture_output=True, env=environment)
         for name in what
@@ -137,7 +137,7 @@ def _joined(*words: str) -> str:
 
 
 def _environment(folder: Path, *, on_cpu: bool, interpret: bool) -> dict[str, str]:
-    made = os.environ | {"PYTHONPATH": _with_checkout(os.environ), "QUIRE_TEN_MINUTES": str(folder)}
+    made = os.environ | {"PYTHONPATH": with_checkout(os.environ), "QUIRE_TEN_MINUTES": str(folder)}
     if on_cpu:
         made["CUDA_VISIBLE_DEVICES"] = ""
     if on_cpu and interpret:
@@ -145,7 +145,7 @@ def _environment(folder: Path, *, on_cpu: bool, interpret: bool) -> dict[str, st
     return made
 
 
-def _with_checkout(environment: Mapping[str, str]) -> str:
+def with_checkout(environment: Mapping[str, str]) -> str:
     return os.pathsep.join(filter(None, (python_path(), environment.get("PYTHONPATH"))))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "gpu/ten_minutes"
-NAMES = ("parts", "cache", "running", "reporting", "command", "deciding")
+NAMES = ("parts", "cache", "running", "reporting", "command", "deciding", "json_shapes")
 ENDLESS_S = 600
 
 
@@ -42,7 +42,7 @@ class Script:
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
         self.parts, self.running, self.reporting = (modules[name] for name in ("parts", "running", "reporting"))
-        self.main, self.deciding = modules["command"], modules["deciding"]
+        self.main, self.deciding, self.shapes = (modules[name] for name in ("command", "deciding", "json_shapes"))
         self.gpu, self.core = self.parts.GPU, self.parts.CORE
 
     def part(self, name: str, command: tuple[str, ...], **options: Any) -> Any:
@@ -194,6 +194,31 @@ def test_the_parts_fit_their_calls_and_name_files_that_exist(script: Script) -> 
     assert os.access(FOLDER / "checks.py", os.R_OK)
 
 
+def test_a_figure_is_missing_where_the_json_of_its_part_has_no_such_keys(script: Script) -> None:
+    item = {"kind": "a", "heads": "32/8/128", "us": [1.0, 2.0, 9.0], "own": {"median": 3.0}}
+    content = {"rows": [{"kind": "b"}, item], "machine": {"x": 1}, "taken_us": {"ours": {"median": 1.0}}}
+    shape = script.shapes.shape_of(content, ("theirs",))
+    read = {
+        "rows/kind=a&heads=32/8/128/us": ("", 2.0),
+        "rows/kind=a/own/median": ("", 3.0),
+        "taken_us/theirs/median": ("", None),
+        "rows/kin=a/us": ("kin=a", None),
+        "rows/kind=a/ms": ("ms", None),
+        "rows/kind=a/own": ("rows/kind=a/own is no number", None),
+        "machine/x": ("machine", 1.0),
+    }
+    figures = {at: script.parts.Figure("x", at) for at in read}
+    assert {at: (script.shapes.lacking(each, shape), each.read(content)) for at, each in figures.items()} == read
+
+
+def test_every_figure_is_in_the_json_of_its_part(script: Script) -> None:
+    shapes = script.shapes.read_shapes()
+    for part in script.shapes.with_figures():
+        if part.is_only_read:
+            lacking = [figure.at for figure in part.figures if script.shapes.lacking(figure, shapes[part.command[0]])]
+            assert lacking == [], part.name
+
+
 def test_a_part_of_no_call_is_refused(script: Script, tmp_path: Path) -> None:
     path = tmp_path / "parts.toml"
     path.write_text(
@@ -239,8 +264,8 @@ constant = { path = "source.py", name = "LATE" }
 name = "not measured"
 pairs = [["chains: new", "chains: none"]]
 margin = 0.04
-then = "x"
-json = { path = "table.json", key = "form" }
+then = true
+constant = { path = "source.py", name = "DEPENDENT" }
 
 [[decisions]]
 name = "limit"
@@ -249,21 +274,32 @@ constant = { path = "source.py", name = "LIMIT" }
 
 [[decisions]]
 name = "products"
-json = { path = "products.json" }
-[decisions.rows]
-at = "products: products"
-candidates = "own"
-time = "taken_us"
-than = "library_us"
-fields = ["n"]
-margin = 0.04
+winners = "products: products"
+table = { path = "products.json" }
 """
+
+
+def product(num_rows: int) -> dict[str, Any]:
+    return {"kind": "plain", "num_outputs": 48, "num_inputs": 32, "dtype": "bfloat16", "num_rows": num_rows}
+
+
+def entry(num_rows: int, form: str, own_us: float) -> dict[str, Any]:
+    return product(num_rows) | {"tiling": {"form": form}, "own_us": own_us, "library_us": 10.0}
 
 
 def results_of(gpu: str) -> dict[str, Any]:
     rows = [
-        {"n": n, "own": [{"tiling": tiling, "taken_us": us} for tiling, us in own], "library_us": 10.0, "more": 0}
-        for n, own in ((1, (("a", 9.5), ("b", 9.0))), (2, (("a", 9.7),)), (4, ()))
+        product(num_rows)
+        | {
+            "own": [{"tiling": {"form": form}, "taken_us": us} for form, us in own],
+            "library_us": 10.0,
+            "is_own_faster": is_faster,
+        }
+        for num_rows, own, is_faster in (
+            (1, (("a", 9.5), ("b", 9.0)), True),
+            (2, (("a", 9.7),), False),
+            (4, (), False),
+        )
     ]
     return {
         "gpu": gpu,
@@ -281,8 +317,8 @@ def places(tmp_path: Path) -> Path:
     """A folder with decisions, the files that they write, and results."""
     (tmp_path / "decisions.toml").write_text(DECISIONS)
     (tmp_path / "source.py").write_text(SOURCE)
-    (tmp_path / "table.json").write_text("{}")
-    (tmp_path / "products.json").write_text('{"NVIDIA H100": [{"n": 8}], "NVIDIA H200": [{"n": 16}]}')
+    table = {"NVIDIA H100": [entry(8, "a", 5.0)], "NVIDIA H200": [entry(2, "a", 5.0), entry(16, "c", 5.0)]}
+    (tmp_path / "products.json").write_text(json.dumps(table))
     for name in ("NVIDIA H200", "NVIDIA H100", "none"):
         (tmp_path / f"{name}.json").write_text(json.dumps(results_of(name)))
     return tmp_path
@@ -302,14 +338,13 @@ def test_results_decide_by_their_rules_and_write_their_places(script: Script, pl
         "late: unchanged (1 of 2 better by 4%: 0.6 against 1.25, 1.1 against 0.9)",
         "not measured: unchanged (not decided, not measured: 0.6 against not measured)",
         "limit: -> 500000000000000.0 (measured 5e+14, present 6.9e+14)",
-        "products: -> [{'n': 1, 'tiling': 'b', 'own_us': 9.0, 'library_us': 10.0}] (1 of 3 rows better by 4%)",
+        "products: -> 2 products (own kernels are faster for 1 of 3 products)",
     ]
     expected = SOURCE.replace("690e12", "500000000000000.0").replace("DEPENDENT = False", "DEPENDENT = True")
     assert (places / "source.py").read_text() == expected.replace("EARLY = False", "EARLY = True")
-    assert json.loads((places / "table.json").read_text()) == {}
     assert json.loads((places / "products.json").read_text()) == {
-        "NVIDIA H100": [{"n": 8}],
-        "NVIDIA H200": [{"n": 1, "tiling": "b", "own_us": 9.0, "library_us": 10.0}],
+        "NVIDIA H100": [entry(8, "a", 5.0)],
+        "NVIDIA H200": [entry(1, "b", 9.0), entry(16, "c", 5.0)],  # 2 was measured, and lost; 16 was not
     }
 
 

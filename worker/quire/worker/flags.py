@@ -18,6 +18,9 @@ LAYER_GROUP_NAMES = ("auto", "one")
 PRODUCT_NAMES = ("auto", "own", "library")
 STEP_GRAPH_NAMES = ("parts", "one")
 WAIT_NAMES = ("block", "spin")
+# Defaults that `make gpu-ten-minutes ARGS="--decide ..."` writes.
+DEFAULT_STEP_GRAPH = "parts"
+DEFAULT_MAX_WHOLE_GRAPH_TOKENS = 0
 MAX_RANKS = 256
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -158,11 +161,10 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--max-whole-graph-tokens",
         type=click.IntRange(min=0),
-        default=0,
-        show_default="0, none",
+        default=DEFAULT_MAX_WHOLE_GRAPH_TOKENS,
         metavar="TOKENS",
         help="With --cuda-graphs, steps with prompts of up to so many tokens in all, at most 1,024, of up to 16 "
-        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included.",
+        "sequences of at most 2,048 tokens are replayed as one CUDA graph, attention included; 0: none are.",
     ),
     option(
         "--dependent-launch/--no-dependent-launch",
@@ -173,7 +175,7 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--step-graph",
         type=click.Choice(STEP_GRAPH_NAMES),
-        default="parts",
+        default=DEFAULT_STEP_GRAPH,
         help="With --cuda-graphs, a step of one token per sequence is parts: three graphs, with copies before and "
         "behind. Or one: a single graph, which reads its inputs from this machine's memory and writes its tokens "
         "there. Steps with more to do than to sample have parts.",
