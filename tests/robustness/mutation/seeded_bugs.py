@@ -642,6 +642,31 @@ BUGS = [
         "the reason of a miss tells that another tenant has the block",
         ("explain_miss", "Some(tenant), false)", "Some(tenant), true)"),
     ),
+    client(
+        "kept prefixes",
+        "each sample of a prompt that is admitted counts the prompt again",
+        ("_add_newcomer", "resumed=sequence.was_admitted or sequence.index > 0", "resumed=sequence.was_admitted"),
+    ),
+    client(
+        "kept prefixes",
+        "an admission waits for ever for a block that another lease computes",
+        ("_add_newcomer", "sequence.num_waits_for_prefix < _MAX_WAITS_FOR_PREFIX", "True"),
+    ),
+    client(
+        "kept prefixes",
+        "breakpoints are not sent",
+        ("_encode_admission", "message.breakpoints.extend(map(_encode_breakpoint, cache.breakpoints))", ""),
+    ),
+    gateway(
+        "kept prefixes",
+        "a diagnosis compares with the answer of another tenant",
+        (
+            "find",
+            "responses = self._tenants.get(tenant)\nreturn None if responses is None else responses.get(response_id)",
+            "found = [each[response_id] for each in self._tenants.values() if response_id in each]\n"
+            "return found[0] if found else None",
+        ),
+    ),
     # -- tenants of one lease
     rust(
         "tenants of a lease",

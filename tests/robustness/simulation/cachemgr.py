@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from robustness.simulation.admissions import Admissions, ObservedPlans, kept_blocks
 from robustness.simulation.network import Network
 from robustness.simulation.server import SimulatedServer
 from robustness.simulation.world import Process
@@ -14,7 +15,7 @@ from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.catalog import Catalog
 from quire.cachemgr.errors import BrokenInvariant
 from quire.cachemgr.service.roles import MESSAGE_LIMITS
-from quire.cachemgr.service.servicer import CacheServicer
+from quire.cachemgr.service.servicer import SERVICE, CacheServicer
 from quire.cachemgr.service.statuses import DOMAIN
 from quire.cachemgr.shares import Share, Shares
 from quire.cachemgr.state import StateDirectory
@@ -35,6 +36,7 @@ class SimulatedCachemgr:
         policy: str,
         shares: dict[str, Share],
         state_folder: Path | None,
+        admissions: Admissions,
     ) -> None:
         """shares are the tenants'. Without a state folder a restart begins new epochs.
 
@@ -50,6 +52,7 @@ class SimulatedCachemgr:
         if self._state is not None:
             self._state.restore(self.catalog, now=time.monotonic())
         self.catalog.set_shares(Shares(tenants=shares).resolve)
+        admissions.restore([pool.ledger for pool in self.catalog.pools()], now=time.monotonic())
         self.servicer = CacheServicer(self.catalog, clock=time.monotonic)
         self.guard = HandlerGuard(
             domain=DOMAIN,
@@ -59,8 +62,19 @@ class SimulatedCachemgr:
         )
         self.server = SimulatedServer(network, process, ADDRESS, self.guard)
         self.servicer.add_to(self.server)  # type: ignore[arg-type]
+        self._observe_plans(admissions)
         process.spawn(self.server.start())
         process.spawn(self.servicer.expire_leases())
+
+    def _observe_plans(self, admissions: Admissions) -> None:
+        planning = self.servicer._planning
+        plans = ObservedPlans(admissions, planning._plan)
+        planning._plan = plans.plan  # type: ignore[method-assign]
+        decoders = {"PlanStep": plans.alone, "PlanSteps": plans.on_stream}
+        handlers: dict[str, Any] = planning.handlers()
+        for method, decode in decoders.items():
+            handlers[method] = handlers[method]._replace(request_deserializer=decode)
+        self.server.add_registered_method_handlers(SERVICE, handlers)
 
     async def terminate(self) -> None:
         """SIGTERM: no new plans and leases, streams end with their reason, then the process."""
@@ -94,5 +108,15 @@ class SimulatedCachemgr:
         return found
 
     def violations(self) -> list[str]:
-        """List the violations in the books of all pools."""
-        return [what for pool in self.catalog.pools() for what in pool.ledger.probe.violations()]
+        """List the violations in the books of all pools: those that AuditPool finds, and others."""
+        found = []
+        for pool in self.catalog.pools():
+            inspector = pool.ledger.inspector
+            found += [*pool.ledger.probe.violations(), *inspector.audit_counts(), *inspector.audit_promises()]
+            found += inspector.audit(0, pool.ledger.geometry.num_blocks)
+        return found
+
+    def num_kept(self) -> int:
+        """Return the blocks that breakpoints keep now, in all pools."""
+        self.servicer.advance()
+        return sum(len(kept_blocks(pool.ledger)) for pool in self.catalog.pools())

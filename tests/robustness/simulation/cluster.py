@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from robustness.simulation.admissions import Admissions
 from robustness.simulation.cachemgr import ADDRESS, NAME, SimulatedCachemgr
 from robustness.simulation.deliveries import Answer, Deliveries
 from robustness.simulation.disk import Disk
 from robustness.simulation.faults import apply
 from robustness.simulation.gateway import SimulatedGateway, Task
 from robustness.simulation.network import Network
-from robustness.simulation.schedule import LEASE_TTL_S, FaultKind, Features, Schedule
+from robustness.simulation.schedule import LEASE_TTL_S, LONGEST_KEEP_S, FaultKind, Features, Schedule
 from robustness.simulation.server import SimulatedServer
 from robustness.simulation.watcher import SimulatedWatcher
 from robustness.simulation.worker import SimulatedWorker, WorkerSettings, worker_guard
@@ -25,6 +26,7 @@ from robustness.simulation.workload import FUNCTIONS, requests
 from robustness.simulation.world import Process, World, WorldFailed
 
 from quire.cachemgr.shares import Percentage, Share
+from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.serving.addresses import parse_dial_address
 
 CACHEMGR, WATCHER = NAME, "watcher"
@@ -32,6 +34,8 @@ SHARES = {"alice": Share(floor=2, quota=Percentage(50)), "bob": Share(limit=Perc
 SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
 STOP_TIMEOUT_S = 2.0
+ENDED_WITHIN_S = 5.0
+"""What a breakpoint keeps, after its time."""
 CLEAN_WITHIN_S = 30.0
 """After the last request has ended: then only leases are left. After the last gateway was closed: then nothing is."""
 
@@ -53,6 +57,7 @@ class Cluster:
     deliveries: dict[str, Deliveries] = field(default_factory=dict)
     watcher: SimulatedWatcher | None = None
     processes: dict[str, Process] = field(default_factory=dict)
+    admissions: Admissions = field(init=False)
     clock_offset_s: float = 0.0
     fired: Counter[FaultKind] = field(default_factory=Counter)
     restart_after_s: dict[str, float] = field(default_factory=dict)
@@ -60,6 +65,9 @@ class Cluster:
     num_starting: int = 0
     is_closing: bool = False
     """All requests have ended: gateways give their leases back."""
+
+    def __post_init__(self) -> None:
+        self.admissions = Admissions(self.world.fail)
 
     @property
     def features(self) -> Features:
@@ -103,6 +111,7 @@ class Cluster:
                 policy=features.policy,
                 shares=SHARES if features.has_shares else {},
                 state_folder=self.disk.folder if features.keeps_state else None,
+                admissions=self.admissions,
             )
 
         process.loop.call_soon(begin)
@@ -143,6 +152,7 @@ class Cluster:
                 self.tasks[name],
                 requests(),
                 self.deliveries[name],
+                self.admissions,
                 uses_router=features.uses_router,
                 max_step_tokens=features.max_step_tokens,
                 lease_ttl_s=LEASE_TTL_S,
@@ -189,6 +199,8 @@ class Cluster:
     def _ended(self, name: str, process: Process) -> None:
         """A process has ended, and will be started again."""
         if name == CACHEMGR:
+            if self.cachemgr is not None:
+                self.admissions.stop([pool.ledger for pool in self.cachemgr.catalog.pools()])
             self.cachemgr = None
         if name == WATCHER:
             self.watcher = None
@@ -233,6 +245,24 @@ class Cluster:
             gateway.close()
         self._await_clean(self._is_clean, self.left, "when all leases were given back")
         self._check_invariants()
+        self._await_ends_of_keeps()
+        if not self.fired and not any(call.may_leave for calls in self.schedule.calls for call in calls):
+            self.admissions.require_all_answered(self._searched())
+        if self.world.failure is not None:
+            raise self.world.failure
+
+    def _searched(self) -> Counter[tuple[str, tuple[int, ...]]]:
+        """The prompts of beam searches, by tenant."""
+        every = [requests()[call.request] for calls in self.schedule.calls for call in calls]
+        return Counter((each.params.tenant, each.prompt) for each in every if isinstance(each.params, BeamSearchParams))
+
+    def _await_ends_of_keeps(self) -> None:
+        """Raises WorldFailed if anything is kept after the longest time of a breakpoint."""
+        ends_at = self.world.now + LONGEST_KEEP_S + ENDED_WITHIN_S
+        if not self.world.run_until(
+            lambda: self.cachemgr is not None and not self.cachemgr.num_kept(), ends_at=lambda: ends_at
+        ):
+            raise WorldFailed("blocks are kept after the last time to live")
 
     def _check_invariants(self) -> None:
         """Raises WorldFailed if the books, or a worker's memory, are not as they must be."""

@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from robustness.simulation.admissions import Admissions
 from robustness.simulation.cachemgr import ADDRESS
 from robustness.simulation.deliveries import Deliveries
 from robustness.simulation.workload import MAX_MODEL_LEN, Request
 from robustness.simulation.world import Process
 
 from quire.client.cache_client import CacheClient
+from quire.client.engine.caching import Breakpoint, CacheParams, CacheUse
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
@@ -43,6 +45,8 @@ class Call:
     leaves_after     the caller leaves when it has so many tokens; None: it stays
     leaves_after_s   it leaves after so many seconds, with a token or without; None: it stays
     reads_s          seconds that it takes for each chunk
+    breakpoints      the prefixes that it wants kept
+    explains_miss    it asks why no more of its prompt was found
     """
 
     request: int
@@ -50,6 +54,19 @@ class Call:
     leaves_after: int | None = None
     leaves_after_s: float | None = None
     reads_s: float = 0.0
+    breakpoints: tuple[Breakpoint, ...] = ()
+    explains_miss: bool = False
+
+    @property
+    def may_leave(self) -> bool:
+        """True if the caller may be gone before it has an answer."""
+        return self.leaves_after is not None or self.leaves_after_s is not None
+
+    def cache_of(self, request: Request) -> CacheParams:
+        """Return the request's use of the cache, with the call's breakpoints."""
+        if not self.breakpoints or request.cache.cache_use is CacheUse.NONE:
+            return request.cache
+        return replace(request.cache, breakpoints=self.breakpoints, explain_miss=self.explains_miss)
 
 
 @dataclass(slots=True)
@@ -94,6 +111,7 @@ class SimulatedGateway:
         task: Task,
         requests: tuple[Request, ...],
         deliveries: Deliveries,
+        admissions: Admissions,
         *,
         uses_router: bool,
         max_step_tokens: int,
@@ -114,6 +132,7 @@ class SimulatedGateway:
         self._task = task
         self._requests = requests
         self._deliveries = deliveries
+        self._admissions = admissions
         self._uses_router = uses_router
         self._call_timeout_s = call_timeout_s
         self._router_config = RouterConfig(names_tenants=True, failover_after_s=failover_after_s)
@@ -181,7 +200,7 @@ class SimulatedGateway:
         try:
             async with asyncio.timeout(call.leaves_after_s):
                 if isinstance(request.params, SamplingParams):
-                    await self._generate(_chunks(backend, request), call)
+                    await self._generate(_chunks(backend, request, call), call)
                 else:
                     await self._search(backend, request, call)
         except TimeoutError:
@@ -195,7 +214,7 @@ class SimulatedGateway:
     async def _search(self, backend: Engine | Router, request: Request, call: Call) -> None:
         assert isinstance(backend, Engine)
         assert isinstance(request.params, BeamSearchParams)
-        (found,) = await backend.beam_search(request.prompt, request.params, cache=request.cache)
+        (found,) = await backend.beam_search(request.prompt, request.params, cache=call.cache_of(request))
         for index, beam in enumerate(found.beams):
             values = [round(beam.cumulative_logprob, 3)]
             self._deliveries.take(call.request, index, beam.token_ids, values, beam.finish_reason.value)
@@ -206,17 +225,23 @@ class SimulatedGateway:
             self.process.world.fail(f"{self.process.name}: request {call.request} has ended without all of its ends")
 
     async def _generate(self, chunks: Chunks, call: Call) -> None:
-        num_tokens = 0
+        num_tokens, num_outcomes = 0, 0
+        request = self._requests[call.request]
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 finish = None if chunk.finish_reason is None else chunk.finish_reason.value
                 self._deliveries.take(call.request, chunk.index, chunk.token_ids, _values(chunk), finish)
                 num_tokens += len(chunk.token_ids)
+                if chunk.cache_outcome is not None:
+                    num_outcomes += 1
+                    self._admissions.answer(request.params.tenant, request.prompt, chunk.cache_outcome)
                 if call.leaves_after is not None and num_tokens >= call.leaves_after:
                     return
                 if call.reads_s:
                     await asyncio.sleep(call.reads_s)
         self._require_end(call)
+        if num_outcomes != 1:
+            self.process.world.fail(f"{self.process.name}: request {call.request} has {num_outcomes} outcomes")
 
 
 def _num_requests(backend: Engine | Router) -> int:
@@ -225,10 +250,10 @@ def _num_requests(backend: Engine | Router) -> int:
     return sum(backend.router_statistics().open.values())
 
 
-def _chunks(backend: Engine | Router, request: Request) -> Chunks:
+def _chunks(backend: Engine | Router, request: Request, call: Call) -> Chunks:
     assert isinstance(request.params, SamplingParams)
     assert len(request.prompt) + (request.params.max_tokens or 0) <= MAX_MODEL_LEN
-    return backend.generate(list(request.prompt), request.params, cache=request.cache)
+    return backend.generate(list(request.prompt), request.params, cache=call.cache_of(request))
 
 
 def _values(chunk: Chunk) -> list[Any]:

@@ -15,11 +15,14 @@ from robustness.simulation.gateway import Call
 from robustness.simulation.network import WINDOW_BYTES
 from robustness.simulation.workload import NUM_REQUESTS, ModelKind, requests
 
+from quire.client.engine.caching import Breakpoint
 from quire.client.engine.sampling import SamplingParams
 
 LAST_CALLBACK = 3_000
 """Faults begin within so many callbacks of all processes together: most schedules without faults have fewer."""
 LEASE_TTL_S = 1.0
+KEEPS_S = (1.0, 2.0, 10.0, 120.0)
+LONGEST_KEEP_S = max(KEEPS_S)
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 1.5)
 
 
@@ -87,6 +90,7 @@ class Features:
     keeps_state: bool = False
     policy: str = "lineage"
     has_watcher: bool = False
+    has_breakpoints: bool = False
     step_s: float = 0.002
     delay_s: float = 0.0003
     callback_s: float = 5e-6
@@ -99,7 +103,7 @@ class Features:
 
     def names(self) -> list[str]:
         """The features that are on, in words: for the pairs that have met."""
-        flags = ("runs_ahead", "uses_router", "has_shares", "keeps_state", "has_watcher")
+        flags = ("runs_ahead", "uses_router", "has_shares", "keeps_state", "has_watcher", "has_breakpoints")
         return [
             f"model: {self.model.value}",
             f"policy: {self.policy}",
@@ -146,10 +150,16 @@ def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     features = draw_features(random.Random(f"features {seed}"))
     calls = random.Random(f"calls {seed}")
+    drawn = tuple(draw_calls(calls, features) for _ in range(features.num_gateways))
+    # Of a generator of its own, so that everything else of a seed stays as it was without breakpoints.
+    keeping = random.Random(f"breakpoints {seed}")
+    if keeping.random() < 0.4:
+        features = replace(features, has_breakpoints=True)
+        drawn = tuple(tuple(draw_breakpoints(keeping, call) for call in each) for each in drawn)
     return Schedule(
         seed,
         features,
-        tuple(draw_calls(calls, features) for _ in range(features.num_gateways)),
+        drawn,
         draw_faults(random.Random(f"faults {seed}"), features),
     )
 
@@ -205,6 +215,15 @@ def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]
             for call in calls
         ]
     return tuple(calls)
+
+
+def draw_breakpoints(generator: random.Random, call: Call) -> Call:
+    """The same call; of three in four the beginnings of the prompt are kept, one to four of them."""
+    length = len(requests()[call.request].prompt)
+    ends = sorted(generator.sample(range(1, length + 1), min(length, generator.choice((1, 1, 2, 4)))))
+    breakpoints = tuple(Breakpoint(end, generator.choice(KEEPS_S)) for end in ends)
+    explains = generator.random() < 0.5
+    return replace(call, breakpoints=breakpoints, explains_miss=explains) if generator.random() < 0.75 else call
 
 
 def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ...]:
