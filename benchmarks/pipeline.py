@@ -273,7 +273,7 @@ def measure(quick: bool, progress: Progress, *, pattern: str = "") -> Findings:
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have with these parameters: the fields that name each item."""
     return {"rows": [{"load": name_of(row)} for row in ROWS if given["pattern"] in name_of(row)]}
 
 

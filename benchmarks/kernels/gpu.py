@@ -98,7 +98,7 @@ class Run:
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have on a GPU with these parameters: the fields that name each item."""
     chosen = CELLS if given["grid"] == "all" else {grid: CELLS[grid] for grid in CELLS if grid == given["grid"]}
     return {
         grid: [{name: str(value) for name, value in cell.describe().items()} for cell in cells()]

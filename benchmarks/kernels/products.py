@@ -237,7 +237,7 @@ def keys(models: Sequence[Model], rows: Sequence[int], dtype: str) -> list[Produ
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have on a GPU with these parameters: the fields that name each item."""
     chosen = keys(MODELS, given["rows"] or ROW_COUNTS, "bfloat16")
     return {"products": [{name: str(value) for name, value in key._asdict().items()} for key in chosen]}
 

@@ -296,7 +296,7 @@ def chosen(plan: Plan, cells: str) -> Plan:
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have on a GPU with these parameters: the fields that name each item."""
     plan = plan_for("cuda", quick=False)
     cells = plan.cells if given["cells"] is None else chosen(plan, given["cells"]).cells
     return {"cells": [{"model": shape.name, "num_streams": str(count)} for shape, count in cells]}

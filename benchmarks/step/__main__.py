@@ -288,7 +288,7 @@ def planned(plan: Plan, given: Mapping[str, Any]) -> Plan:
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have on a GPU with these parameters: the fields that name each item."""
     plan = planned(gpu_plan(), given)
     works = [{"work": work.name, "row": ROWS[0]} for work in plan.works]
     return {"steps": plan.cells(), "workloads": works}

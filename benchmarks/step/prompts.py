@@ -148,7 +148,7 @@ def measure(quick: bool, progress: Progress, *, model: Sequence[str], way: Seque
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """What lists of the JSON have on a GPU with these parameters: the fields that name each item."""
+    """Return what lists of the JSON have on a GPU with these parameters: the fields that name each item."""
     models = [shape.name for shape in SHAPES if shape.name in (given["model"] or [each.name for each in SHAPES])]
     rows = product(models, given["way"] or WAYS, CELLS)
     return {"rows": [{"model": model, "way": way, "cell": cell.name} for model, way, cell in rows]}

@@ -23,7 +23,7 @@ LEFT_OUT = {"machine", "command", "notes", "left_out", "errors", "load_average_a
 ROWS_KEYS = {"taken_us"}
 """Keys of what has an entry for each row: there the absent ones are entered."""
 QUICK_NAMES = {"step.json": "step_cpu.json"}
-"""Where a benchmark writes another file on a CPU."""
+"""Files of benchmarks that write another one on a CPU."""
 
 
 def shape_of(content: object, absent: tuple[str, ...] = (), *, key: str = "") -> Any:

@@ -195,8 +195,8 @@ BUGS = [
         "a shared block is replaced without a copy of what counts in it",
         (
             "make_table_writable",
-            "self.replace(row, group, index, target, index * block_size < start)?;",
-            "self.replace(row, group, index, target, false)?;",
+            "self.replace(row, group, *index, target, index * block_size < start)?;",
+            "self.replace(row, group, *index, target, false)?;",
         ),
     ),
     rust(

@@ -2,7 +2,7 @@
 
 The law: in each epoch of a pool its counters of found, written and admitted tokens, and those of each tenant, are the
 sums over the admissions that the books accepted in this epoch, without those that are resumed. A plan that is asked for
-again, and one whose answer is lost, counts once. An answer's outcome is that of one accepted admission of its prompt,
+again, and one without an answer, counts once. An answer's outcome is that of one accepted admission of its prompt,
 and no two answers have the same one; beam searches tell none. Any other admission without an answer is that of a caller
 that has left, of a gateway that was killed, or of a pool or an epoch that a request left before its first token.
 """
@@ -90,7 +90,7 @@ class Admissions:
             if found != (expected := self._sums[place, use.name]):
                 self._wrong(f"the books count {found} for {use.name!r} in {place}, and its admissions are {expected}")
             if use.num_kept > use.keep_limit:
-                self._wrong(f"{use.num_kept} blocks are kept for {use.name!r}, whose limit is {use.keep_limit}")
+                self._wrong(f"{use.num_kept} blocks are kept for {use.name!r}, with a limit of {use.keep_limit}")
         for (at, _), sums in self._sums.items():
             if at == place:
                 whole.admitted += sums.admitted

@@ -35,7 +35,7 @@ SERVED_WITHIN_S = 120.0
 """Of virtual time, after the last fault: then every request has ended."""
 STOP_TIMEOUT_S = 2.0
 ENDED_WITHIN_S = 5.0
-"""What a breakpoint keeps, after its time."""
+"""Blocks that a breakpoint keeps after its time."""
 CLEAN_WITHIN_S = 30.0
 """After the last request has ended: then only leases are left. After the last gateway was closed: then nothing is."""
 

@@ -31,7 +31,7 @@ struct PromptBlocks<'a> {
 
 impl PromptBlocks<'_> {
     /// Those of a range of indexes, the last ones first: the needed ones and the others.
-    fn tail_first(&self, first: usize, end: usize, prefixes: &[KeptPrefix]) -> (Vec<BlockId>, Vec<BlockId>) {
+    fn split_tail_first(&self, first: usize, end: usize, prefixes: &[KeptPrefix]) -> (Vec<BlockId>, Vec<BlockId>) {
         if let ([table], [Span::Full]) = (self.tables, &self.geometry.groups[..]) {
             let num_needed = num_kept_blocks(prefixes).clamp(first, end);
             let reversed = |first: usize, end: usize| table.range(first..end).iter().rev().copied().collect();
@@ -75,7 +75,7 @@ impl StepPlanner<'_> {
         let ttls = [0].into_iter().chain(prefixes.iter().rev().map(|prefix| prefix.ttl));
         for (first, ttl) in firsts.zip(ttls) {
             let blocks = PromptBlocks { geometry: self.geometry, pool: self.pool, tables, found };
-            let (needed, others) = blocks.tail_first(first, end, prefixes);
+            let (needed, others) = blocks.split_tail_first(first, end, prefixes);
             self.pool.keeper().renew(&others, now);
             self.pool.keeper().keep(&needed, ttl, now);
             end = first;
