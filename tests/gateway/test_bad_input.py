@@ -70,7 +70,7 @@ WRONG: list[tuple[str, str, Any, str | None]] = [
             ("message_id", 1, "message_id"),
         )
     ),
-    *((COMPLETIONS, "prompt_cache_key", value, None) for value in (7, [])),
+    *((COMPLETIONS, name, value, None) for name in ("prompt_cache_key", "session_id") for value in (7, [])),
     *((COMPLETIONS, "prompt_cache_retention", value, None) for value in (7, "25h")),
     *((COMPLETIONS, "prompt_cache_options", value, None) for value in (7, [])),
     *(

@@ -184,28 +184,36 @@ class CacheReport:
         unplaced: Sequence[str] = (),
         compared_with: str | None = None,
         block_size: int = 1,
+        keeps: bool = True,
     ) -> None:
-        """unplaced: fields that ask to keep a prefix that the template does not show."""
+        """Make a report without an outcome.
+
+        unplaced   fields that ask to keep a prefix that the template does not show
+        keeps      later prompts may be compared with this one
+        """
         self._prompts = prompts
         self._tenant = tenant
         self._prompt = prompt
         self._compared_with = compared_with
         self._block_size = block_size
+        self._keeps = keeps
         self.breakpoints = breakpoints
         self.unplaced = unplaced
         self.outcome = CacheOutcome()
         self.diagnosis: Diagnosis | None = None
 
     def take(self, outcome: CacheOutcome | None, answer_id: str) -> None:
-        """Take the outcome, which one chunk has, and keep the prompt under the answer's id."""
+        """Take the outcome, which one chunk has, and keep the prompt under the answer's id if it may be kept."""
         if outcome is None:
             return
         self.outcome = outcome
         if self._compared_with is not None:
             before = self._prompts.find(self._tenant, self._compared_with)
             self.diagnosis = diagnose(before, self._prompt, outcome, block_size=self._block_size)
-        kept = replace(self._prompt, id=answer_id, pool=outcome.pool, epoch=outcome.epoch)
-        self._prompts.keep(self._tenant, kept)
+        if self._keeps:
+            self._prompts.keep(
+                self._tenant, replace(self._prompt, id=answer_id, pool=outcome.pool, epoch=outcome.epoch)
+            )
 
     @property
     def details(self) -> dict[str, Any]:

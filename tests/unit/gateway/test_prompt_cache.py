@@ -112,6 +112,16 @@ def test_an_answer_of_another_tenant_is_not_known() -> None:
         assert compared.diagnosis.divergence is divergence
 
 
+def test_a_prompt_that_may_not_be_kept_is_compared_and_forgotten() -> None:
+    prompts: Kept[KeptPrompt] = Kept(keep_s=60.0, max_tenant_bytes=10_000, clock=lambda: 0.0)
+    report(prompts, "alice", None).take(found(0), "msg_1")
+    private = CacheReport(prompts, "alice", BEFORE, compared_with="msg_1", block_size=BLOCK, keeps=False)
+    private.take(found(8), "msg_2")
+    assert private.diagnosis is not None
+    assert private.diagnosis.divergence is Divergence.NONE
+    assert prompts.find("alice", "msg_2") is None
+
+
 def test_created_tokens_are_those_computed_up_to_what_is_kept_by_their_longest_time() -> None:
     prompts: Kept[KeptPrompt] = Kept(keep_s=0, max_tenant_bytes=0, clock=lambda: 0.0)
     cases = [

@@ -98,6 +98,7 @@ def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
         return_token_ids=fields.boolean("return_token_ids"),
         compared_with=kept.options.compared_with,
         only_warms=kept.options.only_warms,
+        stores=fields.boolean("store", True),
     )
     fields.end()
     return asked

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.gateway.callers import Caller
@@ -31,6 +31,7 @@ class ConversationRequest:
 
     compared_with   the id of an earlier answer that a diagnosis of the cache compares with; None: none is asked for
     only_warms      the prompt is computed, and one token is sampled that the answer does not have
+    stores          False if the caller wants nothing of the request kept
     """
 
     backend: Backend
@@ -40,6 +41,7 @@ class ConversationRequest:
     stream: bool
     compared_with: str | None = field(default=None, kw_only=True)
     only_warms: bool = field(default=False, kw_only=True)
+    stores: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +102,6 @@ async def begin(
         unplaced=prompt.unplaced,
         compared_with=asked.compared_with,
         block_size=min((use.block_size for use in asked.backend.pool_uses), default=1),
+        keeps=asked.stores and (asked.cache is None or asked.cache.cache_use is not CacheUse.NONE),
     )
     return BegunConversation(prompt.token_ids, chunks, parsers, report, asked.only_warms)

@@ -63,6 +63,7 @@ _NO_OPS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def _accept_no_ops(fields: Fields) -> None:
     for name, (values, why) in _NO_OPS.items():
         fields.refuse(name, why, unless=values)
+    fields.string("session_id")  # the pool is chosen by the prefix that it has
     fields.string("request_id")  # the header X-Request-Id has the one of the log
     fields.boolean("include_reasoning")  # what the model writes is in the answer, reasoning included
 

@@ -171,6 +171,7 @@ def read_request(gateway: Gateway, fields: Fields, *, tenant: str) -> ResponsesR
         shown=shown,
         compared_with=kept.options.compared_with,
         only_warms=kept.options.only_warms,
+        stores=shown["store"],
     )
     fields.end()
     return asked
