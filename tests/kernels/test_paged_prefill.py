@@ -326,7 +326,7 @@ def test_one_variant_for_any_lengths() -> None:
     sizes = {
         "dtype": torch.bfloat16, "num_query_heads": 32, "num_kv_heads": 8, "head_dim_k": 128, "head_dim_v": 128,
         "block_size": 16, "bounded": False, "has_softcap": False, "has_sinks": False, "has_alibi": False,
-        "has_lse": False, "stride_unit": 8, "limits": DEFAULT_LIMITS,
+        "has_lse": False, "qk_ahead": False, "stride_unit": 8, "limits": DEFAULT_LIMITS,
     }  # fmt: skip
     tiles = [prefill_variant(block_m=block_m, **sizes) for block_m in (128, 64)]
     assert [(t.constants["BLOCK_M"], t.constants["BLOCK_N"], t.num_warps, t.num_stages) for t in tiles] == [
