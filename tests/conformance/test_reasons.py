@@ -234,6 +234,13 @@ def cache_sequence_busy(both: Both) -> None:
     lease.refused(lease.plan(offload_sequence_ids=[1], restores=[{"sequence_id": 1}]))
 
 
+def cache_prefix_being_computed(both: Both) -> None:
+    prompt = list(range(1, 40))
+    both.lease().admit(prompt)
+    other = both.lease()
+    other.refused(other.plan(admissions=[{"sequence_id": 1, "token_ids": prompt, "waits_for_prefix": True}]))
+
+
 def cache_too_many_sequences(both: Both) -> None:
     lease = both.lease()
     lease.admit(*([number] for number in range(MAX_SEQUENCES)))
