@@ -63,6 +63,13 @@ MADE_BY_PROMETHEUS = {"up"}
 COUNTER_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 # For looking closer, when something else has shown that it is worth it.
 UNSHOWN = {
+    # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
+    "quire_cache_kept_blocks_evicted_total",
+    "quire_cache_prefix_written_tokens_total",
+    "quire_gateway_prefix_cache_writes_total",
+    "quire_gateway_tenant_cache_write_tokens_total",
+    "quire_gateway_tenant_cached_tokens_total",
+    "quire_kv_kept_blocks",
     "quire_gateway_kept_response_bytes",
     "quire_gateway_kept_responses",
     "quire_gateway_kept_responses_dropped_total",

@@ -254,7 +254,7 @@ def test_both_services_are_measured_beside_one_process(tmp_path: Path) -> None:
         for way in cell["ways"].values():
             assert min(way["tokens_per_s"]) > 0
             assert 0 < way["first_token_ms_p50"] <= way["first_token_ms_p99"]
-            assert 0 < way["between_tokens_ms_p50"] <= way["between_tokens_ms_p99"]
+            assert 0 <= way["between_tokens_ms_p50"] <= way["between_tokens_ms_p99"]
             assert way["step_gap"]["num"] >= 5  # a step for each token but the first
         assert all(mode["attention"] == "torch" for mode in cell["mode"].values())
     assert "to reach: 0.95" in printed

@@ -119,7 +119,7 @@ def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Tab
     """Return the answer as a table. In a pool with several layer groups it names the group of the missing block."""
     table = Table.grid("", "", padding=(0, 2))
     for name, value in _as_json(answer).items():
-        if value != "" and name not in ("reason", "lost_time", "missing_layer_group"):
+        if value != "" and name not in ("reason", "lost_time", "missing_layer_group", "epoch", "epoch_time"):
             table.add_row(name.replace("_", " "), str(value))
     groups, missing = geometry.layer_groups, answer.missing_layer_group
     if answer.missing_prefix_hash and len(groups) > max(1, missing):
