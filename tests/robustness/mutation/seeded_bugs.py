@@ -809,6 +809,15 @@ BUGS = [
     # -- leases, their time and their fences
     rust(
         "leases",
+        "a lease ends at its first expiry, in spite of renewals",
+        (
+            "next_expired",
+            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.by_id),",
+            "",
+        ),
+    ),
+    rust(
+        "leases",
         "a lease's blocks come back before the worker has fenced it",
         (
             "end_lease",
@@ -820,15 +829,6 @@ BUGS = [
         "leases",
         "a lease that has ended goes on planning",
         ("open_mut", ".filter(|lease| lease.is_open())", ""),
-    ),
-    rust(
-        "leases",
-        "a lease ends at its first expiry, in spite of renewals",
-        (
-            "next_expired",
-            "Some(lease) if lease.expires_at > now => self.expiry.add(&lease_id, &self.by_id),",
-            "",
-        ),
     ),
     manager(
         "leases",

@@ -22,9 +22,9 @@ from quire.worker.grant.gate import Gate
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
 CHUNKS = 8
-VERIFY_CHUNK = 1_000
-VERIFY_CHUNKS = range(2, 3)
-NUM_NEW = 50
+VERIFY_CHUNK = 300
+VERIFY_CHUNKS = range(7, 8)
+NUM_NEW = 30
 
 
 def run_all(seeds: range) -> None:
