@@ -178,7 +178,7 @@ class CacheReport:
         self,
         prompts: Kept[KeptPrompt],
         tenant: str,
-        prompt: KeptPrompt,
+        prompt: KeptPrompt | None,
         *,
         breakpoints: Sequence[Breakpoint] = (),
         unplaced: Sequence[str] = (),
@@ -188,6 +188,7 @@ class CacheReport:
     ) -> None:
         """Make a report without an outcome.
 
+        prompt     None: it is neither kept nor compared
         unplaced   fields that ask to keep a prefix that the template does not show
         keeps      later prompts may be compared with this one
         """
@@ -207,6 +208,8 @@ class CacheReport:
         if outcome is None:
             return
         self.outcome = outcome
+        if self._prompt is None:
+            return
         if self._compared_with is not None:
             before = self._prompts.find(self._tenant, self._compared_with)
             self.diagnosis = diagnose(before, self._prompt, outcome, block_size=self._block_size)

@@ -122,6 +122,15 @@ def test_a_prompt_that_may_not_be_kept_is_compared_and_forgotten() -> None:
     assert prompts.find("alice", "msg_2") is None
 
 
+def test_a_prompt_that_is_neither_kept_nor_compared_has_its_counts() -> None:
+    prompts: Kept[KeptPrompt] = Kept(keep_s=60.0, max_tenant_bytes=10_000, clock=lambda: 0.0)
+    private = CacheReport(prompts, "alice", None, block_size=BLOCK, keeps=False)
+    private.take(found(8), "msg_1")
+    assert private.outcome == found(8)
+    assert private.diagnosis is None
+    assert prompts.find("alice", "msg_1") is None
+
+
 def test_created_tokens_are_those_computed_up_to_what_is_kept_by_their_longest_time() -> None:
     prompts: Kept[KeptPrompt] = Kept(keep_s=0, max_tenant_bytes=0, clock=lambda: 0.0)
     cases = [

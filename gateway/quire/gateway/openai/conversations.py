@@ -94,14 +94,20 @@ async def begin(
     chunks = gateway.generate(
         caller, asked.backend, prompt.token_ids, params, cache=cache, names=names, is_whole=not asked.stream
     )
+    keeps = (
+        gateway.prompts.keep_s > 0
+        and asked.stores
+        and (asked.cache is None or asked.cache.cache_use is not CacheUse.NONE)
+    )
+    is_described = keeps or asked.compared_with is not None
     report = CacheReport(
         gateway.prompts,
         caller.tenant,
-        prompt_of(asked.backend.model_names[0], asked.conversation, prompt.token_ids),
+        prompt_of(asked.backend.model_names[0], asked.conversation, prompt.token_ids) if is_described else None,
         breakpoints=prompt.breakpoints,
         unplaced=prompt.unplaced,
         compared_with=asked.compared_with,
         block_size=min((use.block_size for use in asked.backend.pool_uses), default=1),
-        keeps=asked.stores and (asked.cache is None or asked.cache.cache_use is not CacheUse.NONE),
+        keeps=keeps,
     )
     return BegunConversation(prompt.token_ids, chunks, parsers, report, asked.only_warms)
