@@ -69,6 +69,7 @@ pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
         run_samples: plan.run_samples.clone(),
         given_run_indexes: signed(&plan.given_run_indexes),
         given_token_digests: plan.given_digests.clone(),
+        run_draft_counts: Vec::new(),
     };
     grant.encode_to_vec()
 }

@@ -101,6 +101,8 @@ pub struct PoolGeometry {
     pub host_block_count: i32,
     #[prost(message, repeated, tag="11")]
     pub layer_groups: ::prost::alloc::vec::Vec<LayerGroup>,
+    #[prost(int32, tag="12")]
+    pub max_draft_count: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Attached {
@@ -161,6 +163,8 @@ pub struct StepReport {
     pub sampled_sequence_ids: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="8")]
     pub sampled_token_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="9")]
+    pub sampled_token_counts: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -483,6 +487,8 @@ pub struct StepGrant {
     pub given_run_indexes: ::prost::alloc::vec::Vec<i32>,
     #[prost(bytes="vec", tag="45")]
     pub given_token_digests: ::prost::alloc::vec::Vec<u8>,
+    #[prost(int32, repeated, tag="46")]
+    pub run_draft_counts: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CreateLeaseRequest {
@@ -617,6 +623,10 @@ pub struct Extends {
     pub append_token_counts: ::prost::alloc::vec::Vec<i32>,
     #[prost(int32, repeated, tag="4")]
     pub append_token_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="5")]
+    pub draft_token_counts: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="6")]
+    pub draft_token_ids: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Admission {

@@ -353,6 +353,7 @@ class PoolGeometry(_message.Message):
     HAS_RECURRENT_STATE_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
@@ -382,6 +383,10 @@ class PoolGeometry(_message.Message):
     """Blocks of the host tier, numbered from 0; each has room for one block of the
     pool. 0 (no host tier) to 2^24.
     """
+    max_draft_count: _builtins.int
+    """The limit of drafts of a sequence in a step, 0 (the worker verifies none) to
+    64. 0 for a model with has_recurrent_state.
+    """
     @_builtins.property
     def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
         """The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
@@ -402,10 +407,11 @@ class PoolGeometry(_message.Message):
         has_recurrent_state: _builtins.bool = ...,
         host_block_count: _builtins.int = ...,
         layer_groups: _abc.Iterable[Global___LayerGroup] | None = ...,
+        max_draft_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "layer_groups", b"layer_groups", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "layer_groups", b"layer_groups", "max_draft_count", b"max_draft_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -597,6 +603,7 @@ class StepReport(_message.Message):
     COMPUTED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     SAMPLED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     report_number: _builtins.int
     """1, 2, 3, ... per epoch, without gaps."""
     lease_id: _builtins.str
@@ -611,8 +618,8 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def computed_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each sequence with valid KV, from position 0 on; parallel to
-        sequence_ids.
+        """Tokens of each sequence with valid KV, from position 0 on, rejected drafts not
+        counted; parallel to sequence_ids.
         """
 
     @_builtins.property
@@ -621,7 +628,13 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def sampled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens; parallel to sampled_sequence_ids."""
+        """The tokens, concatenated by sequence."""
+
+    @_builtins.property
+    def sampled_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of sampled_token_ids of each sequence: empty (1 for all) or parallel to
+        sampled_sequence_ids. 1 more than the accepted drafts.
+        """
 
     def __init__(
         self,
@@ -634,10 +647,11 @@ class StepReport(_message.Message):
         computed_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         sampled_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampled_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampled_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_token_counts", b"computed_token_counts", "lease_id", b"lease_id", "outcome", b"outcome", "report_number", b"report_number", "sampled_sequence_ids", b"sampled_sequence_ids", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_token_counts", b"computed_token_counts", "lease_id", b"lease_id", "outcome", b"outcome", "report_number", b"report_number", "sampled_sequence_ids", b"sampled_sequence_ids", "sampled_token_counts", b"sampled_token_counts", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

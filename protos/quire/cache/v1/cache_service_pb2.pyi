@@ -728,6 +728,8 @@ class Extends(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     APPEND_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     APPEND_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sequences, each at most once."""
@@ -749,6 +751,23 @@ class Extends(_message.Message):
         sequence of the pool if that is more.
         """
 
+    @_builtins.property
+    def draft_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of draft_token_ids of each sequence, 0 to PoolGeometry.max_draft_count:
+        empty (none for all) or parallel to sequence_ids. Drafts are guesses at the
+        tokens that follow the sequence's last token. The step computes the last token
+        and the drafts, and samples a token after each of them, in order, as long as the
+        draft is the token that was sampled in its place. So it gives one token more than
+        it accepts drafts. A sequence with drafts has one token that is not computed, its
+        last one; its token_counts is 1 more than its drafts, and nothing is appended.
+        Until the step's outcome is known, any change of the sequence but its release is
+        refused (SEQUENCE_BUSY), and nothing behind its accepted tokens is published.
+        """
+
+    @_builtins.property
+    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The drafts, concatenated by sequence."""
+
     def __init__(
         self,
         *,
@@ -756,10 +775,12 @@ class Extends(_message.Message):
         token_counts: _abc.Iterable[_builtins.int] | None = ...,
         append_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         append_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        draft_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_token_counts", b"append_token_counts", "append_token_ids", b"append_token_ids", "sequence_ids", b"sequence_ids", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_token_counts", b"append_token_counts", "append_token_ids", b"append_token_ids", "draft_token_counts", b"draft_token_counts", "draft_token_ids", b"draft_token_ids", "sequence_ids", b"sequence_ids", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

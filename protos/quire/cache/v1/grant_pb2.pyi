@@ -94,6 +94,7 @@ class StepGrant(_message.Message):
     RUN_SAMPLES_FIELD_NUMBER: _builtins.int
     GIVEN_RUN_INDEXES_FIELD_NUMBER: _builtins.int
     GIVEN_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
+    RUN_DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name."""
     epoch: _builtins.int
@@ -237,6 +238,14 @@ class StepGrant(_message.Message):
         at position run_starts[i].
         """
 
+    @_builtins.property
+    def run_draft_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of drafts of each run: empty (none in all) or parallel to
+        run_sequence_ids. A run with drafts computes the token sampled last and then its
+        drafts, run_token_counts[i] - 1 of them, and samples. It is one of
+        given_run_indexes, and its token ids from the client are the drafts alone.
+        """
+
     def __init__(
         self,
         *,
@@ -270,10 +279,11 @@ class StepGrant(_message.Message):
         run_samples: _abc.Iterable[_builtins.bool] | None = ...,
         given_run_indexes: _abc.Iterable[_builtins.int] | None = ...,
         given_token_digests: _builtins.bytes = ...,
+        run_draft_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "passed_block_counts", b"passed_block_counts", "passed_layer_groups", b"passed_layer_groups", "passed_sequence_ids", b"passed_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_layer_groups", b"write_layer_groups", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "passed_block_counts", b"passed_block_counts", "passed_layer_groups", b"passed_layer_groups", "passed_sequence_ids", b"passed_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_draft_counts", b"run_draft_counts", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_layer_groups", b"write_layer_groups", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

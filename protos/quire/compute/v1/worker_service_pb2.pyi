@@ -680,6 +680,7 @@ class RunStepResponse(_message.Message):
     STEP_NUMBER_FIELD_NUMBER: _builtins.int
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
@@ -702,12 +703,18 @@ class RunStepResponse(_message.Message):
 
     @_builtins.property
     def sampled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens sampled."""
+        """The tokens sampled, concatenated by sequence."""
+
+    @_builtins.property
+    def sampled_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of sampled_token_ids of each sequence: empty (1 for all) or parallel to
+        sequence_ids. 1 more than the drafts that were accepted.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Log-probabilities, of the sequences with a logprob_count, in the order of
-        sequence_ids.
+        """Log-probabilities of each sampled token, of the sequences with a logprob_count,
+        in the order of sampled_token_ids.
         """
 
     @_builtins.property
@@ -742,6 +749,7 @@ class RunStepResponse(_message.Message):
         step_number: _builtins.int = ...,
         sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampled_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampled_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         timings: Global___StepTimings | None = ...,
         offloaded_block_count: _builtins.int = ...,
@@ -753,7 +761,7 @@ class RunStepResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "late_sequence_ids", b"late_sequence_ids", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "late_sequence_ids", b"late_sequence_ids", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_counts", b"sampled_token_counts", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -677,7 +677,10 @@ type PoolGeometry struct {
 	HostBlockCount int32 `protobuf:"varint,10,opt,name=host_block_count,json=hostBlockCount,proto3" json:"host_block_count,omitempty"`
 	// The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
 	// with all layers. A model with has_recurrent_state has no windowed group.
-	LayerGroups   []*LayerGroup `protobuf:"bytes,11,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
+	LayerGroups []*LayerGroup `protobuf:"bytes,11,rep,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
+	// The limit of drafts of a sequence in a step, 0 (the worker verifies none) to
+	// 64. 0 for a model with has_recurrent_state.
+	MaxDraftCount int32 `protobuf:"varint,12,opt,name=max_draft_count,json=maxDraftCount,proto3" json:"max_draft_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -787,6 +790,13 @@ func (x *PoolGeometry) GetLayerGroups() []*LayerGroup {
 		return x.LayerGroups
 	}
 	return nil
+}
+
+func (x *PoolGeometry) GetMaxDraftCount() int32 {
+	if x != nil {
+		return x.MaxDraftCount
+	}
+	return 0
 }
 
 // The pool is accepted.
@@ -1153,15 +1163,18 @@ type StepReport struct {
 	Outcome StepOutcome `protobuf:"varint,4,opt,name=outcome,proto3,enum=quire.cache.v1.StepOutcome" json:"outcome,omitempty"`
 	// The computed sequences, in the grant's order. Empty unless COMPUTED.
 	SequenceIds []int32 `protobuf:"varint,5,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
-	// Tokens of each sequence with valid KV, from position 0 on; parallel to
-	// sequence_ids.
+	// Tokens of each sequence with valid KV, from position 0 on, rejected drafts not
+	// counted; parallel to sequence_ids.
 	ComputedTokenCounts []int32 `protobuf:"varint,6,rep,packed,name=computed_token_counts,json=computedTokenCounts,proto3" json:"computed_token_counts,omitempty"`
 	// The sequences with a sampled token, each at most once.
 	SampledSequenceIds []int32 `protobuf:"varint,7,rep,packed,name=sampled_sequence_ids,json=sampledSequenceIds,proto3" json:"sampled_sequence_ids,omitempty"`
-	// The tokens; parallel to sampled_sequence_ids.
+	// The tokens, concatenated by sequence.
 	SampledTokenIds []int32 `protobuf:"varint,8,rep,packed,name=sampled_token_ids,json=sampledTokenIds,proto3" json:"sampled_token_ids,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Number of sampled_token_ids of each sequence: empty (1 for all) or parallel to
+	// sampled_sequence_ids. 1 more than the accepted drafts.
+	SampledTokenCounts []int32 `protobuf:"varint,9,rep,packed,name=sampled_token_counts,json=sampledTokenCounts,proto3" json:"sampled_token_counts,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *StepReport) Reset() {
@@ -1250,6 +1263,13 @@ func (x *StepReport) GetSampledTokenIds() []int32 {
 	return nil
 }
 
+func (x *StepReport) GetSampledTokenCounts() []int32 {
+	if x != nil {
+		return x.SampledTokenCounts
+	}
+	return nil
+}
+
 var File_quire_cache_v1_attach_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_attach_proto_rawDesc = "" +
@@ -1290,7 +1310,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.LayerGroupKindR\x04kind\x12,\n" +
 	"\x12window_token_count\x18\x02 \x01(\x05R\x10windowTokenCount\x12\x1f\n" +
 	"\vlayer_count\x18\x03 \x01(\x05R\n" +
-	"layerCount\"\xdf\x03\n" +
+	"layerCount\"\x87\x04\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1305,7 +1325,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x13has_recurrent_state\x18\t \x01(\bR\x11hasRecurrentState\x12(\n" +
 	"\x10host_block_count\x18\n" +
 	" \x01(\x05R\x0ehostBlockCount\x12=\n" +
-	"\flayer_groups\x18\v \x03(\v2\x1a.quire.cache.v1.LayerGroupR\vlayerGroups\"\xa3\x01\n" +
+	"\flayer_groups\x18\v \x03(\v2\x1a.quire.cache.v1.LayerGroupR\vlayerGroups\x12&\n" +
+	"\x0fmax_draft_count\x18\f \x01(\x05R\rmaxDraftCount\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +
@@ -1324,7 +1345,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vLeaseOpened\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"(\n" +
 	"\vLeaseFenced\x12\x19\n" +
-	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\xd9\x02\n" +
+	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x8b\x03\n" +
 	"\n" +
 	"StepReport\x12#\n" +
 	"\rreport_number\x18\x01 \x01(\x03R\freportNumber\x12\x19\n" +
@@ -1335,7 +1356,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\fsequence_ids\x18\x05 \x03(\x05R\vsequenceIds\x122\n" +
 	"\x15computed_token_counts\x18\x06 \x03(\x05R\x13computedTokenCounts\x120\n" +
 	"\x14sampled_sequence_ids\x18\a \x03(\x05R\x12sampledSequenceIds\x12*\n" +
-	"\x11sampled_token_ids\x18\b \x03(\x05R\x0fsampledTokenIds*\x89\x01\n" +
+	"\x11sampled_token_ids\x18\b \x03(\x05R\x0fsampledTokenIds\x120\n" +
+	"\x14sampled_token_counts\x18\t \x03(\x05R\x12sampledTokenCounts*\x89\x01\n" +
 	"\x0eLayerGroupKind\x12 \n" +
 	"\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n" +

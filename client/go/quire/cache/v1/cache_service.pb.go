@@ -1268,8 +1268,20 @@ type Extends struct {
 	// Tokens to append, concatenated by sequence. At most 262,144, or the longest
 	// sequence of the pool if that is more.
 	AppendTokenIds []int32 `protobuf:"varint,4,rep,packed,name=append_token_ids,json=appendTokenIds,proto3" json:"append_token_ids,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Number of draft_token_ids of each sequence, 0 to PoolGeometry.max_draft_count:
+	// empty (none for all) or parallel to sequence_ids. Drafts are guesses at the
+	// tokens that follow the sequence's last token. The step computes the last token
+	// and the drafts, and samples a token after each of them, in order, as long as the
+	// draft is the token that was sampled in its place. So it gives one token more than
+	// it accepts drafts. A sequence with drafts has one token that is not computed, its
+	// last one; its token_counts is 1 more than its drafts, and nothing is appended.
+	// Until the step's outcome is known, any change of the sequence but its release is
+	// refused (SEQUENCE_BUSY), and nothing behind its accepted tokens is published.
+	DraftTokenCounts []int32 `protobuf:"varint,5,rep,packed,name=draft_token_counts,json=draftTokenCounts,proto3" json:"draft_token_counts,omitempty"`
+	// The drafts, concatenated by sequence.
+	DraftTokenIds []int32 `protobuf:"varint,6,rep,packed,name=draft_token_ids,json=draftTokenIds,proto3" json:"draft_token_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Extends) Reset() {
@@ -1326,6 +1338,20 @@ func (x *Extends) GetAppendTokenCounts() []int32 {
 func (x *Extends) GetAppendTokenIds() []int32 {
 	if x != nil {
 		return x.AppendTokenIds
+	}
+	return nil
+}
+
+func (x *Extends) GetDraftTokenCounts() []int32 {
+	if x != nil {
+		return x.DraftTokenCounts
+	}
+	return nil
+}
+
+func (x *Extends) GetDraftTokenIds() []int32 {
+	if x != nil {
+		return x.DraftTokenIds
 	}
 	return nil
 }
@@ -6155,12 +6181,14 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x12parent_sequence_id\x18\x01 \x01(\x05R\x10parentSequenceId\x12,\n" +
 	"\x12child_sequence_ids\x18\x02 \x03(\x05R\x10childSequenceIds\x12\x1f\n" +
 	"\vtoken_count\x18\x03 \x01(\x05R\n" +
-	"tokenCount\"\xa9\x01\n" +
+	"tokenCount\"\xff\x01\n" +
 	"\aExtends\x12!\n" +
 	"\fsequence_ids\x18\x01 \x03(\x05R\vsequenceIds\x12!\n" +
 	"\ftoken_counts\x18\x02 \x03(\x05R\vtokenCounts\x12.\n" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
-	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\"\x85\x04\n" +
+	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\x12,\n" +
+	"\x12draft_token_counts\x18\x05 \x03(\x05R\x10draftTokenCounts\x12&\n" +
+	"\x0fdraft_token_ids\x18\x06 \x03(\x05R\rdraftTokenIds\"\x85\x04\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +

@@ -170,8 +170,13 @@ type StepGrant struct {
 	// ids as little-endian int32, concatenated. The worker refuses other tokens, so
 	// that a block always has the content that its prefix hash identifies.
 	GivenTokenDigests []byte `protobuf:"bytes,45,opt,name=given_token_digests,json=givenTokenDigests,proto3" json:"given_token_digests,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Number of drafts of each run: empty (none in all) or parallel to
+	// run_sequence_ids. A run with drafts computes the token sampled last and then its
+	// drafts, run_token_counts[i] - 1 of them, and samples. It is one of
+	// given_run_indexes, and its token ids from the client are the drafts alone.
+	RunDraftCounts []int32 `protobuf:"varint,46,rep,packed,name=run_draft_counts,json=runDraftCounts,proto3" json:"run_draft_counts,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *StepGrant) Reset() {
@@ -414,6 +419,13 @@ func (x *StepGrant) GetGivenTokenDigests() []byte {
 	return nil
 }
 
+func (x *StepGrant) GetRunDraftCounts() []int32 {
+	if x != nil {
+		return x.RunDraftCounts
+	}
+	return nil
+}
+
 var File_quire_cache_v1_grant_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_grant_proto_rawDesc = "" +
@@ -421,7 +433,7 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x1aquire/cache/v1/grant.proto\x12\x0equire.cache.v1\"A\n" +
 	"\vSignedGrant\x12\x14\n" +
 	"\x05grant\x18\x01 \x01(\fR\x05grant\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xa7\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xd1\n" +
 	"\n" +
 	"\tStepGrant\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
@@ -457,7 +469,8 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\vrun_samples\x18+ \x03(\bR\n" +
 	"runSamples\x12*\n" +
 	"\x11given_run_indexes\x18, \x03(\x05R\x0fgivenRunIndexes\x12.\n" +
-	"\x13given_token_digests\x18- \x01(\fR\x11givenTokenDigestsB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
+	"\x13given_token_digests\x18- \x01(\fR\x11givenTokenDigests\x12(\n" +
+	"\x10run_draft_counts\x18. \x03(\x05R\x0erunDraftCountsB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
 
 var (
 	file_quire_cache_v1_grant_proto_rawDescOnce sync.Once

@@ -1075,10 +1075,13 @@ type RunStepResponse struct {
 	StepNumber int64 `protobuf:"varint,1,opt,name=step_number,json=stepNumber,proto3" json:"step_number,omitempty"`
 	// The sequences with a sampled token, in the grant's order.
 	SequenceIds []int32 `protobuf:"varint,2,rep,packed,name=sequence_ids,json=sequenceIds,proto3" json:"sequence_ids,omitempty"`
-	// The tokens sampled.
+	// The tokens sampled, concatenated by sequence.
 	SampledTokenIds []int32 `protobuf:"varint,3,rep,packed,name=sampled_token_ids,json=sampledTokenIds,proto3" json:"sampled_token_ids,omitempty"`
-	// Log-probabilities, of the sequences with a logprob_count, in the order of
-	// sequence_ids.
+	// Number of sampled_token_ids of each sequence: empty (1 for all) or parallel to
+	// sequence_ids. 1 more than the drafts that were accepted.
+	SampledTokenCounts []int32 `protobuf:"varint,38,rep,packed,name=sampled_token_counts,json=sampledTokenCounts,proto3" json:"sampled_token_counts,omitempty"`
+	// Log-probabilities of each sampled token, of the sequences with a logprob_count,
+	// in the order of sampled_token_ids.
 	Logprobs []*TokenLogprobs `protobuf:"bytes,4,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// The step's time, by phase.
 	Timings *StepTimings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
@@ -1152,6 +1155,13 @@ func (x *RunStepResponse) GetSequenceIds() []int32 {
 func (x *RunStepResponse) GetSampledTokenIds() []int32 {
 	if x != nil {
 		return x.SampledTokenIds
+	}
+	return nil
+}
+
+func (x *RunStepResponse) GetSampledTokenCounts() []int32 {
+	if x != nil {
+		return x.SampledTokenCounts
 	}
 	return nil
 }
@@ -2141,12 +2151,13 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xcf\x04\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\x81\x05\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
 	"\fsequence_ids\x18\x02 \x03(\x05R\vsequenceIds\x12*\n" +
-	"\x11sampled_token_ids\x18\x03 \x03(\x05R\x0fsampledTokenIds\x12;\n" +
+	"\x11sampled_token_ids\x18\x03 \x03(\x05R\x0fsampledTokenIds\x120\n" +
+	"\x14sampled_token_counts\x18& \x03(\x05R\x12sampledTokenCounts\x12;\n" +
 	"\blogprobs\x18\x04 \x03(\v2\x1f.quire.compute.v1.TokenLogprobsR\blogprobs\x127\n" +
 	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
 	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
