@@ -23,6 +23,7 @@ In the order in which a step runs them:
     combine.py          the splits of decode attention made one
     merge_states.py     attention over several sets of keys made one
     silu_mul.py         the middle of a gated MLP
+    gumbel.py           noise of tokens, and the draw
     sampler.py          from logits to tokens
 
 reference.py, reference_prologue.py and reference_elementwise.py define correct results, in float64.
