@@ -237,7 +237,13 @@ class Batch:
         )
 
     def prefill(
-        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, qk_ahead: bool = False
+        self,
+        *,
+        layer: int = 0,
+        out: Tensor | None = None,
+        num_splits: int | None = None,
+        fixed_tile: bool | None = None,
+        qk_ahead: bool = False,
     ) -> Tensor:
         return paged_prefill(
             self.q,
@@ -246,6 +252,7 @@ class Batch:
             window=self.shape.window,
             chunk=self.shape.chunk,
             num_splits=num_splits,
+            fixed_tile=fixed_tile,
             qk_ahead=qk_ahead,
             out=out,
             **self.attention,

@@ -19,6 +19,7 @@ from compiled_attention import LONG, META, SHORT, compile_decode, instructions_p
 from kernel_batch import LAYOUTS, Batch, Shape
 from machine_code import A100, B200, GPU, H100, Launch, MachineCode, compile_launch, loads_before, recorded
 
+from quire.kernels.fixed_linear import fixed_linear
 from quire.kernels.gumbel import UNFUSED, group_noise, row_key, token_noise
 from quire.kernels.merge_states import PARTS_AT_ONCE
 
@@ -290,6 +291,36 @@ def test_noise_is_computed_without_fused_operations(gpu: GPU) -> None:
     for name in ("choose_kernel", "draw_kernel"):
         assert "fma.rn.f32" not in codes[name].ptx, f"{name} fuses"
         assert "mul.rn.f32" in codes[name].ptx
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_products_in_fixed_tiles_keep_copies_in_flight(gated: bool, gpu: GPU) -> None:
+    weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=META)
+    launches = {
+        launch.key: launch
+        for count in (1, 7, 64, 1000)
+        for launch in recorded(lambda n=count: fixed_linear(weight[:n], weight, gated=gated), gpu)
+    }
+    (launch,) = launches.values()  # one code, whatever the number of rows
+    code = compile_launch(launch)
+    assert code.spills == 0, code.summary()
+    assert code.count("LDGSTS") == code.count(r"LDGSTS.*\.128") > 0
+    assert code.count("HMMA|HGMMA|UTC.*MMA") > 0
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+def test_prefill_in_fixed_tiles_is_one_code_for_decodes_and_prompts(gpu: GPU) -> None:
+    batches = (decode_batch(LLAMA_8B), Batch(LLAMA_8B, (1,), (5000,), META), Batch(LLAMA_8B, (900, 1), (900, 70), META))
+    launches = {
+        launch.key: launch
+        for batch in batches
+        for launch in recorded(lambda each=batch: each.prefill(fixed_tile=True), gpu)
+    }
+    (launch,) = launches.values()
+    code = compile_launch(launch)
+    assert code.spills == 0, code.summary()
+    assert len(code.copy_loops) == 1
 
 
 def step_keys(
