@@ -88,7 +88,8 @@ def _prepare(
         gated=gated,
         limits=device_limits(x.device),
     )
-    constants = variant.constants | {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated}
+    constants = {**variant.constants, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+    constants["GATED"] = gated
     return Launch(
         grid=(ceil_div(x.shape[0], ROWS), ceil_div(num_outputs, variant.constants["OUTPUTS"])),
         strides=(x.stride(0), num_outputs if residual is None else residual.stride(0), out.stride(0)),
