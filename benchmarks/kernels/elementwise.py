@@ -178,15 +178,19 @@ class Jobs:
             )
             greedy = [partial(argmax, logits, workspace=workspace) for logits in turns]
             yield Job("argmax", f"{count} rows", num_bytes, greedy)
-            draw = partial(
+            unfiltered = partial(
                 sample,
                 temperature=torch.full((count,), 0.8, device=self._device),
                 seeds=torch.arange(count, device=self._device),
                 positions=torch.arange(count, device=self._device),
                 workspace=workspace,
+            )
+            draw = partial(
+                unfiltered,
                 top_k=torch.full((count,), 50, device=self._device),
                 top_p=torch.full((count,), 0.9, dtype=torch.float64, device=self._device),
             )
+            yield Job("sample, no filter", f"{count} rows", num_bytes, [partial(unfiltered, each) for each in turns])
             yield Job("sample, top-k and top-p", f"{count} rows", num_bytes, [partial(draw, each) for each in turns])
 
     def _batch(self, tokens: int) -> Tensors:

@@ -24,7 +24,7 @@ from quire.kernels.paged_prefill import paged_prefill
 from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.reference import paged_attention
 from quire.kernels.rope_table import make_rope_table
-from quire.kernels.sampler import SamplerWorkspace, argmax, sample
+from quire.kernels.sampler import SamplerWorkspace, argmax, draw, sample
 from quire.kernels.silu_mul import silu_mul
 
 LAYOUTS = ("interleaved", "heads first", "tokens first")
@@ -237,7 +237,13 @@ class Batch:
         )
 
     def prefill(
-        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, qk_ahead: bool = False
+        self,
+        *,
+        layer: int = 0,
+        out: Tensor | None = None,
+        num_splits: int | None = None,
+        fixed_tile: bool | None = None,
+        qk_ahead: bool = False,
     ) -> Tensor:
         return paged_prefill(
             self.q,
@@ -246,6 +252,7 @@ class Batch:
             window=self.shape.window,
             chunk=self.shape.chunk,
             num_splits=num_splits,
+            fixed_tile=fixed_tile,
             qk_ahead=qk_ahead,
             out=out,
             **self.attention,
@@ -308,14 +315,24 @@ class Batch:
         gate, up = self.gate_up.chunk(2, -1)
         return silu_mul(gate, up)
 
+    def draw(self, *, filtered: bool = True) -> Tensor:
+        """A token per sequence, drawn from what is above a threshold."""
+        full = self._full
+        return draw(
+            self.logits,
+            temperature=full(0.8, torch.float32),
+            seeds=full(7, torch.int64),
+            positions=full(3, torch.int64),
+            thresholds=full(-2, torch.float32) if filtered else None,
+        )
+
+    def _full(self, value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((len(self.query_lens),), value, dtype=dtype, device=self.device)
+
     def sample(self) -> tuple[Tensor, Tensor]:
         """A token per sequence, greedily and drawn."""
-        num_seqs, vocab_size = len(self.query_lens), self.shape.vocab_size
+        num_seqs, vocab_size, full = len(self.query_lens), self.shape.vocab_size, self._full
         workspace = SamplerWorkspace.allocate(max_num_seqs=num_seqs, vocab_size=vocab_size, device=self.device)
-
-        def full(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_seqs,), value, dtype=dtype, device=self.device)
-
         drawn = sample(
             self.logits,
             temperature=full(0.8, torch.float32),

@@ -209,6 +209,7 @@ class MachineCode:
     """Innermost ones, in order."""
     ir: str
     """Triton's own, before it is optimised for a GPU."""
+    ptx: str
 
     def count(self, pattern: str) -> int:
         """Instructions with an opcode that starts with the regular expression."""
@@ -303,6 +304,7 @@ def _compile(launch: Launch) -> MachineCode:
         instructions=instructions,
         loops=tuple(innermost_loops(instructions)),
         ir=compiled.asm["ttir"],
+        ptx=compiled.asm["ptx"],
     )
 
 

@@ -43,6 +43,8 @@ def run(shape: Shape, device: torch.device) -> None:
         batch.activation()
         batch.merge()
         batch.sample()
+        batch.draw()
+        batch.draw(filtered=False)
     decode.copy([1, 2], [3, 4])
     decode.offload(list(range(1, decode.num_blocks)))
     torch.cuda.synchronize()

@@ -88,6 +88,7 @@ SMALL: dict[str, Callable[[Batch], object]] = {
     "norm": Batch.norm,
     "activation": Batch.activation,
     "sample": Batch.sample,
+    "draw": Batch.draw,
     "copy": lambda batch: batch.copy([1], [2]),
     "offload": lambda batch: batch.offload([1, 2, 3, 4]),
 }

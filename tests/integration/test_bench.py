@@ -22,7 +22,7 @@ FILES = {
 }
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
-    *("step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
+    *("step draws", "step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
     *("control-plane worker", "start", "serve-gpu", "pipeline"),
 }
 ELSEWHERE = {
@@ -258,6 +258,14 @@ def test_both_services_are_measured_beside_one_process(tmp_path: Path) -> None:
             assert way["step_gap"]["num"] >= 5  # a step for each token but the first
         assert all(mode["attention"] == "torch" for mode in cell["mode"].values())
     assert "to reach: 0.95" in printed
+
+
+def test_draws_are_measured_beside_draws_by_inversion(tmp_path: Path) -> None:
+    written, _ = run_quick("step draws", tmp_path)
+    assert written["ms_by_rows"].keys() == {"1", "4"}
+    for ways in written["ms_by_rows"].values():
+        assert len(ways) == 5
+        assert all(way["num_samples"] == 2 for way in ways.values())
 
 
 def test_grammars_are_measured_beside_steps_without_them(tmp_path: Path) -> None:

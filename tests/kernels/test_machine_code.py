@@ -13,10 +13,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from compiled_attention import LONG, META, SHORT, compile_decode, instructions_per_cycle
 from kernel_batch import LAYOUTS, Batch, Shape
 from machine_code import A100, B200, GPU, H100, Launch, MachineCode, compile_launch, loads_before, recorded
 
+from quire.kernels.fixed_linear import fixed_linear
+from quire.kernels.gumbel import UNFUSED, group_noise, row_key, token_noise
 from quire.kernels.merge_states import PARTS_AT_ONCE
 
 FP8 = torch.float8_e4m3fn
@@ -213,6 +217,7 @@ SMALL: dict[str, Callable[[Batch], object]] = {
     "add_rmsnorm": Batch.norm,
     "silu_mul": Batch.activation,
     "sampler": Batch.sample,
+    "draw": Batch.draw,
     "block_copy": lambda batch: batch.copy([1], [2]),
     "offload": lambda batch: batch.offload([1, 2, 3, 4]),
 }
@@ -244,14 +249,78 @@ def test_small_kernels_do_not_spill(name: str) -> None:
             assert code.count(r"LDG\..*\.128") > 0, f"{launch.name} loads less than 16 bytes at a time"
 
 
-def test_the_sampler_launches_few_kernels_and_two_that_read_all_logits() -> None:
+def test_the_sampler_launches_few_kernels_and_reads_all_logits_in_two_of_them() -> None:
     batch = decode_batch(QWEN3_06B)
     drawn, greedy = (
         ["survey_kernel", "bracket_kernel", "collect_kernel", "choose_kernel"],
         ["survey_kernel", "pick_kernel"],
     )
     assert [launch.name for launch in recorded(batch.sample)] == drawn + greedy
+    assert [launch.name for launch in recorded(batch.draw)] == ["survey_kernel", "draw_kernel"]
     assert batch.logits.dtype == QWEN3_06B.dtype, "the logits are converted first"
+
+
+@triton.jit
+def noise_kernel(seeds_ptr, positions_ptr, tokens_ptr, noise_ptr):  # type: ignore[no-untyped-def]
+    places = tl.arange(0, 1024)
+    key = row_key(tl.load(seeds_ptr), tl.load(positions_ptr))
+    tokens = tl.load(tokens_ptr + places)
+    tl.store(noise_ptr + places, token_noise(key, tokens) + group_noise(key, tokens))
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+def test_noise_is_computed_without_fused_operations(gpu: GPU) -> None:
+    """Each product is rounded before it is added, as on a CPU. A division is rounded once, whatever it is made of."""
+    column, numbers = torch.zeros(1, dtype=torch.int64, device=META), torch.zeros(1024, device=META)
+
+    def noise(**options: bool) -> MachineCode:
+        arguments = (column, column, numbers.int(), numbers)
+        (launch,) = recorded(lambda: noise_kernel[(1,)](*arguments, **options), gpu)
+        return compile_launch(launch)
+
+    fused, multiplied = r"[FD]FMA", r"FMUL"
+    assert noise(**UNFUSED).count(fused) == 0
+    assert noise(**UNFUSED).count(multiplied) > 0
+    assert noise().count(fused) > 0, "the test notices nothing"
+    batch = decode_batch(QWEN3_06B)
+    codes = {
+        launch.name: compile_launch(launch)
+        for work in (batch.sample, batch.draw, lambda: batch.draw(filtered=False))
+        for launch in recorded(work, gpu)
+    }
+    for name in ("choose_kernel", "draw_kernel"):
+        assert "fma.rn.f32" not in codes[name].ptx, f"{name} fuses"
+        assert "mul.rn.f32" in codes[name].ptx
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_products_in_fixed_tiles_keep_copies_in_flight(gated: bool, gpu: GPU) -> None:
+    weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=META)
+    launches = {
+        launch.key: launch
+        for count in (1, 7, 64, 1000)
+        for launch in recorded(lambda n=count: fixed_linear(weight[:n], weight, gated=gated), gpu)
+    }
+    (launch,) = launches.values()  # one code, whatever the number of rows
+    code = compile_launch(launch)
+    assert code.spills == 0, code.summary()
+    assert code.count("LDGSTS") == code.count(r"LDGSTS.*\.128") > 0
+    assert code.count("HMMA|HGMMA|UTC.*MMA") > 0
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)
+def test_prefill_in_fixed_tiles_is_one_code_for_decodes_and_prompts(gpu: GPU) -> None:
+    batches = (decode_batch(LLAMA_8B), Batch(LLAMA_8B, (1,), (5000,), META), Batch(LLAMA_8B, (900, 1), (900, 70), META))
+    launches = {
+        launch.key: launch
+        for batch in batches
+        for launch in recorded(lambda each=batch: each.prefill(fixed_tile=True), gpu)
+    }
+    (launch,) = launches.values()
+    code = compile_launch(launch)
+    assert code.spills == 0, code.summary()
+    assert len(code.copy_loops) == 1
 
 
 def step_keys(

@@ -13,7 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import reference_elementwise as reference
-from quire.kernels.sampler import CAPACITY, CHUNK, SamplerWorkspace, _first_beyond, _uniform, argmax, sample
+from quire.kernels import sampler as kernels
+from quire.kernels.gumbel import UNFUSED, group_noise, row_key, token_noise
+from quire.kernels.sampler import CAPACITY, CHUNK, SamplerWorkspace, argmax, sample
+from quire.worker.sampling import gumbel
 from quire.worker.sampling import sampler as cpu
 from quire.worker.sampling.parameters import SamplingParams
 
@@ -102,16 +105,18 @@ def repeated(values: list[float], num_rows: int, device: torch.device) -> Tensor
     return torch.tensor(values, device=device).repeat(num_rows, 1)
 
 
-# Where the uniform number of seed 0 is 0.99996.
-NEARLY_ONE = 3763
-
-
 def last_kept(logits: list[float], rows: list[Row], device: torch.device, *, given: tuple[str, ...]) -> list[int]:
-    """The kernels' draw if the uniform number is nearly 1: the last token kept, unless it is most unlikely."""
-    at_the_end = [replace(row, seed=0, position=NEARLY_ONE) for row in rows]
-    tokens = draw(repeated(logits, len(rows), device), at_the_end, given=given)
-    assert tokens == expected(repeated(logits, len(rows), device), at_the_end)
-    return tokens
+    """The last token that is kept in each row. The kernels keep and draw what the definition does."""
+    given_logits, space = repeated(logits, len(rows), device), workspace(len(logits), device)
+    assert draw(given_logits, rows, given=given, space=space) == expected(given_logits, rows)
+    last = []
+    for row, values, threshold in zip(rows, given_logits.cpu(), space.thresholds.cpu(), strict=False):
+        kept = kept_up_to(threshold, values, row)
+        assert kept == reference.kept_tokens(
+            values, temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, min_p=row.min_p
+        )
+        last.append(max(token for token in kept if values[token] > -math.inf))
+    return last
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -150,38 +155,49 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @triton.jit
-def uniform_kernel(seeds_ptr, positions_ptr, out_ptr):  # type: ignore[no-untyped-def]
-    i = tl.program_id(0)
-    tl.store(out_ptr + i, _uniform(tl.load(seeds_ptr + i), tl.load(positions_ptr + i)))
+def noise_kernel(seeds_ptr, positions_ptr, tokens_ptr, by_token_ptr, by_group_ptr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    places = tl.arange(0, 4096)
+    key = row_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    tokens = tl.load(tokens_ptr + places)
+    tl.store(by_token_ptr + row * 4096 + places, token_noise(key, tokens))
+    tl.store(by_group_ptr + row * 4096 + places, group_noise(key, tokens))
 
 
-def test_uniform_numbers_are_those_of_the_cpu(device: torch.device) -> None:
-    seeds = [0, 0, 1, 2**31, 2**63 - 1, 2**63 - 1, 123456789]
-    at = [0, 1, 0, 2**20, 0, 2**31 - 1, 77]
-    out = torch.full((len(seeds),), math.nan, dtype=torch.float64, device=device)
-    uniform_kernel[(len(seeds),)](
-        torch.tensor(seeds, device=device), torch.tensor(at, dtype=torch.int64, device=device), out
-    )
-    assert out.tolist() == [reference.uniform(seed, position) for seed, position in zip(seeds, at, strict=True)]
-    assert out.tolist() == cpu.uniform(torch.tensor(seeds).numpy().astype("uint64"), at).tolist()
+SEEDS = [0, 0, 1, 2**31, 2**63 - 1, 2**63 - 1, 123456789]
+POSITIONS = [0, 1, 0, 2**20, 0, 2**31 - 1, 77]
 
 
-@triton.jit
-def first_beyond_kernel(cumulative_ptr, weights_ptr, target, out_ptr):  # type: ignore[no-untyped-def]
-    places = tl.arange(0, 8)
-    cumulative = tl.load(cumulative_ptr + places)
-    tl.store(out_ptr, _first_beyond(cumulative, tl.load(weights_ptr + places), target, 8))
+def test_noise_has_the_bits_of_the_cpu(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.cat([torch.tensor(SEEDS), torch.randint(2**62, (25,), generator=generator)])
+    positions = torch.cat([torch.tensor(POSITIONS), torch.randint(2**31, (25,), generator=generator)])
+    tokens = torch.cat([torch.arange(3072), torch.randint(2**20, (1024,), generator=generator)])
+    by_token, by_group = (torch.full((32, 4096), math.nan, device=device) for _ in range(2))
+    noise_kernel[(32,)](seeds.to(device), positions.to(device), tokens.int().to(device), by_token, by_group, **UNFUSED)
+    keys = gumbel.row_keys(seeds.numpy().view("uint64"), positions.numpy())[:, None]
+    bits = torch.from_numpy(gumbel.token_noise(keys, tokens.numpy()[None])).view(torch.int32)
+    assert torch.equal(by_token.cpu().view(torch.int32), bits)
+    # The greatest of the first 48 groups, token by token.
+    assert torch.equal(by_group[:, :48], by_token[:, :3072].view(32, 48, 64).amax(2))
+    exact = [
+        [reference.noise(seed, at, token) for token in range(200)] for seed, at in zip(SEEDS, POSITIONS, strict=True)
+    ]
+    torch.testing.assert_close(by_token[:7, :200].cpu().double(), torch.tensor(exact).double(), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("target", "place"), [(0.0, 1), (0.99, 1), (1.0, 3), (2.5, 3), (3.0, 6), (3.99, 6), (4.0, 6), (9.0, 6)]
-)
-def test_place_in_a_cumulative_sum(target: float, place: int, device: torch.device) -> None:
-    # Rounding may leave the whole sum short of the target, and nothing without weight may be drawn for it.
-    weights = torch.tensor([0.0, 1, 0, 2, 0, 0, 1, 0], dtype=torch.float64, device=device)
-    out = torch.full((1,), -1, dtype=torch.int32, device=device)
-    first_beyond_kernel[(1,)](weights.cumsum(0), weights, target, out)
-    assert out.item() == place
+@pytest.mark.parametrize("vocab_size", [1, SHORT, LONG])
+def test_draws_with_given_thresholds_are_those_of_the_cpu(vocab_size: int, device: torch.device) -> None:
+    logits = random_logits(9, vocab_size, device)
+    columns = {
+        "temperature": torch.full((9,), 1.3),
+        "seeds": torch.arange(9),
+        "positions": torch.arange(9) * 1000,
+        "thresholds": torch.tensor([-math.inf, -6, -3, -2, -1, -0.5, -0.1, 0, -math.inf]),
+    }
+    for given in (columns, {**columns, "thresholds": None}):
+        tokens = kernels.draw(logits, **{name: x if x is None else x.to(device) for name, x in given.items()})
+        assert tokens.tolist() == gumbel.draw(logits.cpu(), **given).tolist()
 
 
 MIXED = [
@@ -234,7 +250,7 @@ def drawn_by_the_cpu(logits: Tensor, rows: list[Row]) -> list[int]:
     ids=str,
 )
 def test_filters_that_no_row_has_need_not_be_given(given: tuple[str, ...], device: torch.device) -> None:
-    row = Row(temperature=2.0, top_k=6, top_p=0.8, min_p=0.3, position=NEARLY_ONE)
+    row = Row(temperature=2.0, top_k=6, top_p=0.8, min_p=0.3, position=2)
     absent = {name: getattr(Row(), name) for name in ("top_k", "top_p", "min_p") if name not in given}
     rows = [replace(row, **absent), replace(row, **absent, position=1), Row(temperature=0)]
     logits = random_logits(1, SHORT, device).repeat(3, 1)
@@ -251,7 +267,7 @@ def test_many_draws_from_one_row(device: torch.device) -> None:
 
 def test_bfloat16_logits_with_many_ties(device: torch.device) -> None:
     logits = random_logits(2, SHORT, device, scale=1).to(torch.bfloat16)
-    rows = [Row(temperature=1.5, top_k=12, top_p=0.9, position=position) for position in (1, NEARLY_ONE)]
+    rows = [Row(temperature=1.5, top_k=12, top_p=0.9, position=position) for position in (1, 2)]
     assert draw(logits, rows) == expected(logits, rows)
 
 
@@ -296,7 +312,7 @@ def test_top_p_does_not_see_min_p(device: torch.device) -> None:
 
 def test_what_is_filtered_out_counts_for_nothing(device: torch.device) -> None:
     # The two unlikely tokens come first.
-    rows = [Row(top_k=2, position=position) for position in (NEARLY_ONE, 1, 2)]
+    rows = [Row(top_k=2, position=position) for position in range(8)]
     logits = repeated([0.0, 0.1, 1.0, 1.5], len(rows), device)
     tokens = draw(logits, rows, given=("top_k",))
     assert tokens == expected(logits, rows)
@@ -307,13 +323,13 @@ def test_tokens_without_probability_are_never_drawn(device: torch.device) -> Non
     logits = [-math.inf, 0.0, -math.inf, 1.0, -math.inf]
     rows = [Row(), Row(top_k=4), Row(top_p=0.999), Row(min_p=1e-6)]
     assert last_kept(logits, rows, device, given=("top_k", "top_p", "min_p")) == [3, 3, 3, 3]
-    first = [Row(position=10062)]  # where the uniform number is 0.00002
-    assert draw(repeated(logits, 1, device), first) == expected(repeated(logits, 1, device), first) == [1]
+    many = [Row(position=position) for position in range(16)]
+    assert set(draw(repeated(logits, 16, device), many)) == {1, 3}
 
 
 def test_extreme_temperatures(device: torch.device) -> None:
     logits = random_logits(2, SHORT, device)
-    rows = [Row(temperature=1e-4, top_k=10, position=NEARLY_ONE), Row(temperature=1e6, top_k=10, position=NEARLY_ONE)]
+    rows = [Row(temperature=1e-4, top_k=10, position=2), Row(temperature=1e6, top_k=10, position=2)]
     tokens = draw(logits, rows)
     assert tokens == expected(logits, rows)
     assert tokens[0] == logits[0].argmax()
@@ -393,7 +409,7 @@ def test_draws_are_those_of_the_cpu_for_any_vocabulary(vocab_size: int, device: 
 
 @pytest.mark.sample
 def test_candidates_that_do_not_fit_are_searched_among_all_tokens(device: torch.device) -> None:
-    rows = [Row(top_k=40, top_p=0.9, position=NEARLY_ONE), Row(top_p=0.99, seed=2), Row(min_p=1e-4, seed=3)]
+    rows = [Row(top_k=40, top_p=0.9, position=2), Row(top_p=0.99, seed=2), Row(min_p=1e-4, seed=3)]
     logits = random_logits(len(rows), LONG, device, scale=0.1)
     space = workspace(LONG, device, capacity=16)
     assert draw(logits, rows, space=space) == expected(logits, rows)
@@ -405,9 +421,10 @@ def test_a_list_whose_end_ties_with_the_rest_is_not_believed(device: torch.devic
     logits = torch.full((1, SHORT), -0.001, device=device)
     logits[0, 1:11] = 0.001
     logits[0, 0] = 2.0**26
-    rows = [Row(temperature=2.0**26, top_k=5, position=NEARLY_ONE)]
+    rows = [Row(temperature=2.0**26, top_k=5, position=2)]
     space = workspace(SHORT, device)
-    assert draw(logits, rows, space=space) == expected(logits, rows) == drawn_by_the_cpu(logits, rows) == [SHORT - 1]
+    assert draw(logits, rows, space=space) == expected(logits, rows) == drawn_by_the_cpu(logits, rows)
+    assert kept_up_to(space.thresholds[0], logits[0], rows[0]) == list(range(SHORT))
     assert space.num_candidates[0] == 11
 
 

@@ -17,7 +17,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prompt-cache": (),
     "routing": (),
     "kernels": ("launches", "gpu", "products", "rates", "chains"),
-    "step": ("grammars", "prompts", "slow-grammar", "peers"),
+    "step": ("draws", "grammars", "prompts", "slow-grammar", "peers"),
     "serve-gpu": (),
     "lab": (),
     "allocator": ("schedulers",),

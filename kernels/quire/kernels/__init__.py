@@ -7,6 +7,7 @@ In the order in which a step runs them:
 
     launching.py        the parts that all launchers share
     dependent_launch.py starts of kernels before the kernel in front has ended
+    fixed_tiles.py      the switch to tiles that do not depend on the batch
     block_copy.py       copies of blocks within the pool
     offload.py          copies of blocks to the host tier and back
     step_ring.py        the begin and the end of a decode step that is one graph
@@ -15,6 +16,7 @@ In the order in which a step runs them:
     add_rmsnorm.py      the norm before each half of a layer
     skinny_linear.py    products of few rows, with norm in front, gate or residual behind
     skinny_tiling.py    their division among programs
+    fixed_linear.py     products of any number of rows in one tile shape
     rope_table.py       cosines and sines by position
     qkv_prologue.py     norm, rope and cache write, between the QKV projection and attention
     cache_write.py      keys and values to their slots, where there is no prologue
@@ -23,6 +25,7 @@ In the order in which a step runs them:
     combine.py          the splits of decode attention made one
     merge_states.py     attention over several sets of keys made one
     silu_mul.py         the middle of a gated MLP
+    gumbel.py           noise of tokens, and the draw
     sampler.py          from logits to tokens
 
 reference.py, reference_prologue.py and reference_elementwise.py define correct results, in float64.

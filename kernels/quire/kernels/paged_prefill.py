@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quire.kernels.decode_plan import UNBOUNDED, first_visible
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.fixed_tiles import are_fixed_tiles_used
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -79,6 +80,7 @@ def paged_prefill(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_splits: int | None = None,
+    fixed_tile: bool | None = None,
     qk_ahead: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -106,6 +108,9 @@ def paged_prefill(
         num_splits      in how many parts the keys of a tile are taken; by default as many as keep the GPU busy, from
                         shapes alone. 1 makes a sequence's result independent of the rest of the batch, but for
                         rounding where the choice of tile differs
+        fixed_tile      one tile whatever the batch is, and one part of keys: a query's result has the same bits alone,
+                        in any batch, and with any of the queries before it in the same call. By default as
+                        use_fixed_tiles() says; not together with num_splits above 1
         qk_ahead        begins the products of the next tile's keys before this one's weights are computed: the same
                         bits, and not timed yet
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
@@ -119,7 +124,8 @@ def paged_prefill(
     are split; no sync. Equal inputs give equal bits.
     """
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
-    numbers = (scaling, window, chunk, softcap, num_splits, qk_ahead)
+    is_fixed = are_fixed_tiles_used() if fixed_tile is None else fixed_tile
+    numbers = (scaling, window, chunk, softcap, num_splits, is_fixed, qk_ahead)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
     num_tokens, num_heads, _ = q.shape
     if out is None:
@@ -162,11 +168,14 @@ def _prepare(
     chunk: int | None,
     softcap: float | None,
     num_splits: int | None,
+    is_fixed: bool,
     qk_ahead: bool,
 ) -> Launch:
     """The launch of paged_prefill_kernel; its grid is [tiles, kv heads, splits]."""
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     _check_numbers(scaling=scaling, window=window, chunk=chunk, softcap=softcap, num_splits=num_splits)
+    if is_fixed and num_splits not in (None, 1):
+        raise ValueError(f"num_splits={num_splits} is not 1, with a fixed tile")
     require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs, max_blocks = block_tables.shape
@@ -176,7 +185,7 @@ def _prepare(
     num_rows = num_tokens * (num_heads // num_kv_heads)
     limits = device_limits(q.device)
     block_m = choose_block_m(
-        num_rows,
+        0 if is_fixed else num_rows,
         num_seqs=num_seqs,
         dtype=q.dtype,
         head_dim=max(head_dim_k, head_dim_v),
@@ -184,7 +193,9 @@ def _prepare(
         limits=limits,
     )
     num_tiles = num_rows // block_m + num_seqs + 1
-    if num_splits is None:
+    if is_fixed:
+        num_splits = 1
+    elif num_splits is None:
         num_splits = choose_num_splits(
             busy_tiles(num_rows, num_seqs=num_seqs, block_m=block_m) * num_kv_heads,
             max_keys=max_blocks * block_size,
@@ -203,6 +214,7 @@ def _prepare(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None or num_splits > 1,
+        is_fixed=is_fixed,
         qk_ahead=qk_ahead,
         stride_unit=stride_unit(q, k_pool, v_pool, out),
         limits=limits,
@@ -261,6 +273,7 @@ def prefill_variant(
     has_alibi: bool,
     has_lse: bool,
     qk_ahead: bool,
+    is_fixed: bool = False,
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
@@ -282,6 +295,7 @@ def prefill_variant(
         "HAS_SINKS": has_sinks,
         "HAS_ALIBI": has_alibi,
         "HAS_LSE": has_lse,
+        "FIXED": is_fixed,
         "QK_AHEAD": qk_ahead,
         "STRIDE_UNIT": stride_unit,
     }
@@ -511,6 +525,7 @@ def paged_prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    FIXED: tl.constexpr,
     QK_AHEAD: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -558,6 +573,10 @@ def paged_prefill_kernel(
         full_begin = tl.cdiv(first_visible(last_position, window, chunk), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     full_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end), full_begin)
+    if FIXED:
+        # Which keys every row sees depends on the other rows of the tile. One loop takes all, so that one code does.
+        full_begin = begin
+        full_end = begin
 
     dims = tl.arange(0, BLOCK_DK)
     q = tl.load(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_MASK_32 = 2**32 - 1
 _MASK_64 = 2**64 - 1
 
 
@@ -66,10 +67,28 @@ def _in_memory_order(block: Tensor) -> Tensor:
     return block.permute(sorted(range(block.dim()), key=lambda dim: -strides[dim]))
 
 
-def uniform(seed: int, position: int) -> float:
-    """Output `position` of the splitmix64 stream that `seed` selects, as 0 <= u < 1."""
-    counter = _mix(seed) + (position + 1) * 0x9E3779B97F4A7C15
-    return (_mix(counter & _MASK_64) >> 11) * 2.0**-53
+def noise(seed: int, position: int, token: int) -> float:
+    """Return the noise of a token: -log(E), E a number of the exponential distribution with rate 1.
+
+    64 tokens are a group. The least E of a group is exponential with rate 64, its token one of 64 that are equally
+    likely. The E of every other token is this and an exponential number with rate 1.
+    """
+    key = _mix((_mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK_64)
+    bits = _hash(key, 2**31 + token // 64)
+    later = 0.0 if bits % 64 == token % 64 else _exponential(_hash(key, token))
+    return -math.log(_exponential(bits) / 64 + later)
+
+
+def _exponential(bits: int) -> float:
+    return -math.log((bits // 64 + 0.5) / 2**26)
+
+
+def _hash(key: int, counter: int) -> int:
+    x = counter ^ (key & _MASK_32)
+    x = ((x ^ (x >> 17)) * 0xED5AD4BB + (key >> 32)) & _MASK_32
+    x = (x ^ (x >> 11)) * 0xAC4C1B51 & _MASK_32
+    x = (x ^ (x >> 15)) * 0x31848BAB & _MASK_32
+    return x ^ (x >> 14)
 
 
 def _mix(x: int) -> int:
@@ -109,16 +128,9 @@ def sample(
     top_p: float = 1,
     min_p: float = 0,
 ) -> int:
-    """Draw one token from one row of logits [V]: the first at which the cumulative weight exceeds u times the whole."""
+    """Draw one token from one row of logits [V]: of those kept the one with the greatest sum of noise and -gap."""
     if temperature == 0:
         return int(logits.argmax())
     kept = kept_tokens(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     gaps = ((logits.float().max() - logits.float()) / temperature).tolist()
-    weights = [math.exp(-gaps[token]) for token in kept]
-    target = uniform(seed, position) * math.fsum(weights)
-    cumulative = 0.0
-    for token, weight in zip(kept, weights, strict=True):
-        cumulative += weight
-        if cumulative > target:
-            return token
-    return kept[-1]
+    return max(kept, key=lambda token: noise(seed, position, token) - gaps[token])

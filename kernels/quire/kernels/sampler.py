@@ -3,25 +3,27 @@
 """Sampling from logits to tokens: argmax, and seeded sampling with top-k, top-p and min-p. Nothing is sorted.
 
 The meaning is that of quire.worker.sampling.sampler: from the same logits a seed draws the same token on a CPU and
-here, but for rounding at a border between two tokens. A row is drawn by inverting its cumulative distribution, in token
-order, at one uniform number that is a hash of (seed, position), and depends on nothing else. (Gumbel noise would need
-a number per token, and give other tokens than the CPU does.)
+here. The token with the greatest sum of score and noise is drawn, and the noise has the same bits (gumbel.py). The
+token can differ only where rounding moves the border of top-p or min-p.
 
-A token's gap is (greatest logit - its logit) / temperature, its weight exp(-gap). Gaps are not negative, so their bits
-as an integer, the keys, are in the same order. Every filter keeps the tokens with a gap of at most some threshold: the
-greatest gap before which there are fewer than k tokens (top-k), or less than a share p of the weight (top-p).
+A token's gap is (greatest logit - its logit) / temperature, its score -gap, its weight exp(-gap). Gaps are not
+negative, so their bits as an integer, the keys, are in the same order. Every filter keeps the tokens with a gap of at
+most some threshold: the greatest gap before which there are fewer than k tokens (top-k), or less than a share p of the
+weight (top-p).
 
     argmax      survey, pick
-    sample      survey      reads the logits: each chunk's greatest, and how many of its tokens lie in each cell, which
-                            is CELL wide in units of the gap
+    draw        survey, draw: the thresholds are given
+    sample      survey      reads the logits: each chunk's and each group's greatest, and how many of a chunk's tokens
+                            lie in each cell, which is CELL wide in units of the gap
                 bracket     a program a row: how many cells from the greatest logit hold all that the filters keep
-                collect     reads the logits: each chunk's weight, and the candidates, the tokens of these cells, in a
-                            list in token order; and the least gap of the others, which proves that none is missing
-                choose      a program a row: the thresholds and the draw, on the list
+                collect     reads the logits of rows with filters: each chunk's weight, and the candidates, the gaps of
+                            the tokens of these cells, in a list; and the least gap of the others, which proves that
+                            none is missing
+                choose      a program a row: the threshold on the list, and the draw, from the groups' greatest and the
+                            logits of a few groups
 
 A row with candidates that do not fit into the list, or can't be told apart from the others, goes through the same
-search and the same draw on its logits instead of the list: slower, and equally exact. All sums of weights are in
-float64.
+search on its logits instead of the list: slower, and equally exact. All sums of weights are in float64.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.gumbel import GROUP, UNFUSED, count_groups, noisy_argmax, row_key
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     ceil_div,
@@ -57,9 +60,10 @@ PIECE = 512
 NUM_CELLS = 64
 _CELL = 0.5
 
-# Candidates of a row, at most. Nuclei of thousands of tokens are rare, and 8 bytes a candidate add up.
+# Candidates of a row, at most. Nuclei of thousands of tokens are rare, and 4 bytes a candidate add up.
 CAPACITY = 8192
 
+_GROUP = tl.constexpr(GROUP)
 _CELLS = tl.constexpr(NUM_CELLS)
 _CELL_WIDTH = tl.constexpr(_CELL)
 # Weights at the two ends of a cell, and at most that of a token beyond the last.
@@ -83,6 +87,7 @@ _PER_ROW = (
     "min_p_ptr",
     "greatest_ptr",
     "likeliest_ptr",
+    "tops_ptr",
     "cells_ptr",
     "lowest_ptr",
     "num_candidates_ptr",
@@ -90,40 +95,35 @@ _PER_ROW = (
     "weights_ptr",
     "next_gaps_ptr",
     "list_gaps_ptr",
-    "list_tokens_ptr",
     "thresholds_ptr",
     "tokens_ptr",
 )
-
-# splitmix64
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerWorkspace:
     """Scratch memory of the sampler, for up to max_num_seqs rows of vocab_size logits: C = ceil(vocab_size / CHUNK).
 
-    Serves one stream at a time. L = capacity candidates a row.
+    Serves one stream at a time. G = ceil(vocab_size / GROUP), L = capacity candidates a row.
 
     greatest        [max_num_seqs, C]               float32, of each chunk
     likeliest       [max_num_seqs, C]               int32, the token that has it
+    tops            [max_num_seqs, G]               float32, the greatest of each group
     cells           [max_num_seqs, C, NUM_CELLS]    int32, tokens in each cell below the chunk's greatest; the last
                                                     holds all from there on
     lowest          [max_num_seqs]                  int32, the lowest cell of the row's candidates
-    num_candidates  [max_num_seqs]                  int32, 0 if they do not fit
+    num_candidates  [max_num_seqs]                  int32, 0 if they do not fit, -1 without filters
     offsets         [max_num_seqs, C]               int32, where the candidates of a chunk begin in the list
     weights         [max_num_seqs, C]               float64, of all tokens
     next_gaps       [max_num_seqs, C]               float32, the least gap of a token that is no candidate
     list_gaps       [max_num_seqs, L]               float32, in token order
-    list_tokens     [max_num_seqs, L]               int32
     thresholds      [max_num_seqs]                  float32, the greatest gap kept; inf if none is filtered out
     """
 
     vocab_size: int
     greatest: Tensor
     likeliest: Tensor
+    tops: Tensor
     cells: Tensor
     lowest: Tensor
     num_candidates: Tensor
@@ -131,14 +131,13 @@ class SamplerWorkspace:
     weights: Tensor
     next_gaps: Tensor
     list_gaps: Tensor
-    list_tokens: Tensor
     thresholds: Tensor
 
     @classmethod
     def allocate(
         cls, *, max_num_seqs: int, vocab_size: int, device: torch.device | str, capacity: int = CAPACITY
     ) -> SamplerWorkspace:
-        """Raises ValueError for a size below 1. Takes about 280 bytes per row and chunk, 8 per row and candidate."""
+        """Raises ValueError for a size below 1. Takes about 540 bytes per row and chunk, 4 per row and candidate."""
         require_at_least("max_num_seqs", max_num_seqs, 1)
         require_at_least("vocab_size", vocab_size, 1)
         require_at_least("capacity", capacity, 1)
@@ -151,6 +150,7 @@ class SamplerWorkspace:
             vocab_size=vocab_size,
             greatest=empty(torch.float32, *shape),
             likeliest=empty(torch.int32, *shape),
+            tops=empty(torch.float32, max_num_seqs, ceil_div(vocab_size, GROUP)),
             cells=empty(torch.int32, *shape, NUM_CELLS),
             lowest=empty(torch.int32, max_num_seqs),
             num_candidates=empty(torch.int32, max_num_seqs),
@@ -158,7 +158,6 @@ class SamplerWorkspace:
             weights=empty(torch.float64, *shape),
             next_gaps=empty(torch.float32, *shape),
             list_gaps=empty(torch.float32, max_num_seqs, capacity),
-            list_tokens=empty(torch.int32, max_num_seqs, capacity),
             thresholds=empty(torch.float32, max_num_seqs),
         )
 
@@ -196,31 +195,19 @@ def _cell(logits, temperature):
     return tl.minimum(tl.maximum(places, -_FARTHEST_CELL), _FARTHEST_CELL).to(tl.int32)
 
 
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * _FACTOR_1
-    x = (x ^ (x >> 27)) * _FACTOR_2
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _uniform(seed, position):
-    """Return 0 <= u < 1, float64, equal to quire.worker.sampling.sampler.uniform."""
-    counter = position.to(tl.uint64) + 1
-    bits = _mix(_mix(seed.to(tl.uint64)) + counter * _GOLDEN) >> 11
-    return bits.to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
-
-
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def survey_kernel(
     logits_ptr,  # [B, V]
     temperature_ptr,  # [B], None without COUNTS
     greatest_ptr,  # [B, C]
     likeliest_ptr,  # [B, C]
+    tops_ptr,  # [B, G], None without TOPS
     cells_ptr,  # [B, C, CELLS], None without COUNTS
     vocab_size,
     num_chunks,
+    num_groups,
     stride_row,
+    TOPS: tl.constexpr,
     COUNTS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -235,6 +222,10 @@ def survey_kernel(
     tl.store(greatest_ptr + place, greatest)
     # Logits that are no numbers have no greatest: any token then, but one of the vocabulary.
     tl.store(likeliest_ptr + place, tl.minimum(chunk * CHUNK + index, vocab_size - 1))
+    if TOPS:
+        tops = tl.max(tl.reshape(logits, (CHUNK // _GROUP, _GROUP)), 1)
+        groups = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+        tl.store(tops_ptr + row.to(tl.int64) * num_groups + groups, tops, mask=groups < num_groups)
     if COUNTS:
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0.0:
@@ -343,12 +334,12 @@ def bracket_kernel(
         if (k == 0) | (p >= 1.0):
             last = tl.minimum(last.to(tl.float32), widest * (1.0 / _CELL_WIDTH) + 1.0).to(tl.int32)
         last = tl.minimum(last, tl.sum((so_far <= capacity).to(tl.int32), 0) - 1)
-        filtered = (k > 0) | (p < 1.0) | (widest < float("inf"))
-        last = tl.where(filtered, last, -1)
+        is_filtered = (k > 0) | (p < 1.0) | (widest < float("inf"))
+        last = tl.where(is_filtered, last, -1)
 
         in_list = tl.sum(tl.where(cells[None, :] <= last, counts, 0), 1)
         tl.store(offsets_ptr + row * num_chunks + chunks, tl.cumsum(in_list, 0) - in_list, mask=chunks < num_chunks)
-        tl.store(num_candidates_ptr + row, tl.sum(in_list, 0))
+        tl.store(num_candidates_ptr + row, tl.where(is_filtered, tl.sum(in_list, 0), -1))
         tl.store(lowest_ptr + row, highest - last)
 
 
@@ -363,7 +354,6 @@ def collect_kernel(
     weights_ptr,  # [B, C]
     next_gaps_ptr,  # [B, C]
     list_gaps_ptr,  # [B, L]
-    list_tokens_ptr,  # [B, L]
     vocab_size,
     num_chunks,
     capacity,
@@ -377,20 +367,21 @@ def collect_kernel(
     row = tl.program_id(1)
     place = row * num_chunks + chunk
     temperature = tl.load(temperature_ptr + row)
-    if temperature > 0.0:
+    # Of a greedy row the number is not written.
+    num_candidates = tl.where(temperature > 0.0, tl.load(num_candidates_ptr + row), -1)
+    if num_candidates >= 0:
         greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = tokens < vocab_size
         logits = _load_logits(logits_ptr, tokens, stride_row, row, vocab_size)
         gaps = tl.div_rn(greatest - logits, temperature)
         tl.store(weights_ptr + place, tl.sum(tl.where(inside, tl.exp(-gaps), 0.0).to(tl.float64), 0))
-        if tl.load(num_candidates_ptr + row) > 0:
+        if num_candidates > 0:
             is_candidate = inside & (_cell(logits, temperature) >= tl.load(lowest_ptr + row))
             tl.store(next_gaps_ptr + place, tl.min(tl.where(inside & ~is_candidate, gaps, float("inf")), 0))
             number = tl.cumsum(is_candidate.to(tl.int32), 0) - 1
             begin = row.to(tl.int64) * capacity + tl.load(offsets_ptr + place)
             tl.store(list_gaps_ptr + begin + number, gaps, mask=is_candidate)
-            tl.store(list_tokens_ptr + begin + number, tokens, mask=is_candidate)
 
 
 @triton.jit
@@ -557,49 +548,48 @@ def _threshold(
 
 
 @triton.jit
-def _first_beyond(cumulative, weights, target, SIZE: tl.constexpr):
-    """The first place with weight where the cumulative weight exceeds target; after rounding, the last with any."""
-    places = tl.arange(0, SIZE)
-    first = tl.min(tl.where((cumulative > target) & (weights > 0.0), places, SIZE), 0)
-    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
-    return tl.where(first < SIZE, first, last)
-
-
-@triton.jit
-def _draw_entry(
-    target,
-    before,
-    begin,
-    end,
-    threshold,
+def _filtered_up_to(
     size,
-    on_list,
     greatest,
     temperature,
+    k,
+    p,
+    widest,
     logits_ptr,
+    weights_ptr,
+    next_gaps_ptr,
     list_gaps_ptr,
     stride_row,
     row,
+    vocab_size,
+    num_chunks,
     capacity,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The first of the entries begin .. end - 1 at which the weight of those up to the threshold exceeds the target;
-    before is that of the entries in front. After rounding, the last with weight.
-    """
-    entry = begin
-    while begin < end:
-        gaps = _load_gaps(
-            begin, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity, PIECE
-        )
-        kept = (gaps <= threshold) & (begin + tl.arange(0, PIECE) < end)
-        weights = tl.where(kept, tl.exp(-gaps), 0.0).to(tl.float64)
-        place = _first_beyond(before + tl.cumsum(weights, 0), weights, target, PIECE)
-        weight = tl.sum(weights, 0)
-        if weight > 0.0:
-            entry = begin + place
-        before += weight
-        begin = tl.where(before > target, end, begin + PIECE)
-    return entry
+    """Return the greatest gap that the filters of a row keep: by its list of `size` candidates, or without by all."""
+    threshold = tl.full([], float("inf"), tl.float32)
+    total = tl.sum(_load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS), 0)
+    on_list = size > 0
+    next_gap = tl.full([], float("inf"), tl.float32)
+    if on_list:
+        next_gap = tl.min(_load_row(next_gaps_ptr, row, num_chunks, float("inf"), CHUNKS), 0)
+    if not on_list:
+        size = vocab_size
+    searching = size > 0
+    while searching:
+        threshold, is_proved = _threshold(
+            k, p, widest, total, next_gap, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr,
+            stride_row, row, capacity, HAS_TOP_K, HAS_TOP_P, PIECE,
+        )  # fmt: skip
+        searching = on_list & ~is_proved
+        if searching:
+            on_list = size < 0
+            size = vocab_size
+            next_gap = tl.full([], float("inf"), tl.float32)
+    return threshold
 
 
 @triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=_PER_ROW)
@@ -613,22 +603,23 @@ def choose_kernel(
     min_p_ptr,  # [B]
     greatest_ptr,  # [B, C]
     likeliest_ptr,  # [B, C]
+    tops_ptr,  # [B, G]
     num_candidates_ptr,  # [B]
     weights_ptr,  # [B, C]
     next_gaps_ptr,  # [B, C]
     list_gaps_ptr,  # [B, L]
-    list_tokens_ptr,  # [B, L]
     thresholds_ptr,  # [B]
     tokens_ptr,  # [B]
     vocab_size,
     num_chunks,
     capacity,
+    num_groups,
     stride_row,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -638,56 +629,60 @@ def choose_kernel(
     token = _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS)
     if temperature > 0.0:
         greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
-        u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        k, p, widest = _load_filters(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P)
         threshold = tl.full([], float("inf"), tl.float32)
-        before = tl.zeros([], tl.float64)
-        begin = tl.zeros([], tl.int32)
         size = tl.load(num_candidates_ptr + row)
-        on_list = size > 0
-        if (k > 0) | (p < 1.0) | (widest < float("inf")):
-            total = tl.sum(_load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS), 0)
-            next_gap = tl.full([], float("inf"), tl.float32)
-            if on_list:
-                next_gap = tl.min(_load_row(next_gaps_ptr, row, num_chunks, float("inf"), CHUNKS), 0)
-            if not on_list:
-                size = vocab_size
-            searching = size > 0
-            while searching:
-                threshold, is_proved = _threshold(
-                    k, p, widest, total, next_gap, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr,
-                    stride_row, row, capacity, HAS_TOP_K, HAS_TOP_P, PIECE,
-                )  # fmt: skip
-                searching = on_list & ~is_proved
-                if searching:
-                    on_list = size < 0
-                    size = vocab_size
-                    next_gap = tl.full([], float("inf"), tl.float32)
-            kept_weight, _ = _sum_up_to(
-                threshold, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr, stride_row, row, capacity,
-                PIECE,
+        if size >= 0:
+            k, p, widest = _load_filters(
+                top_k_ptr, top_p_ptr, min_p_ptr, row, vocab_size, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
+            )
+            threshold = _filtered_up_to(
+                size, greatest, temperature, k, p, widest, logits_ptr, weights_ptr, next_gaps_ptr, list_gaps_ptr,
+                stride_row, row, vocab_size, num_chunks, capacity, HAS_TOP_K, HAS_TOP_P, CHUNKS, PIECE,
             )  # fmt: skip
-            target = u * kept_weight
-            end = size
-        else:
-            # Only the chunk that holds the token.
-            chunk_weights = _load_row(weights_ptr, row, num_chunks, 0.0, CHUNKS)
-            target = u * tl.sum(chunk_weights, 0)
-            chunk = _first_beyond(tl.cumsum(chunk_weights, 0), chunk_weights, target, CHUNKS)
-            before = tl.sum(tl.where(tl.arange(0, CHUNKS) < chunk, chunk_weights, 0.0), 0)
-            size = vocab_size
-            begin = chunk * CHUNK
-            end = tl.minimum(begin + CHUNK, vocab_size)
-        entry = _draw_entry(
-            target, before, begin, end, threshold, size, on_list, greatest, temperature, logits_ptr, list_gaps_ptr,
-            stride_row, row, capacity, PIECE,
-        )  # fmt: skip
-        token = entry.to(tl.int64)
-        if on_list:
-            token = tl.load(list_tokens_ptr + row.to(tl.int64) * capacity + entry).to(tl.int64)
         tl.store(thresholds_ptr + row, threshold)
-    # Logits that are no numbers draw any token, but one of the vocabulary.
-    tl.store(tokens_ptr + row, tl.minimum(tl.maximum(token, 0), vocab_size - 1))
+        key = row_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        token = noisy_argmax(
+            logits_ptr, tops_ptr, greatest, token, temperature, threshold, key, stride_row, row, vocab_size, num_groups,
+            GROUPS,
+        )  # fmt: skip
+    tl.store(tokens_ptr + row, token)
+
+
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
+def draw_kernel(
+    logits_ptr,  # [B, V]
+    temperature_ptr,  # [B]
+    seeds_ptr,  # [B]
+    positions_ptr,  # [B]
+    thresholds_ptr,  # [B], None without FILTERED: the least scores
+    greatest_ptr,  # [B, C]
+    likeliest_ptr,  # [B, C]
+    tops_ptr,  # [B, G]
+    tokens_ptr,  # [B]
+    vocab_size,
+    num_chunks,
+    num_groups,
+    stride_row,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_earlier_kernels(PDL)
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    token = _likeliest(greatest_ptr, likeliest_ptr, row, num_chunks, CHUNKS)
+    if temperature > 0.0:
+        greatest = tl.max(_load_row(greatest_ptr, row, num_chunks, float("-inf"), CHUNKS), 0)
+        threshold = tl.full([], float("inf"), tl.float32)
+        if FILTERED:
+            threshold = -tl.load(thresholds_ptr + row)
+        key = row_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        token = noisy_argmax(
+            logits_ptr, tops_ptr, greatest, token, temperature, threshold, key, stride_row, row, vocab_size, num_groups,
+            GROUPS,
+        )  # fmt: skip
+    tl.store(tokens_ptr + row, token)
 
 
 def plan_launch(vocab_size: int) -> tuple[dict[str, int], int, int]:
@@ -709,7 +704,7 @@ def argmax(logits: Tensor, *, workspace: SamplerWorkspace, out: Tensor | None = 
     if logits.shape[0] == 0:
         return tokens
     constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    _launch_survey(logits, workspace, None)
+    _launch_survey(logits, workspace.greatest, workspace.likeliest, None, None, None)
     pick_kernel[(logits.shape[0],)](
         workspace.greatest,
         workspace.likeliest,
@@ -749,9 +744,10 @@ def sample(
 
     Tokens do not depend on the dtype of the logits, only on their values. Raises ValueError if a shape, dtype or device
     is another, or the workspace is for fewer rows or another V. No sync.
-    Cost: 4 launches, whatever the parameters are, 3 without top_k, top_p and min_p; reads the logits twice. A row
-    without a filter reads a chunk once more, one with more candidates than the workspace's capacity its logits 8 to 40
-    times more, in one program.
+    Cost: 4 launches, whatever the parameters are, and 2 without top_k, top_p and min_p. Reads the logits once, and a
+    second time in rows with a filter; a row with more candidates than the workspace's capacity 8 to 40 times more, in
+    one program. Besides these the logits of about 10 groups of GROUP tokens, of GROUP groups on average in the worst
+    case.
     """
     _check_parameters(
         logits, temperature=temperature, seeds=seeds, positions=positions, top_k=top_k, top_p=top_p, min_p=min_p
@@ -760,14 +756,19 @@ def sample(
     num_rows = logits.shape[0]
     if num_rows == 0:
         return tokens
+    if top_k is None and top_p is None and min_p is None:
+        surveyed = workspace.greatest, workspace.likeliest, workspace.tops
+        _launch_draw(logits, temperature, seeds, positions, None, *surveyed, tokens)
+        return tokens
     constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     filters = {"HAS_TOP_K": top_k is not None, "HAS_TOP_P": top_p is not None, "HAS_MIN_P": min_p is not None}
     grid = (workspace.num_chunks, num_rows)
     sizes = (workspace.vocab_size, workspace.num_chunks, workspace.capacity)
+    num_groups, groups = count_groups(workspace.vocab_size)
     # Where a kernel reads no top_k, top_p or min_p, it is given temperature for it.
     given = [temperature if column is None else column for column in (top_k, top_p, min_p)]
-    _launch_survey(logits, workspace, temperature)
+    _launch_survey(logits, workspace.greatest, workspace.likeliest, workspace.tops, workspace.cells, temperature)
     bracket_kernel[(num_rows,)](
         temperature, *given, workspace.greatest, workspace.cells, workspace.lowest, workspace.num_candidates,
         workspace.offsets, *sizes, CHUNKS=constexprs["CHUNKS"], **filters,
@@ -775,30 +776,89 @@ def sample(
     )  # fmt: skip
     collect_kernel[grid](
         logits, temperature, workspace.greatest, workspace.lowest, workspace.num_candidates, workspace.offsets,
-        workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens, *sizes, logits.stride(0),
+        workspace.weights, workspace.next_gaps, workspace.list_gaps, *sizes, logits.stride(0),
         **constexprs, **dependent_options(collect_kernel, logits.device), **options,
     )  # fmt: skip
     choose_kernel[(num_rows,)](
-        logits, temperature, seeds, positions, *given, workspace.greatest, workspace.likeliest,
-        workspace.num_candidates, workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.list_tokens,
-        workspace.thresholds, tokens, *sizes, logits.stride(0), **filters, **constexprs, PIECE=PIECE,
-        **dependent_options(choose_kernel, logits.device), **options,
+        logits, temperature, seeds, positions, *given, workspace.greatest, workspace.likeliest, workspace.tops,
+        workspace.num_candidates, workspace.weights, workspace.next_gaps, workspace.list_gaps, workspace.thresholds,
+        tokens, *sizes, num_groups, logits.stride(0), CHUNKS=constexprs["CHUNKS"], GROUPS=groups, PIECE=PIECE,
+        **filters, **dependent_options(choose_kernel, logits.device), **options, **UNFUSED,
     )  # fmt: skip
     return tokens
 
 
+def draw(
+    logits: Tensor, *, temperature: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
+    """Draw a token per row from what given thresholds keep.
+
+    Sizes: B rows, V vocabulary. Everything but the logits is contiguous, and on their device.
+        logits              [B, V]  fp32/fp16/bf16, V contiguous; finite or -inf, not all -inf
+        temperature         [B]     float32, >= 0; 0 takes the greatest logit
+        seeds, positions    [B]     int64, >= 0
+        thresholds          [B]     float32, the least score, (logit - greatest logit) / temperature, that may be drawn.
+                                    None: all may
+        returns             [B]     int64
+
+    Raises ValueError if a shape, dtype or device is another. No sync. Cost: 2 launches; reads the logits once, and
+    those of a few groups again; about 80 bytes of memory for each 1,000 logits.
+    """
+    _check_parameters(logits, temperature=temperature, seeds=seeds, positions=positions, thresholds=thresholds)
+    num_rows, vocab_size = logits.shape
+    tokens = _new_tokens(logits, vocab_size, None)
+    if num_rows:
+        by_chunk = (num_rows, ceil_div(vocab_size, CHUNK))
+        surveyed = (
+            torch.empty(by_chunk, dtype=torch.float32, device=logits.device),
+            torch.empty(by_chunk, dtype=torch.int32, device=logits.device),
+            torch.empty((num_rows, ceil_div(vocab_size, GROUP)), dtype=torch.float32, device=logits.device),
+        )
+        _launch_draw(logits, temperature, seeds, positions, thresholds, *surveyed, tokens)
+    return tokens
+
+
+def _launch_draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None,
+    greatest: Tensor,
+    likeliest: Tensor,
+    tops: Tensor,
+    tokens: Tensor,
+) -> None:
+    vocab_size = logits.shape[1]
+    constexprs, num_warps, num_stages = plan_launch(vocab_size)
+    num_groups, groups = count_groups(vocab_size)
+    _launch_survey(logits, greatest, likeliest, tops, None, None)
+    draw_kernel[(logits.shape[0],)](
+        logits, temperature, seeds, positions, thresholds, greatest, likeliest, tops, tokens, vocab_size,
+        greatest.shape[1], num_groups, logits.stride(0), FILTERED=thresholds is not None, CHUNKS=constexprs["CHUNKS"],
+        GROUPS=groups, **dependent_options(draw_kernel, logits.device), num_warps=num_warps, num_stages=num_stages,
+        **UNFUSED,
+    )  # fmt: skip
+
+
 def _tokens(logits: Tensor, workspace: SamplerWorkspace, out: Tensor | None) -> Tensor:
-    require_shape("logits", logits, (None, workspace.vocab_size))
+    tokens = _new_tokens(logits, workspace.vocab_size, out)
+    if logits.shape[0] > workspace.max_num_seqs:
+        raise ValueError(f"logits has {logits.shape[0]} rows, the workspace is for {workspace.max_num_seqs}")
+    require_same_device(logits=logits, workspace=workspace.greatest)
+    return tokens
+
+
+def _new_tokens(logits: Tensor, vocab_size: int, out: Tensor | None) -> Tensor:
+    require_shape("logits", logits, (None, vocab_size))
     require_dtype("logits", logits, FLOAT_DTYPES)
     require_last_contiguous("logits", logits)
     num_rows = logits.shape[0]
-    if num_rows > workspace.max_num_seqs:
-        raise ValueError(f"logits has {num_rows} rows, the workspace is for {workspace.max_num_seqs}")
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
     require_shape("out", tokens, (num_rows,))
     require_dtype("out", tokens, torch.int64)
     require_contiguous("out", tokens)
-    require_same_device(logits=logits, workspace=workspace.greatest, out=tokens)
+    require_same_device(logits=logits, out=tokens)
     return tokens
 
 
@@ -806,6 +866,7 @@ _PARAMETER_DTYPES = {
     "temperature": torch.float32,
     "seeds": torch.int64,
     "positions": torch.int64,
+    "thresholds": torch.float32,
     "top_k": torch.int64,
     "top_p": torch.float64,
     "min_p": torch.float64,
@@ -821,19 +882,30 @@ def _check_parameters(logits: Tensor, **parameters: Tensor | None) -> None:
     require_same_device(logits=logits, **parameters)
 
 
-def _launch_survey(logits: Tensor, workspace: SamplerWorkspace, temperature: Tensor | None) -> None:
-    """Without a temperature it counts no cells."""
-    constexprs, num_warps, num_stages = plan_launch(workspace.vocab_size)
-    survey_kernel[(workspace.num_chunks, logits.shape[0])](
+def _launch_survey(
+    logits: Tensor,
+    greatest: Tensor,
+    likeliest: Tensor,
+    tops: Tensor | None,
+    cells: Tensor | None,
+    temperature: Tensor | None,
+) -> None:
+    """Without tops the greatest logits of groups are not found, and without cells nothing is counted."""
+    vocab_size = logits.shape[1]
+    constexprs, num_warps, num_stages = plan_launch(vocab_size)
+    survey_kernel[(greatest.shape[1], logits.shape[0])](
         logits,
         temperature,
-        workspace.greatest,
-        workspace.likeliest,
-        None if temperature is None else workspace.cells,
-        workspace.vocab_size,
-        workspace.num_chunks,
+        greatest,
+        likeliest,
+        tops,
+        cells,
+        vocab_size,
+        greatest.shape[1],
+        count_groups(vocab_size)[0],
         logits.stride(0),
-        COUNTS=temperature is not None,
+        TOPS=tops is not None,
+        COUNTS=cells is not None,
         CHUNK=constexprs["CHUNK"],
         **dependent_options(survey_kernel, logits.device),
         num_warps=num_warps,

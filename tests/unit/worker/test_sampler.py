@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
+from quire.worker.sampling import gumbel
 from quire.worker.sampling import sampler as sampler_module
 from quire.worker.sampling.constraints import NUM_REMEMBERED
 from quire.worker.sampling.parameters import SamplingParams
-from quire.worker.sampling.sampler import Sampler, SamplerStatistics, uniform
+from quire.worker.sampling.sampler import Sampler, SamplerStatistics
 
 VOCAB = 50
 PROMPT = [3, 7, 7, 19, 40]
@@ -69,36 +70,44 @@ def hf_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tens
     return scores[0].double().softmax(-1)
 
 
-def drawn_tokens(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, logits: torch.Tensor, u: float) -> list[int]:
-    """Tokens of all rows when every uniform number is u."""
-    monkeypatch.setattr(sampler_module, "uniform", lambda seeds, positions: np.full(len(positions), u))
+def tokens_at(sampler: Sampler, logits: torch.Tensor, positions: range) -> list[list[int]]:
+    """Tokens of all rows at each position."""
     rows = list(range(len(logits)))
-    return sampler.sample(logits, rows, [0] * len(rows)).tokens.tolist()
+    return [sampler.sample(logits, rows, [position] * len(rows)).tokens.tolist() for position in positions]
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, *, num: int, seed: int = 0) -> list[int]:
+    """Draw from one row of logits [V] at positions 0 .. num - 1, all at once."""
+    sampler = Sampler(max_num_seqs=num, vocab_size=len(logits), device="cpu")
+    for row in range(num):
+        sampler.set_params(row, replace(params, seed=seed), prompt_token_ids=PROMPT, output_token_ids=OUTPUT)
+    return sampler.sample(logits.expand(num, -1).contiguous(), range(num), range(num)).tokens.tolist()
 
 
 @pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS.keys())
-def test_inverts_the_distribution_of_transformers(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_the_greatest_sum_of_transformers_log_probabilities_and_noise(params: SamplingParams) -> None:
     for seed in range(5):
-        logits = random_logits(1, seed=seed)
-        probabilities = hf_probabilities(logits[0], params)
-        cumulative = probabilities.cumsum(-1)
-        for token in probabilities.nonzero().flatten().tolist():
-            low = float(cumulative[token] - probabilities[token])
-            middle = low + float(probabilities[token]) / 2
-            if probabilities[token] > 1e-6:
-                assert drawn_tokens(monkeypatch, make_sampler(params), logits, middle) == [token]
-        kept = set(probabilities.nonzero().flatten().tolist())
-        for u in np.linspace(0, 1, 97, endpoint=False):
-            assert drawn_tokens(monkeypatch, make_sampler(params), logits, u)[0] in kept
+        logits = random_logits(1, seed=seed)[0]
+        probabilities = hf_probabilities(logits, params)
+        noise = noise_at(np.full(100, seed), np.arange(100), VOCAB)
+        sums = probabilities.log() + torch.from_numpy(noise).double()
+        assert draws(logits, params, num=100, seed=seed) == sums.argmax(1).tolist()
+        assert (probabilities[draws(logits, params, num=100, seed=seed)] > 0).all()
 
 
-@pytest.mark.parametrize("u", np.linspace(0, 1, 23, endpoint=False))
-def test_rows_of_a_batch_do_not_change_one_another(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def noise_at(seeds: Any, positions: Any, vocab_size: int) -> Any:
+    """The noise of every token, [n, vocab_size]."""
+    keys = gumbel.row_keys(np.asarray(seeds, dtype=np.uint64), np.asarray(positions))
+    return gumbel.token_noise(keys[:, None], np.arange(vocab_size)[None])
+
+
+@pytest.mark.parametrize("position", range(7))
+def test_rows_of_a_batch_do_not_change_one_another(position: int) -> None:
     """Every mixture of parameters: a row draws among the others as it draws alone."""
     params = [*FILTERS.values(), SamplingParams(), SamplingParams(repetition_penalty=2.0)]
     logits = random_logits(len(params))
-    together = drawn_tokens(monkeypatch, make_sampler(*params), logits, u)
-    alone = [drawn_tokens(monkeypatch, make_sampler(each), logits[[i]], u)[0] for i, each in enumerate(params)]
+    [together] = tokens_at(make_sampler(*params), logits, range(position, position + 1))
+    alone = [make_sampler(each).sample(logits[[i]], [0], [position]).tokens.item() for i, each in enumerate(params)]
     assert together == alone
 
 
@@ -118,29 +127,6 @@ def test_greedy_takes_the_greatest_whatever_the_filters() -> None:
     assert sampler.sample(logits, [2, 1, 0], [4, 5, 6]).tokens.tolist() == logits.argmax(-1).tolist()
 
 
-def test_draws_by_frequency() -> None:
-    params = SamplingParams(temperature=0.9, top_k=4, seed=17)
-    logits = random_logits(1)
-    probabilities = hf_probabilities(logits[0], params)
-    sampler = make_sampler(params)
-    counts = torch.zeros(VOCAB, dtype=torch.float64)
-    for position in range(3000):
-        counts[sampler.sample(logits, [0], [position]).tokens] += 1
-    assert (counts / 3000 - probabilities).abs().max() < 0.03
-
-
-def test_a_seed_means_the_same_forever() -> None:
-    """Known answers: changing them breaks what a seed promises to users."""
-    seeds = np.array([0, 0, 1, 2**63 - 1], dtype=np.uint64)
-    assert uniform(seeds, [0, 1, 0, 123456]).tolist() == KNOWN_UNIFORMS
-    spread = uniform(np.arange(4096, dtype=np.uint64), [7] * 4096)
-    assert abs(float(spread.mean()) - 0.5) < 0.02
-    assert np.histogram(spread, bins=16, range=(0, 1))[0].min() > 180
-
-
-KNOWN_UNIFORMS = [0.8833108082136426, 0.43152799704850997, 0.7497482413580301, 0.46238294750135]
-
-
 def test_position_and_seed_decide_and_nothing_else() -> None:
     logits = random_logits(1, scale=0.5)
     tokens = [
@@ -154,22 +140,33 @@ def test_position_and_seed_decide_and_nothing_else() -> None:
     assert len({token for (token,) in tokens}) > 3
 
 
-def test_the_last_uniform_draws_the_last_token_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.full((1, VOCAB), -50.0)
-    logits[0, [4, 9]] = torch.tensor([1.0, 2.0])
-    sampler = make_sampler(SamplingParams(temperature=1.0, top_k=2))
-    assert drawn_tokens(monkeypatch, sampler, logits, 1 - 2**-53) == [9]
-    assert drawn_tokens(monkeypatch, sampler, logits, 0.0) == [4]
+def test_what_is_filtered_out_is_never_drawn() -> None:
+    logits = torch.full((VOCAB,), -50.0)
+    logits[[4, 9]] = torch.tensor([1.0, 2.0])
+    assert set(draws(logits, SamplingParams(temperature=1.0, top_k=2), num=200)) == {4, 9}
+    logits[:] = -math.inf
+    logits[[4, 9]] = torch.tensor([1.0, 2.0])
+    assert set(draws(logits, SamplingParams(temperature=9.0), num=200)) == {4, 9}
 
 
-def test_extreme_logits_and_temperatures_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = random_logits(1) * 1e6
-    logits[0, 5] = -math.inf
+def test_extreme_logits_and_temperatures_stay_finite() -> None:
+    logits = random_logits(1)[0] * 1e6
+    logits[5] = -math.inf
     for temperature in (1e-9, 1e-3, 1e9):
-        sampler = make_sampler(SamplingParams(temperature=temperature))
-        token = drawn_tokens(monkeypatch, sampler, logits, 0.5)[0]
-        assert token != 5
-        assert temperature > 1 or token == logits.argmax()
+        tokens = draws(logits, SamplingParams(temperature=temperature), num=50)
+        assert 5 not in tokens
+        assert temperature > 1 or set(tokens) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), FILTERS["all filters"]], ids=["plain", "filters"])
+def test_a_row_without_numbers_gets_a_token_of_the_vocabulary(params: SamplingParams, value: float) -> None:
+    logits = torch.full((2, 70), value)
+    logits[1] = random_logits(1, vocab_size=70)
+    sampler = make_sampler(params, params, vocab_size=70)
+    tokens = sampler.sample(logits, [0, 1], [3, 3]).tokens.tolist()
+    assert 0 <= tokens[0] < 70
+    assert tokens[1] == make_sampler(params, vocab_size=70).sample(logits[1:], [0], [3]).tokens.item()
 
 
 def test_a_flat_distribution_needs_the_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,17 +176,16 @@ def test_a_flat_distribution_needs_the_sort(monkeypatch: pytest.MonkeyPatch) -> 
     expected = []
     for candidates in ((2000,), (8, 64), ()):
         monkeypatch.setattr(sampler_module, "TOP_P_CANDIDATES", candidates)
-        sampler = make_sampler(*params, vocab_size=2000)
-        expected.append([drawn_tokens(monkeypatch, sampler, logits, u / 50) for u in range(50)])
+        expected.append(tokens_at(make_sampler(*params, vocab_size=2000), logits, range(50)))
     assert expected[0] == expected[1] == expected[2]
 
 
-def test_ties_at_the_threshold_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
+def test_ties_at_the_threshold_are_kept() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
     for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.6)):
-        sampler = make_sampler_without_history(params, vocab_size=5)
-        tokens = {drawn_tokens(monkeypatch, sampler, logits, u / 20)[0] for u in range(20)}
-        assert tokens == {1, 2, 3}
+        sampler = Sampler(max_num_seqs=1, vocab_size=5, device="cpu")
+        sampler.set_params(0, params)
+        assert {token for [token] in tokens_at(sampler, logits[None], range(100))} == {1, 2, 3}
 
 
 def make_sampler_without_history(params: SamplingParams, *, vocab_size: int) -> Sampler:

@@ -1,8 +1,10 @@
 """Attention of a step in Triton's kernels; quire.worker.attention.torch_attention is the same in torch.
 
 Sequences with one query go through the decode kernel, under a work list that all layers with the same mask share, and
-the others through the prefill kernel; a step of both is two launches a layer. Lengths are read on the device: nothing
-here depends on numbers of the host, except which sequences have one query, so a step of fixed sizes can be captured.
+the others through the prefill kernel; a step of both is two launches a layer. With fixed tiles
+(quire.kernels.fixed_tiles) all go through the prefill kernel, so that a token has the same bits in both. Lengths are
+read on the device: nothing here depends on numbers of the host, except which sequences have one query, so a step of
+fixed sizes can be captured.
 
 Layers of sizes that the kernels don't take run in torch, one by one.
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from quire.kernels.cache_write import write_kv
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.fixed_tiles import are_fixed_tiles_used
 from quire.kernels.launching import BLOCK_SIZES, MAX_HEAD_DIM
 from quire.kernels.paged_decode import num_decode_programs, num_head_tiles, paged_decode
 from quire.kernels.paged_prefill import paged_prefill
@@ -197,7 +200,9 @@ def _decoding(spec: LayerSpec, kv_itemsize: int, device: torch.device) -> _Decod
 
 
 def _divide(batch: StepBatch) -> tuple[Part | None, Part | None]:
-    """The sequences with one query and the others; None where there are none."""
+    """The sequences with one query and the others; None where there are none. With fixed tiles all are others."""
+    if are_fixed_tiles_used():
+        return None, _part(batch, range(len(batch.counts_host)), ragged=True)
     decodes = [seq for seq, count in enumerate(batch.counts_host) if count == 1]
     prompts = [seq for seq, count in enumerate(batch.counts_host) if count > 1]
     return _part(batch, decodes, ragged=False), _part(batch, prompts, ragged=True)

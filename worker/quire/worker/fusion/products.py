@@ -85,6 +85,8 @@ def _tiling(entry: TableEntry) -> Tiling:
 class OwnProducts:
     """Runs the products of few rows that its choice does not leave to the library."""
 
+    name = "own products"
+
     def __init__(self, choice: ProductChoice) -> None:
         self._choice = choice
         self._workspace: SkinnyWorkspace | None = None

@@ -20,6 +20,7 @@ from quire.worker.fusion.product_table import ProductKind, read_table
 from quire.worker.fusion.projection import Projection
 
 if TYPE_CHECKING:  # it imports Triton
+    from quire.worker.fusion.fixed_products import FixedProducts
     from quire.worker.fusion.products import OwnProducts
 
 ProductSource = Literal["auto", "own", "library"]
@@ -151,14 +152,14 @@ class KernelSteps(LibraryProducts):
 
     min_block_size = KERNEL_BLOCK_SIZES[0]
 
-    def __init__(self, products: OwnProducts | None = None) -> None:
+    def __init__(self, products: OwnProducts | FixedProducts | None = None) -> None:
         """products: those that run in kernels of our own; None for none."""
         # Here and not above: TRITON_INTERPRET is read when triton is imported, and a CPU needs no Triton.
         from quire.kernels.add_rmsnorm import add_rmsnorm
         from quire.kernels.qkv_prologue import qkv_prologue
         from quire.kernels.silu_mul import silu_mul
 
-        self.name = "kernels" if products is None else "kernels, own products"
+        self.name = "kernels" if products is None else f"kernels, {products.name}"
         self._add_rmsnorm = add_rmsnorm
         self._qkv_prologue = qkv_prologue
         self._silu_mul = silu_mul

@@ -59,7 +59,7 @@ MAX_CHANGES = 1024
 group, one that ends one for each of its blocks; more than these are sent in copies of their own."""
 
 # The share of tokens that may differ from the Sampler's in the check of the replayed sampler: rounding moves the
-# borders between tokens, and a uniform number may lie between the old and the new.
+# borders of top-p and min-p, and the token that is drawn may lie between the old and the new.
 MAX_OTHER_TOKENS = 1 / 16
 NUM_CHECKED_POSITIONS = 4
 

@@ -38,6 +38,7 @@ MAX_MOVED_BLOCKS = 16
 
 SAMPLED = (
     SamplingParams(),
+    SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=1.0, top_k=5),
     SamplingParams(

@@ -9,6 +9,7 @@
     threads.py          threads for work that may take long or never end
     constraints.py      forbidden tokens and biases of logits
     row_parameters.py   the parameters of many sequences, in columns
+    gumbel.py           noise of tokens, and draws on a CPU
     sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities
     prompt_logprobs.py  log-probabilities of a prompt's tokens
 

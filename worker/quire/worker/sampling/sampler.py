@@ -5,16 +5,17 @@ processors: constraints (constraints.py), repetition penalty over prompt and out
 output, temperature, top-k, top-p, min-p. Top-k, top-p and min-p all keep the tokens with a logit of at least some
 threshold of the row; the greatest of the thresholds counts, and no row is sorted further than it must be.
 
-A row is sampled by inverting its cumulative distribution, in token order, at one uniform number that is a hash of
-(seed, position). So a token depends on the row's own logits and on this number, and on nothing else. The logits
-themselves depend on the shape of the batch by rounding: on other rows, chunks of prompts, preemptions. So the
-same seed can give another token (docs/architecture.md, Seeds).
+A row's token is the one with the greatest sum of logit / temperature and noise, among those that are kept. The noise
+of a token is random by (seed, position, token id) (gumbel.py). So a token depends on the row's own logits, the seed and
+the position, and on nothing else. The logits themselves depend on the shape of the batch by rounding: on other rows,
+chunks of prompts, preemptions. That changes a draw only where two sums are nearly equal (docs/reference/sampling.md,
+Seeds).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.device.transfer import indices, send, to_device
+from quire.worker.sampling import gumbel
 from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
@@ -45,9 +47,6 @@ _IN_PROMPT, _IN_OUTPUT = 1, 2
 # A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
 _MAX_COUNT = 2**15 - 1
 _LEAST_LOGIT = torch.finfo(torch.float32).min
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-_Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +159,10 @@ class _TopKThenP:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are not greedy. Columns are [n, 1]; the filters' subsets are of these rows, and disjoint."""
+    """Rows that are not greedy. seeds are [n], columns [n, 1]; the filters' subsets are of these rows, and disjoint."""
 
     subset: _Subset
-    seeds: _Uint64s
+    seeds: Tensor
     temperature: Tensor
     log_min_p: Tensor | None
     filters: tuple[_TopK | _TopP | _TopKThenP, ...]
@@ -363,21 +362,6 @@ class Sampler:
         self._params.check_invariants()
 
 
-def uniform(seeds: _Uint64s, positions: Positions) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """One number in 0 <= u < 1 per (seed, position): output `position` of the splitmix64 stream that `seed` selects.
-
-    A promise to users of seeds: the same in every release, on every machine.
-    """
-    counters = np.asarray(positions, dtype=np.uint64) + np.uint64(1)
-    return (_mix(_mix(seeds) + counters * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: _Uint64s) -> _Uint64s:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def _make_plan(
     rows: Sequence[int], params: Columns, constraints: ConstraintPlan | None, device: torch.device
 ) -> _SamplingPlan:
@@ -421,7 +405,7 @@ def _plan_draw(params: Columns, device: torch.device) -> _Draw | None:
         log_min_p = np.log(min_p)
     return _Draw(
         subset=subset,
-        seeds=drawn["seed"].astype(np.uint64),
+        seeds=indices(drawn["seed"], device),
         temperature=_column(drawn["temperature"], torch.float32, device),
         log_min_p=_column(log_min_p, torch.float32, device) if min_p.any() else None,
         filters=tuple(_plan_filters(drawn, device)),
@@ -464,26 +448,32 @@ def _column(values: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.devi
 
 def _draw(draw: _Draw, logits: Tensor, positions: Positions) -> Tensor:
     """Sample the rows of `draw` from logits [B, V]: [n] int64."""
-    uniforms = uniform(draw.seeds, np.asarray(positions)[draw.subset.places])
     logits = draw.subset.take(logits)
-    greatest, likeliest = logits.max(-1, keepdim=True)
-    scores = (logits - greatest).div_(draw.temperature)
-    weights = scores.exp()
-    threshold = _threshold(draw, scores)
-    if threshold is not None:
-        weights.masked_fill_(scores < threshold, 0)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = to_device(torch.from_numpy(uniforms), logits.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
-    # A parallel sum need not rise everywhere, so a search in it may end on a token that has no weight.
-    return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest)[:, 0]
+    threshold = _threshold(draw, logits)
+    return _noisy_argmax(logits.device)(
+        logits,
+        temperature=draw.temperature[:, 0],
+        seeds=draw.seeds,
+        positions=indices(np.asarray(positions)[draw.subset.places], logits.device),
+        thresholds=None if threshold is None else threshold[:, 0],
+    )
 
 
-def _threshold(draw: _Draw, scores: Tensor) -> Tensor | None:
+def _noisy_argmax(device: torch.device) -> Callable[..., Tensor]:
+    """Return the draw for a device. Both have the same noise, to the bit."""
+    if device.type == "cpu":
+        return gumbel.draw
+    from quire.kernels.sampler import draw
+
+    return draw
+
+
+def _threshold(draw: _Draw, logits: Tensor) -> Tensor | None:
     """The least score that a row's filters keep, [n, 1], or None without filters. A row's greatest score is 0."""
     threshold = draw.log_min_p
-    if threshold is None and not draw.filters:
-        return None
+    if not draw.filters:
+        return threshold
+    scores = (logits - logits.amax(-1, keepdim=True)).div_(draw.temperature)
     if threshold is None:
         threshold = scores.new_full((scores.shape[0], 1), -math.inf)
     for part in draw.filters:
