@@ -14,22 +14,32 @@ from quire.kernels.launching import forget_prepared
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
 from quire.kernels.paged_prefill import paged_prefill
 
+LEAST_BOX = 64
+"""Tokens of a block from which on paged_prefill can take tensor descriptors, whatever its tile is."""
+
 
 class Quire(Row):
     """Sequences with one query by paged_decode, with a plan made before, as once a step; the others, which come
     first, by paged_prefill.
 
     A variant differs in one choice: the least keys of a program while some multiprocessors have none, tiles of 64 keys
-    for those of up to 128 bytes, products of prompts begun a tile ahead.
+    for those of up to 128 bytes, products of prompts begun a tile ahead, tiles of prompts copied by tensor descriptors.
     """
 
     def __init__(
-        self, name: str = "Quire", *, min_spread: int = MIN_SPREAD, long_tiles: bool = True, qk_ahead: bool = False
+        self,
+        name: str = "Quire",
+        *,
+        min_spread: int = MIN_SPREAD,
+        long_tiles: bool = True,
+        qk_ahead: bool = False,
+        descriptors: bool = False,
     ) -> None:
         self.name = name
         self._min_spread = min_spread
         self._long_tiles = long_tiles
         self._qk_ahead = qk_ahead
+        self._descriptors = descriptors
 
     def calls(self, tensors: Tensors) -> list[Call]:
         num_prompts = sum(count > 1 for count in tensors.cell.query_lens)
@@ -43,6 +53,8 @@ class Quire(Row):
         return [lambda together=together: [call() for call in together] for together in zip(*parts, strict=True)]
 
     def _prefill_calls(self, tensors: Tensors, num_prompts: int) -> list[Call]:
+        if self._descriptors and tensors.cell.block_size < LEAST_BOX:
+            raise UnfitError(f"blocks of fewer than {LEAST_BOX} tokens")
         num_tokens = sum(tensors.cell.query_lens[:num_prompts])
         batch = {
             "block_tables": tensors.block_tables[:num_prompts],
@@ -51,6 +63,7 @@ class Quire(Row):
             "scaling": tensors.scaling,
             "out": tensors.out[:num_tokens],
             "qk_ahead": self._qk_ahead,
+            "descriptors": self._descriptors,
         }
         return [lambda k=k, v=v: paged_prefill(tensors.q[:num_tokens], k, v, **batch) for k, v in tensors.pools]
 
@@ -89,6 +102,8 @@ VARIANTS = (
     Quire("runs of 128 keys", min_spread=128),
     Quire("tiles of 64 keys", long_tiles=False),
     Quire("products ahead", qk_ahead=True),
+    Quire("descriptors", descriptors=True),
+    Quire("descriptors, products ahead", qk_ahead=True, descriptors=True),
 )
 """Choices that only a GPU can judge, each beside the default."""
 

@@ -237,8 +237,9 @@ class Batch:
         )
 
     def prefill(
-        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, qk_ahead: bool = False
+        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, **choices: bool
     ) -> Tensor:
+        """Choices are qk_ahead and descriptors."""
         return paged_prefill(
             self.q,
             *self.layers[layer],
@@ -246,7 +247,7 @@ class Batch:
             window=self.shape.window,
             chunk=self.shape.chunk,
             num_splits=num_splits,
-            qk_ahead=qk_ahead,
+            **choices,
             out=out,
             **self.attention,
         )

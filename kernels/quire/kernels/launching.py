@@ -206,6 +206,18 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def halves_of_rows(q):
+    """q [M, D] of any float dtype as float16 rows with elements below 2, and their factors [M].
+
+    A power of two each, so nothing is rounded but what is below 2**-24 of its row's greatest.
+    """
+    q = q.to(tl.float32)
+    exponents = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    units = tl.where(exponents == 0, 1.0, exponents.to(tl.float32, bitcast=True))
+    return (q * (1.0 / units)[:, None]).to(tl.float16), units
+
+
+@triton.jit
 def in_units(stride, UNIT: tl.constexpr):
     """The stride, in a form from which Triton derives that it is a multiple of UNIT.
 

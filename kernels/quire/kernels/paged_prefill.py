@@ -16,6 +16,10 @@ The block ids of the next tile of keys are loaded one iteration ahead and carrie
 load of the same iteration is one that Triton does not pipeline. Tiles with the most keys come first. Where there are
 fewer tiles than multiprocessors, as with the rest of a prompt behind a long prefix, keys are split, and merge_states()
 makes one result of the parts.
+
+Over keys and values of fp8, queries of bfloat16 and weights become float16, as in decode. From fp8 to float16 is one
+instruction for two numbers. To bfloat16 it is one more for each, on the unit that takes exponentials too: 64 beside 34
+of these in a tile, which is as much time as its matrix products.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.decode_plan import UNBOUNDED, first_visible
-from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.dependent_launch import LEAST_CAPABILITY, dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     LOG2_E,
@@ -38,6 +42,7 @@ from quire.kernels.launching import (
     contiguous,
     device_limits,
     dot,
+    halves_of_rows,
     in_units,
     layouts,
     next_power_of_2,
@@ -58,6 +63,9 @@ from quire.kernels.merge_states import merge_states
 # A split of fewer keys costs more to merge than it saves.
 MIN_SPLIT = 512
 MAX_SPLITS = 32
+
+# A tensor descriptor takes addresses and strides that are multiples of this.
+_BOX_ALIGNMENT = 16
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -80,6 +88,7 @@ def paged_prefill(
     v_scale: float = 1.0,
     num_splits: int | None = None,
     qk_ahead: bool = False,
+    descriptors: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -108,6 +117,9 @@ def paged_prefill(
                         rounding where the choice of tile differs
         qk_ahead        begins the products of the next tile's keys before this one's weights are computed: the same
                         bits, and not timed yet
+        descriptors     copies tiles that every query sees by tensor descriptors (TMA), one box of a block at a time:
+                        the same bits, and not timed yet. Needs a GPU from Hopper on, blocks of at least a tile of keys
+                        (64 always suffices), a pool whose address and strides are multiples of 16 bytes
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
@@ -119,8 +131,11 @@ def paged_prefill(
     are split; no sync. Equal inputs give equal bits.
     """
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
-    numbers = (scaling, window, chunk, softcap, num_splits, qk_ahead)
+    numbers = (scaling, window, chunk, softcap, num_splits, qk_ahead, descriptors)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
+    if descriptors:
+        _require_aligned(k_pool=k_pool, v_pool=v_pool)
+        triton.set_allocator(_new_scratch)
     num_tokens, num_heads, _ = q.shape
     if out is None:
         out = q.new_empty(num_tokens, num_heads, v_pool.shape[3])
@@ -137,7 +152,7 @@ def paged_prefill(
         score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
         0.0 if softcap is None else softcap * LOG2_E,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        num_tokens, block_tables.shape[0],
+        num_tokens, block_tables.shape[0], k_pool.shape[0],
     )  # fmt: skip
     if num_splits > 1:
         assert lses is not None
@@ -163,6 +178,7 @@ def _prepare(
     softcap: float | None,
     num_splits: int | None,
     qk_ahead: bool,
+    descriptors: bool,
 ) -> Launch:
     """The launch of paged_prefill_kernel; its grid is [tiles, kv heads, splits]."""
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
@@ -192,6 +208,7 @@ def _prepare(
         )
     variant = prefill_variant(
         dtype=q.dtype,
+        kv_itemsize=k_pool.dtype.itemsize,
         block_m=block_m,
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -204,9 +221,12 @@ def _prepare(
         has_alibi=alibi_slopes is not None,
         has_lse=lse is not None or num_splits > 1,
         qk_ahead=qk_ahead,
+        descriptors=descriptors,
         stride_unit=stride_unit(q, k_pool, v_pool, out),
         limits=limits,
     )
+    if descriptors:
+        _check_descriptors(k_pool, v_pool, block_n=variant.constants["BLOCK_N"], limits=limits)
     out_strides = (0, *out.strides[:2])
     if num_splits > 1:
         out_strides = contiguous((num_splits, *out.shape), out).strides[:3]
@@ -249,6 +269,7 @@ def choose_num_splits(num_programs: int, *, max_keys: int, multiprocessors: int)
 def prefill_variant(
     *,
     dtype: torch.dtype,
+    kv_itemsize: int,
     block_m: int,
     num_query_heads: int,
     num_kv_heads: int,
@@ -261,12 +282,17 @@ def prefill_variant(
     has_alibi: bool,
     has_lse: bool,
     qk_ahead: bool,
+    descriptors: bool,
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
-    """The compiled variant of paged_prefill_kernel: dtype is that of q, bounded is True if window or chunk hides
-    keys."""
+    """The compiled variant of paged_prefill_kernel.
+
+    dtype is that of q, kv_itemsize the bytes of an element of keys; bounded is True if window or chunk hides keys.
+    """
     block_dk, block_dv = (max(16, next_power_of_2(head_dim)) for head_dim in (head_dim_k, head_dim_v))
+    # Where the registers hold all operands, wide heads of float16 spill.
+    halves = kv_itemsize == 1 and dtype == torch.bfloat16 and (max(block_dk, block_dv) <= 128 or limits.has_warpgroups)
     block_n, num_warps, num_stages = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv), limits=limits)
     constants = {
         "HEADS_PER_KV": num_query_heads // num_kv_heads,
@@ -283,6 +309,8 @@ def prefill_variant(
         "HAS_ALIBI": has_alibi,
         "HAS_LSE": has_lse,
         "QK_AHEAD": qk_ahead,
+        "DESCRIPTORS": descriptors,
+        "HALVES": halves,
         "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=num_warps, num_stages=num_stages)
@@ -334,6 +362,33 @@ def _check_numbers(
             require_at_least(name, count, 1)
 
 
+def _check_descriptors(k_pool: Layout, v_pool: Layout, *, block_n: int, limits: DeviceLimits) -> None:
+    """Raises ValueError where a tile of keys is no box that a tensor descriptor can copy."""
+    if limits.capability < LEAST_CAPABILITY:
+        raise ValueError(f"descriptors=True needs a GPU of capability {LEAST_CAPABILITY}, not {limits.capability}")
+    require_at_least("block size with descriptors=True", k_pool.shape[1], block_n)
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if any(stride * pool.dtype.itemsize % _BOX_ALIGNMENT for stride in pool.strides[:3]):
+            raise ValueError(
+                f"{name} has strides {list(pool.strides)}, not multiples of {_BOX_ALIGNMENT} bytes: descriptors=True"
+            )
+
+
+def _require_aligned(**pools: Tensor) -> None:
+    for name, pool in pools.items():
+        if pool.data_ptr() % _BOX_ALIGNMENT:
+            raise ValueError(f"{name} begins at no multiple of {_BOX_ALIGNMENT} bytes: descriptors=True")
+
+
+def _new_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """The memory in which a launch's programs write their descriptors, for Triton: 256 bytes a program.
+
+    The memory is used on the current stream alone, so torch may give it to a later launch as soon as this one has
+    begun. torch aligns to 512 bytes.
+    """
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def _check_results(q: Layout, *, out: Layout, lse: Layout | None, head_dim: int) -> None:
     require_shape("out", out, (*q.shape[:2], head_dim))
     require_dtype("out", out, q.dtype)
@@ -373,6 +428,12 @@ def _load_tile(
 
 
 @triton.jit
+def _load_box(blocks, block_id, start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows [BLOCK_N, BLOCK_D] from slot `start` of one block on, by a descriptor of all blocks of a kv head."""
+    return blocks.load([block_id, start % BLOCK_SIZE, 0]).reshape(BLOCK_N, BLOCK_D)
+
+
+@triton.jit
 def _offsets(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The slots within their blocks of the tile at `start`."""
     offsets = tl.arange(0, BLOCK_N) % BLOCK_SIZE
@@ -382,19 +443,29 @@ def _offsets(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _per_row(scale):
+    """A factor of all scores as it is, one for each row as a column."""
+    if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
+        scale = scale[:, None]
+    return scale
+
+
+@triton.jit
 def _attend(
-    q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, end, last_block, first_key, positions, slopes,
-    score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, begin, end, last_block, first_key, positions,
+    slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    QK_AHEAD: tl.constexpr,
+    QK_AHEAD: tl.constexpr, WHOLE_BOXES: tl.constexpr,
 ):  # fmt: skip
     """Take keys begin .. end - 1 into the running softmax, begin a multiple of BLOCK_N.
 
     With QK_AHEAD the products of the next tile's keys are begun before this tile's weights are computed, so that the
-    matrix units work meanwhile; those behind the last tile are dropped. No bit differs.
-    highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
+    matrix units work meanwhile; those behind the last tile are dropped. No bit differs. With WHOLE_BOXES tiles are
+    copied by the descriptors k_blocks and v_blocks, slots without a key too: not for tiles that are MASKED.
+    score_scale is a number, or one for each row. highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc
+    [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
     """
     lanes = tl.arange(0, BLOCK_N)
     next_ids = _load_block_ids(table_ptr, begin, last_block, BLOCK_SIZE, BLOCK_N)
@@ -410,6 +481,9 @@ def _attend(
         offsets = _offsets(start, BLOCK_SIZE, BLOCK_N)
         keys = start + lanes
         seen = (keys >= first_key) & (keys < end)
+        if WHOLE_BOXES:
+            # Behind products that are begun ahead, the wait for these values would be a wait for the products too.
+            v = _load_box(v_blocks, block_ids, start, BLOCK_SIZE, BLOCK_N, BLOCK_DV)
         if QK_AHEAD:
             scores = next_scores
             # Keys have ids of their own: with one carried through two iterations Triton keeps no tile in flight.
@@ -417,21 +491,30 @@ def _attend(
             ahead_ids = _load_block_ids(table_ptr, start + 2 * BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
             next_offsets = _offsets(start + BLOCK_N, BLOCK_SIZE, BLOCK_N)
             next_seen = (keys + BLOCK_N >= first_key) & (keys + BLOCK_N < end)
-            k = _load_tile(
-                k_ptr, key_ids, next_offsets, k_block_stride, k_slot_stride, next_seen, HEAD_DIM_K, BLOCK_DK, MASKED
-            )  # fmt: skip
+            if WHOLE_BOXES:
+                k = _load_box(k_blocks, key_ids, start + BLOCK_N, BLOCK_SIZE, BLOCK_N, BLOCK_DK)
+            else:
+                k = _load_tile(
+                    k_ptr, key_ids, next_offsets, k_block_stride, k_slot_stride, next_seen, HEAD_DIM_K, BLOCK_DK, MASKED
+                )  # fmt: skip
             next_scores = dot(q, tl.trans(k.to(q.dtype)))
         else:
-            k = _load_tile(k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED)
+            if WHOLE_BOXES:
+                k = _load_box(k_blocks, block_ids, start, BLOCK_SIZE, BLOCK_N, BLOCK_DK)
+            else:
+                k = _load_tile(
+                    k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED
+                )  # fmt: skip
             scores = dot(q, tl.trans(k.to(q.dtype)))
-        v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
+        if not WHOLE_BOXES:
+            v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
         scale = score_scale
         if HAS_SOFTCAP:
             # tanh in the form that neither overflows nor divides inf by inf.
-            scores = cap - 2 * cap / (tl.exp2(scores * scale) + 1)
+            scores = cap - 2 * cap / (tl.exp2(scores * _per_row(scale)) + 1)
             scale = 1.0
         if HAS_ALIBI:
-            scores = scores * scale + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+            scores = scores * _per_row(scale) + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
             scale = 1.0
         if MASKED:
             visible = keys[None, :] <= positions[:, None]
@@ -443,7 +526,7 @@ def _attend(
         shift = new_highest
         if MASKED:
             shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores * scale - shift[:, None])
+        weights = tl.exp2(scores * _per_row(scale) - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
@@ -465,7 +548,7 @@ def _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV: tl.constexpr,
 
 
 @triton.jit(
-    do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "table_stride"],
+    do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "num_blocks", "table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def paged_prefill_kernel(
@@ -486,6 +569,7 @@ def paged_prefill_kernel(
     chunk,
     num_tokens,
     num_seqs,
+    num_blocks,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -512,6 +596,8 @@ def paged_prefill_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_LSE: tl.constexpr,
     QK_AHEAD: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    HALVES: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -565,6 +651,10 @@ def paged_prefill_kernel(
         mask=row_mask[:, None] & (dims < HEAD_DIM_K)[None, :],
         other=0.0,
     )
+    scale = score_scale
+    if HALVES:
+        q, units = halves_of_rows(q)
+        scale *= units
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -578,25 +668,36 @@ def paged_prefill_kernel(
 
     k_ptr = k_pool_ptr + kv_head * k_head_stride
     v_ptr = v_pool_ptr + kv_head * v_head_stride
+    k_blocks, v_blocks = k_ptr, v_ptr
+    if DESCRIPTORS:
+        k_blocks = tl.make_tensor_descriptor(
+            k_ptr, [num_blocks, BLOCK_SIZE, HEAD_DIM_K], [k_block_stride, k_slot_stride, 1], [1, BLOCK_N, BLOCK_DK]
+        )
+        v_blocks = tl.make_tensor_descriptor(
+            v_ptr, [num_blocks, BLOCK_SIZE, HEAD_DIM_V], [v_block_stride, v_slot_stride, 1], [1, BLOCK_N, BLOCK_DV]
+        )
     table_ptr = block_tables_ptr + tl.minimum(seq, num_seqs - 1).to(tl.int64) * table_stride
     if BOUNDED:
         highest, total, acc = _attend(
-            q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, full_begin, last_block, first_key, positions,
-            slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, begin, full_begin, last_block,
+            first_key, positions, slopes, scale, cap, window, chunk,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-            QK_AHEAD,
+            QK_AHEAD, False,
         )  # fmt: skip
     highest, total, acc = _attend(
-        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_begin, full_end, last_block, first_key, positions,
-        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, full_begin, full_end, last_block,
+        first_key, positions, slopes, scale, cap, window, chunk,
+        k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, False, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-        QK_AHEAD,
+        QK_AHEAD, DESCRIPTORS,
     )  # fmt: skip
     highest, total, acc = _attend(
-        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_end, end, last_block, first_key, positions,
-        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, full_end, end, last_block,
+        first_key, positions, slopes, scale, cap, window, chunk,
+        k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-            QK_AHEAD,
+        QK_AHEAD, False,
     )  # fmt: skip
 
     total = tl.where(total == 0, 1.0, total)
