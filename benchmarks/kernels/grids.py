@@ -84,11 +84,14 @@ def prefill_cells() -> Iterator[Cell]:
 
 
 def variant_cells() -> Iterator[Cell]:
-    """Ten decodes and six prompts, on which the choices of ours.VARIANTS are compared."""
+    """Twelve decodes and six prompts, on which the choices of ours.VARIANTS are compared with the default."""
     for num_seqs, context in ((1, 1024), (1, 4096), (8, 1024), (16, 1024), (32, 1024), (128, 1024)):
         yield uniform(LLAMA, num_seqs, context)
     for num_seqs, context in ((1, 1024), (32, 1024), (128, 1024), (64, 4096)):
         yield uniform(Heads(32, 8, 64), num_seqs, context)
+    name, lens = MIXED[0]
+    yield Cell(name, LLAMA, (1,) * len(lens), lens)
+    yield uniform(LLAMA, len(lens), sum(lens) // len(lens), jitter=0.0)  # for comparison
     for length, prefix in ((2048, 0), (8192, 0), (1024, 8192)):
         yield Cell(f"q{length} on {prefix}", LLAMA, (length,), (length + prefix,))
     for kv_dtype in (torch.bfloat16, FP8):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.kernels import paged_prefill as module
 from quire.kernels import reference
 from quire.kernels.launching import DEFAULT_LIMITS, INTERPRET, chosen_for
 from quire.kernels.paged_prefill import busy_tiles, choose_block_m, choose_num_splits, paged_prefill, prefill_variant
@@ -261,6 +262,27 @@ def test_descriptors_are_refused_where_a_tile_is_no_box(device: torch.device) ->
         if INTERPRET:
             with pytest.raises(ValueError, match=r"needs a GPU of capability \(9, 0\), not \(8, 0\)"):
                 case.run(descriptors=True)
+
+
+def test_measured_choices_are_taken_where_they_fit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU decides, a constant says; a pool that has no boxes is read as before, and not refused."""
+    for name in ("QK_AHEAD", "DESCRIPTORS"):
+        assert not getattr(module, name), "no GPU has decided this"
+        monkeypatch.setattr(module, name, True)
+    taken: list[tuple[bool, bool]] = []
+    prepare = module._prepare
+
+    def record(*args: Any) -> Any:
+        taken.append(args[-2:])
+        return prepare(*args)
+
+    monkeypatch.setattr(module, "_prepare", record)
+    lengths = [(70, 70)]
+    make_case(device, lengths, block_size=64).check()
+    make_case(device, lengths, block_size=16).check()
+    make_case(device, lengths, block_size=64, kv_dtype=FP8).check()
+    make_case(device, lengths, block_size=64, kv_dtype=FP8, head_dim=24).check()
+    assert taken == [(True, True), (True, False), (False, True), (False, False)]
 
 
 def test_few_rows_behind_a_long_prefix_are_split(device: torch.device) -> None:

@@ -64,6 +64,13 @@ from quire.kernels.merge_states import merge_states
 MIN_SPLIT = 512
 MAX_SPLITS = 32
 
+# The choices that callers leave open, until a GPU has timed them.
+QK_AHEAD = False
+DESCRIPTORS = False
+
+# Keys of the largest tile, and so the least block size of which a descriptor copies every tile.
+MAX_TILE = 64
+
 # A tensor descriptor takes addresses and strides that are multiples of this.
 _BOX_ALIGNMENT = 16
 
@@ -87,8 +94,8 @@ def paged_prefill(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_splits: int | None = None,
-    qk_ahead: bool = False,
-    descriptors: bool = False,
+    qk_ahead: bool | None = None,
+    descriptors: bool | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -116,10 +123,11 @@ def paged_prefill(
                         shapes alone. 1 makes a sequence's result independent of the rest of the batch, but for
                         rounding where the choice of tile differs
         qk_ahead        begins the products of the next tile's keys before this one's weights are computed: the same
-                        bits, and not timed yet
+                        bits. None for QK_AHEAD, but not over fp8 and with head dims above 128, where it gains nothing
         descriptors     copies tiles that every query sees by tensor descriptors (TMA), one box of a block at a time:
-                        the same bits, and not timed yet. Needs a GPU from Hopper on, blocks of at least a tile of keys
-                        (64 always suffices), a pool whose address and strides are multiples of 16 bytes
+                        the same bits. Needs a GPU from Hopper on, blocks of at least a tile of keys (64 always
+                        suffices), a pool whose address and strides are multiples of 16 bytes. None for DESCRIPTORS
+                        where that is so
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
@@ -130,6 +138,10 @@ def paged_prefill(
     visible keys and values once per tile of rows, so mostly from L2. One launch, two and a float32 workspace if keys
     are split; no sync. Equal inputs give equal bits.
     """
+    if qk_ahead is None:
+        qk_ahead = QK_AHEAD and k_pool.dtype.itemsize > 1 and max(k_pool.shape[3], v_pool.shape[3]) <= 128
+    if descriptors is None:
+        descriptors = DESCRIPTORS and _are_boxes(k_pool, v_pool)
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
     numbers = (scaling, window, chunk, softcap, num_splits, qk_ahead, descriptors)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
@@ -325,7 +337,7 @@ def _tile(dtype: torch.dtype, *, block_m: int, block_d: int, limits: DeviceLimit
         # 136 KB of float32 or of 16 bits, 64 rows of 16 bits 100 KB: of 99 KB, one tile in flight fits.
         return 32, 8, 2 if block_d > 128 and limits.shared_memory_bytes < 160 << 10 else 3
     narrow = block_d > 64 and not limits.has_warpgroups
-    return 32 if narrow else 64, 8 if block_m == 128 else 4, 3
+    return 32 if narrow else MAX_TILE, 8 if block_m == 128 else 4, 3
 
 
 def _check(
@@ -372,6 +384,16 @@ def _check_descriptors(k_pool: Layout, v_pool: Layout, *, block_n: int, limits: 
             raise ValueError(
                 f"{name} has strides {list(pool.strides)}, not multiples of {_BOX_ALIGNMENT} bytes: descriptors=True"
             )
+
+
+def _are_boxes(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """True if a tensor descriptor can copy any tile of the pools."""
+    try:
+        _check_descriptors(*layouts(k_pool, v_pool), block_n=MAX_TILE, limits=device_limits(k_pool.device))
+        _require_aligned(k_pool=k_pool, v_pool=v_pool)
+    except ValueError:
+        return False
+    return True
 
 
 def _require_aligned(**pools: Tensor) -> None:
