@@ -145,7 +145,7 @@ class Launch:
 
     grid: tuple[int, ...]
     strides: tuple[int, ...]
-    options: Mapping[str, int | bool]
+    options: Mapping[str, int | bool | str]
     kept: dict[Any, KeptKernel | None] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, kernel: Any, *args: Any) -> None:
