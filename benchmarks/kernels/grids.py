@@ -84,14 +84,18 @@ def prefill_cells() -> Iterator[Cell]:
 
 
 def variant_cells() -> Iterator[Cell]:
-    """Ten decodes and five prompts, on which the choices of ours.VARIANTS are compared."""
+    """Twelve decodes and six prompts, on which the choices of ours.VARIANTS are compared with the default."""
     for num_seqs, context in ((1, 1024), (1, 4096), (8, 1024), (16, 1024), (32, 1024), (128, 1024)):
         yield uniform(LLAMA, num_seqs, context)
     for num_seqs, context in ((1, 1024), (32, 1024), (128, 1024), (64, 4096)):
         yield uniform(Heads(32, 8, 64), num_seqs, context)
+    name, lens = MIXED[0]
+    yield Cell(name, LLAMA, (1,) * len(lens), lens)
+    yield uniform(LLAMA, len(lens), sum(lens) // len(lens), jitter=0.0)  # for comparison
     for length, prefix in ((2048, 0), (8192, 0), (1024, 8192)):
         yield Cell(f"q{length} on {prefix}", LLAMA, (length,), (length + prefix,))
-    yield Cell("q8192", LLAMA, (8192,), (8192,), block_size=64)
+    for kv_dtype in (torch.bfloat16, FP8):
+        yield Cell("q8192", LLAMA, (8192,), (8192,), block_size=64, kv_dtype=kv_dtype)
     yield Cell("q8192", LLAMA, (8192,), (8192,), kv_dtype=FP8)
 
 
@@ -104,6 +108,7 @@ def dry_cells(grid: str) -> Iterator[Cell]:
     if grid == "variants":
         for each in ("decode", "prefill"):
             yield next(dry_cells(each))
+        yield Cell("q70", DRY_HEADS, (70,), (70,), block_size=64, **fp32)
     elif grid == "decode":
         yield Cell("2x40", DRY_HEADS, (1, 1), (40, 40), **fp32)
         yield Cell("3 and 70", DRY_HEADS, (1, 1), (3, 70), layout=LAYOUTS[2], **fp32)

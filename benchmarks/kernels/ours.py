@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from naive import MAX_BLOCKS, naive_decode
 from peers import Row, UnfitError
@@ -9,29 +11,38 @@ from timing import Call
 from workload import Tensors
 
 from quire.kernels import paged_decode as paged_decode_module
-from quire.kernels.decode_plan import MIN_SPREAD, DecodePlan, build_decode_plan
+from quire.kernels.decode_plan import MIN_SPREAD, SEQUENCE_COST, DecodePlan, build_decode_plan
 from quire.kernels.launching import forget_prepared
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
-from quire.kernels.paged_prefill import paged_prefill
+from quire.kernels.paged_prefill import MAX_TILE, paged_prefill
 
 
 class Quire(Row):
     """Sequences with one query by paged_decode, with a plan made before, as once a step; the others, which come
     first, by paged_prefill.
 
-    A variant differs in one choice: the least keys of a program while some multiprocessors have none, tiles of 64 keys
-    for those of up to 128 bytes, products of prompts begun a tile ahead.
+    A variant differs in one choice, and runs on those cells that it is a choice of: `decode` has arguments of the plan,
+    `prompt` has those of paged_prefill; long_tiles is False for tiles of 64 keys for those of up to 128 bytes.
     """
 
     def __init__(
-        self, name: str = "Quire", *, min_spread: int = MIN_SPREAD, long_tiles: bool = True, qk_ahead: bool = False
+        self,
+        name: str = "Quire",
+        *,
+        decode: Mapping[str, int] | None = None,
+        prompt: Mapping[str, bool] | None = None,
+        long_tiles: bool = True,
     ) -> None:
         self.name = name
-        self._min_spread = min_spread
+        self._decode = decode or {}
+        self._prompt = prompt or {}
         self._long_tiles = long_tiles
-        self._qk_ahead = qk_ahead
 
     def calls(self, tensors: Tensors) -> list[Call]:
+        if self._prompt and tensors.cell.is_decode:
+            raise UnfitError("a choice of prompts")
+        if (self._decode or not self._long_tiles) and not tensors.cell.is_decode:
+            raise UnfitError("a choice of decodes")
         num_prompts = sum(count > 1 for count in tensors.cell.query_lens)
         if any(count > 1 for count in tensors.cell.query_lens[num_prompts:]):
             raise UnfitError("sequences with one query must come last")
@@ -43,6 +54,8 @@ class Quire(Row):
         return [lambda together=together: [call() for call in together] for together in zip(*parts, strict=True)]
 
     def _prefill_calls(self, tensors: Tensors, num_prompts: int) -> list[Call]:
+        if self._prompt.get("descriptors") and tensors.cell.block_size < MAX_TILE:
+            raise UnfitError(f"blocks of fewer than {MAX_TILE} tokens")
         num_tokens = sum(tensors.cell.query_lens[:num_prompts])
         batch = {
             "block_tables": tensors.block_tables[:num_prompts],
@@ -50,12 +63,12 @@ class Quire(Row):
             "cu_seqlens_q": tensors.cu_seqlens_q[: num_prompts + 1],
             "scaling": tensors.scaling,
             "out": tensors.out[:num_tokens],
-            "qk_ahead": self._qk_ahead,
+            **self._prompt,
         }
         return [lambda k=k, v=v: paged_prefill(tensors.q[:num_tokens], k, v, **batch) for k, v in tensors.pools]
 
     def _decode_calls(self, tensors: Tensors, first: int) -> list[Call]:
-        plan = decode_plan(tensors, first, min_spread=self._min_spread)
+        plan = decode_plan(tensors, first, **self._decode)
         first_token = sum(tensors.cell.query_lens[:first])
         heads = tensors.cell.heads
         size = workspace_size(plan, num_query_heads=heads.num_query_heads, head_dim=heads.head_dim)
@@ -86,15 +99,24 @@ def _with_short_tiles(call: Call) -> None:
 
 VARIANTS = (
     Quire(),
-    Quire("runs of 128 keys", min_spread=128),
+    Quire("runs of 128 keys", decode={"min_spread": 128}),
+    Quire("sequences cost 64 keys", decode={"sequence_cost": 64}),
+    Quire("sequences cost 128 keys", decode={"sequence_cost": 128}),
     Quire("tiles of 64 keys", long_tiles=False),
-    Quire("products ahead", qk_ahead=True),
+    Quire("products ahead", prompt={"qk_ahead": True}),
+    Quire("descriptors", prompt={"descriptors": True}),
+    Quire("descriptors, products ahead", prompt={"descriptors": True, "qk_ahead": True}),
 )
 """Choices that only a GPU can judge, each beside the default."""
 
 
 def decode_plan(
-    tensors: Tensors, first: int = 0, *, min_spread: int = MIN_SPREAD, out: DecodePlan | None = None
+    tensors: Tensors,
+    first: int = 0,
+    *,
+    min_spread: int = MIN_SPREAD,
+    sequence_cost: int = SEQUENCE_COST,
+    out: DecodePlan | None = None,
 ) -> DecodePlan:
     """For the sequences from `first` on, one query each."""
     heads = tensors.cell.heads
@@ -110,6 +132,7 @@ def decode_plan(
             device=tensors.device,
         ),
         min_spread=min_spread,
+        sequence_cost=sequence_cost,
         out=out,
     )
 

@@ -11,9 +11,9 @@ import re
 WAIT = "griddepcontrol.wait"
 
 _VALUE = re.compile(r"%[\w.$-]+")
-_ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+|tt\.descriptor_\w+)\b")
+_ACCESS = re.compile(r"\b(tt\.load|tt\.store|tt\.atomic_\w+|tt\.descriptor_\w+)\b|\b(prefetch)\.global\b")
 _LOCATION = re.compile(r"\s*loc\(.*$")
-_MACHINE_ACCESS = r"(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG|UTMASTG)\b"
+_MACHINE_ACCESS = r"(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG|UTMASTG)\b|CCTL\.E\.PF2"
 _MACHINE_WAIT = "ACQBULK"
 
 
@@ -44,7 +44,7 @@ def early_accesses(ir: str) -> dict[str, set[str]]:
         for result in results:
             made_of[result] = operands
         if access := _ACCESS.search(line):
-            found.setdefault(access[1], set()).update(_sources(operands, made_of) & pointers)
+            found.setdefault(access[1] or access[2], set()).update(_sources(operands, made_of) & pointers)
         if re.search(r"\b(scf|tt\.reduce|tt\.scan)\S*\.?yield|\bscf\.yield", line) and open_results:
             for result in open_results[-1]:
                 made_of[result] = made_of[result] | operands

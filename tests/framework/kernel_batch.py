@@ -237,14 +237,9 @@ class Batch:
         )
 
     def prefill(
-        self,
-        *,
-        layer: int = 0,
-        out: Tensor | None = None,
-        num_splits: int | None = None,
-        fixed_tile: bool | None = None,
-        qk_ahead: bool = False,
+        self, *, layer: int = 0, out: Tensor | None = None, num_splits: int | None = None, **choices: bool
     ) -> Tensor:
+        """Choices are fixed_tile, qk_ahead and descriptors."""
         return paged_prefill(
             self.q,
             *self.layers[layer],
@@ -252,8 +247,7 @@ class Batch:
             window=self.shape.window,
             chunk=self.shape.chunk,
             num_splits=num_splits,
-            fixed_tile=fixed_tile,
-            qk_ahead=qk_ahead,
+            **choices,
             out=out,
             **self.attention,
         )

@@ -67,7 +67,7 @@ def test_fused_modules_that_break_off_are_degraded(model: Path, monkeypatch: pyt
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(KernelSteps, "silu_mul", fail)
+    monkeypatch.setattr(KernelSteps, "apply_gate", fail)
     with FakeGPU():
         assert reasons(start(model, dtype="bfloat16")) == {
             Part.MODULES: "its trial failed with RuntimeError: no kernel image is available"

@@ -132,6 +132,59 @@ def test_every_program_has_an_equal_run(
     assert all(load <= run for load in busy[-1:])
 
 
+@settings(max_examples=40)
+@given(
+    seq_lens=lengths,
+    num_programs=st.integers(1, 9),
+    sequence_cost=st.sampled_from([1, 64, 100, 256, 10**6]),
+    min_split=st.sampled_from([1, 128]),
+    window=st.sampled_from([None, 65, 200]),
+)
+def test_sequences_count_more_than_their_keys(
+    device: torch.device,
+    seq_lens: list[int],
+    num_programs: int,
+    sequence_cost: int,
+    min_split: int,
+    window: int | None,
+) -> None:
+    """Every key is in one split still, no program in front of the last busy one is idle, and no run is exceeded."""
+    options: dict[str, Any] = {"num_programs": num_programs, "window": window, "min_split": min_split}
+    plan = build(seq_lens, device, sequence_cost=sequence_cost, **options)
+    check(plan, seq_lens, window=window)
+    assert bounds_of(plan)[-1] <= plan.max_splits
+    plain = max(tiles_of_programs(build(seq_lens, device, **options)))
+    loads = tiles_of_programs(plan)
+    extra = -(-sequence_cost // TILE)
+    if extra >= plain:
+        return  # a sequence counts its keys alone, or there are fewer runs than programs
+    busy = [load for load in loads if load]
+    assert loads == busy + [0] * (num_programs - len(busy))
+    num_seen = sum(seq_len > 0 for seq_len in seq_lens)
+    least = max(-(-min_split // TILE), plain, -(-(sum(loads) + num_seen * extra) // num_programs))
+    assert max(loads) <= least
+
+
+def test_short_sequences_are_divided_over_more_programs(device: torch.device) -> None:
+    """32 sequences of 2 tiles and 32 of 8 on 5 programs of 64 tiles: the 32 short ones were the work of one."""
+    seq_lens = [128] * 32 + [512] * 32
+    plain, weighted = (build(seq_lens, device, num_programs=5, sequence_cost=cost) for cost in (0, 64))
+    check(weighted, seq_lens)
+    counts = [[end - begin for begin, end in pairwise(bounds_of(plan))] for plan in (plain, weighted)]
+    assert counts[0][0] == 32
+    assert counts[1][0] == 26
+
+
+def test_by_default_sequences_count_their_keys_alone(device: torch.device) -> None:
+    """Until a GPU has measured another cost; with fixed splits none counts."""
+    seq_lens = [128] * 9 + [512] * 9
+    for options in ({}, {"fixed_split": 128}):
+        plans = [build(seq_lens, device, **options, **cost) for cost in ({}, {"sequence_cost": 64})]
+        splits = [splits_of(plan) for plan in plans]
+        assert splits[0] == splits_of(build(seq_lens, device, **options, sequence_cost=0))
+        assert (splits[0] == splits[1]) == bool(options)
+
+
 @settings(max_examples=15)
 @given(
     seq_lens=lengths,
@@ -262,6 +315,7 @@ def test_a_plan_is_written_again_in_place(device: torch.device) -> None:
         ({"num_programs": 0}, "num_programs=0 is below 1"),
         ({"min_split": 0}, "min_split=0 is below 1"),
         ({"min_spread": 0}, "min_spread=0 is below 1"),
+        ({"sequence_cost": -1}, "sequence_cost=-1 is below 0"),
         ({"max_head_tiles": 0}, "max_head_tiles=0 is below 1"),
         ({"fixed_split": 0}, "fixed_split=0 is below 1"),
         ({"window": 0}, "window=0 is below 1"),

@@ -6,6 +6,7 @@ Compiled for Hopper, read, and not run.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from quire.kernels import dependent_launch
 from quire.kernels.dependent_launch import (
     IS_DEFAULT,
     dependent_options,
+    prefetch,
     use_dependent_launches,
     wait_for_earlier_kernels,
 )
@@ -39,8 +41,9 @@ CONSTANTS: dict[str, set[str]] = {
     "add_rmsnorm_kernel": {"%weight_ptr"},
     "qkv_prologue_kernel": {"%q_weight_ptr", "%k_weight_ptr"},
     "skinny_gemv_kernel": {"%weight_ptr", "%norm_ptr"},
+    "skinny_dot_kernel": {"%weight_ptr"},
 }
-"""Pointers that a kernel may load from before it waits: no kernel of a step writes there."""
+"""Pointers that a kernel may load or prefetch from before it waits: no kernel of a step writes there."""
 
 NEVER_DEPENDENT = {
     "offload_kernel": "copies beside the steps, on a stream of its own",
@@ -124,11 +127,13 @@ def kernels_of_the_package() -> dict[str, Any]:
 
 def check(code: MachineCode, constants: set[str]) -> None:
     accesses = early_accesses(code.ir)
-    assert set(accesses) <= {"tt.load"}, f"it writes before it waits: {sorted(accesses)}"
-    sources = accesses.get("tt.load", set())
+    assert set(accesses) <= {"tt.load", "prefetch"}, f"it writes before it waits: {sorted(accesses)}"
+    sources = set().union(*accesses.values())
     assert sources <= constants, f"it loads from {sorted(sources - constants)} before it waits"
     early = machine_accesses([each.opcode for each in code.instructions])
-    assert all(opcode.startswith("LDG") for opcode in early), f"the machine code has {early} in front of the wait"
+    assert all(opcode.startswith(("LDG", "CCTL.E.PF2")) for opcode in early), (
+        f"the machine code has {early} in front of the wait"
+    )
     assert bool(early) == bool(constants), f"the machine code has {early} in front of the wait"
 
 
@@ -155,6 +160,19 @@ def test_a_kernel_waits_before_it_accesses_what_others_write(name: str, dependen
         check(code, CONSTANTS.get(name, set()))
 
 
+def test_products_with_matrix_instructions_ask_for_the_weights_of_their_first_copies_early(dependent: None) -> None:
+    """All bytes of the tiles that the loop's first copies are of, before the wait; the copies begin behind it."""
+    launches = [each for each in recorded(lambda: multiply(make_batch(), "dot")) if each.name == "skinny_dot_kernel"]
+    for launch in launches:
+        code = compile_launch(launch)
+        opcodes = [each.opcode for each in code.instructions]
+        early = machine_accesses(opcodes)
+        asked = len(early) * 32 * launch.options["num_warps"] * 128
+        sizes = [launch.constant(name) for name in ("STAGES", "OUTPUTS", "INPUTS")]
+        assert asked == math.prod(sizes) * SHAPE.dtype.itemsize * (1 + launch.constant("GATED"))
+        assert "LDGSTS" not in "".join(early)
+
+
 @triton.jit
 def late_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     x = tl.load(x_ptr + tl.program_id(0))
@@ -175,6 +193,14 @@ def indirect_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-un
     if tl.program_id(0) > 3:
         begin = tl.load(x_ptr)
     weight = tl.load(weight_ptr + begin)
+    wait_for_earlier_kernels(PDL)
+    tl.store(x_ptr + tl.program_id(0), weight)
+
+
+@triton.jit
+def prefetching_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    prefetch(x_ptr + tl.arange(0, 32))
+    weight = tl.load(weight_ptr)
     wait_for_earlier_kernels(PDL)
     tl.store(x_ptr + tl.program_id(0), weight)
 
@@ -205,6 +231,7 @@ def waitless_kernel(x_ptr, weight_ptr, PDL: tl.constexpr):  # type: ignore[no-un
         (late_kernel, "it loads from .*%x_ptr"),
         (storing_kernel, "it writes before it waits"),
         (indirect_kernel, "it loads from .*%x_ptr"),
+        (prefetching_kernel, "it loads from .*%x_ptr"),
         (branching_kernel, "branch"),
         (returning_kernel, "before it waits"),
     ],

@@ -52,13 +52,19 @@ def test_a_fused_model_in_bfloat16(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("small_device")
-@pytest.mark.parametrize("name", ["qwen2", "olmo2", "mixtral"])
-def test_own_products_say_what_the_modules_of_a_model_say(name: str, device: torch.device) -> None:
-    """Biases, norms behind a half, an MLP that is not fused; in whatever form a product has there."""
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("qwen2", "layer"), ("olmo2", "layer"), ("mixtral", "layer"), ("gemma3", "layer"), ("phi", "mlp")],
+)
+def test_own_products_say_what_the_modules_of_a_model_say(name: str, fused: str, device: torch.device) -> None:
+    """Biases, norms behind a half, an MLP that is not fused, GELU with and without a gate; in whatever form a product
+    has there.
+    """
     own = prepare(name, device, torch.float32, fused=True, own=True)
     assert own.fusion is not None
     assert own.fusion.steps == "kernels, own products"
-    assert own.fusion.swapped["layer"] == ALL
+    assert own.fusion.swapped[fused] == ALL
+    assert own.fusion.swapped["mlp"] == (ALL if name != "mixtral" else (0, NUM_LAYERS))
     tokens, expected = run(prepare(name, device, torch.float32, fused=False), PROMPTS, NEW_TOKENS, block_size=16)
     greedy, actual = run(own, PROMPTS, NEW_TOKENS, block_size=16)
     assert greedy == tokens

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.kernels import paged_prefill as module
 from quire.kernels import reference
 from quire.kernels.launching import DEFAULT_LIMITS, INTERPRET, chosen_for
 from quire.kernels.paged_prefill import busy_tiles, choose_block_m, choose_num_splits, paged_prefill, prefill_variant
@@ -191,6 +192,19 @@ def test_fp8_pool(device: torch.device, dtype: torch.dtype) -> None:
     make_case(device, [(100, 40), (17, 17)], dtype=dtype, kv_dtype=FP8, k_scale=0.5, v_scale=3.0).check()
 
 
+@pytest.mark.parametrize("feature", [{}, {"softcap": 5.0}, {"alibi_slopes": True, "window": 20}], ids=str)
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e30])
+def test_queries_beyond_the_range_of_float16_over_an_fp8_pool(
+    device: torch.device, magnitude: float, feature: dict[str, Any]
+) -> None:
+    """They are float16 numbers times a power of two for each row."""
+    k_scale = min(1.0, 1 / magnitude) if magnitude else 1.0
+    case = make_case(device, [(100, 40), (17, 17)], dtype=torch.bfloat16, kv_dtype=FP8, k_scale=k_scale, **feature)
+    q = case.q.clone()
+    q[:, 1] *= magnitude
+    replace(case, q=q).check()
+
+
 @pytest.mark.parametrize("num_splits", [2, 5])
 @pytest.mark.parametrize("feature", [{}, {"window": 70, "sinks": True}, {"chunk": 128, "softcap": 5.0}], ids=str)
 def test_splits(device: torch.device, num_splits: int, feature: dict[str, Any]) -> None:
@@ -209,6 +223,66 @@ def test_products_begun_a_tile_ahead_change_no_bit(device: torch.device, feature
     case = make_case(device, [(1, 1), (64, 64), (65, 5), (230, 140)], num_pads=2, **feature)
     for found, expected in zip(case.run(qk_ahead=True), case.run(), strict=True):
         assert torch.equal(found, expected)
+
+
+DESCRIBED: list[dict[str, Any]] = [
+    {},
+    {"window": 70},
+    {"chunk": 100, "sinks": True},
+    {"softcap": 3.0, "alibi_slopes": True},
+    {"block_size": 128, "heads_first": True, "num_kv_heads": 2},
+    {"head_dim": 24, "v_head_dim": 40},
+    {"kv_dtype": FP8, "window": 70},
+    {"dtype": torch.float32, "block_size": 64},
+]
+
+
+@pytest.mark.parametrize("qk_ahead", [False, True])
+@pytest.mark.parametrize("feature", DESCRIBED, ids=str)
+def test_tiles_copied_by_descriptors_change_no_bit(
+    device: torch.device, feature: dict[str, Any], qk_ahead: bool
+) -> None:
+    """Nor do they read slots that no query sees, which are NaN, and blocks that no table has."""
+    case = make_case(device, [(1, 1), (64, 64), (65, 5), (230, 140)], num_pads=2, **{"block_size": 64} | feature)
+    for found, expected in zip(case.run(descriptors=True, qk_ahead=qk_ahead), case.run(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_descriptors_are_refused_where_a_tile_is_no_box(device: torch.device) -> None:
+    lengths = [(70, 70)]
+    with pytest.raises(ValueError, match="block size with descriptors=True=16 is below 64"):
+        make_case(device, lengths).run(descriptors=True)
+    with pytest.raises(ValueError, match=r"k_pool has strides .*, not multiples of 16 bytes"):
+        make_case(device, lengths, block_size=64, head_dim=24, kv_dtype=FP8).run(descriptors=True)
+    case = make_case(device, lengths, block_size=64)
+    moved = torch.empty(case.v_pool.numel() + 4, dtype=case.v_pool.dtype, device=device)[4:].view(case.v_pool.shape)
+    with pytest.raises(ValueError, match="v_pool begins at no multiple of 16 bytes"):
+        replace(case, v_pool=moved).run(descriptors=True)
+    with chosen_for(replace(DEFAULT_LIMITS, capability=(8, 0))):
+        if INTERPRET:
+            with pytest.raises(ValueError, match=r"needs a GPU of capability \(9, 0\), not \(8, 0\)"):
+                case.run(descriptors=True)
+
+
+def test_measured_choices_are_taken_where_they_fit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU decides, a constant says; a pool that has no boxes is read as before, and not refused."""
+    for name in ("QK_AHEAD", "DESCRIPTORS"):
+        assert not getattr(module, name), "no GPU has decided this"
+        monkeypatch.setattr(module, name, True)
+    taken: list[tuple[bool, bool]] = []
+    prepare = module._prepare
+
+    def record(*args: Any) -> Any:
+        taken.append(args[-2:])
+        return prepare(*args)
+
+    monkeypatch.setattr(module, "_prepare", record)
+    lengths = [(70, 70)]
+    make_case(device, lengths, block_size=64).check()
+    make_case(device, lengths, block_size=16).check()
+    make_case(device, lengths, block_size=64, kv_dtype=FP8).check()
+    make_case(device, lengths, block_size=64, kv_dtype=FP8, head_dim=24).check()
+    assert taken == [(True, True), (True, False), (False, True), (False, False)]
 
 
 def test_few_rows_behind_a_long_prefix_are_split(device: torch.device) -> None:
@@ -324,9 +398,10 @@ def test_no_tokens_and_no_lse(device: torch.device) -> None:
 def test_one_variant_for_any_lengths() -> None:
     """Nothing that changes from step to step is among the constants, but the choice of two tiles."""
     sizes = {
-        "dtype": torch.bfloat16, "num_query_heads": 32, "num_kv_heads": 8, "head_dim_k": 128, "head_dim_v": 128,
-        "block_size": 16, "bounded": False, "has_softcap": False, "has_sinks": False, "has_alibi": False,
-        "has_lse": False, "qk_ahead": False, "stride_unit": 8, "limits": DEFAULT_LIMITS,
+        "dtype": torch.bfloat16, "kv_itemsize": 2, "num_query_heads": 32, "num_kv_heads": 8, "head_dim_k": 128,
+        "head_dim_v": 128, "block_size": 16, "bounded": False, "has_softcap": False, "has_sinks": False,
+        "has_alibi": False, "has_lse": False, "qk_ahead": False, "descriptors": False, "stride_unit": 8,
+        "limits": DEFAULT_LIMITS,
     }  # fmt: skip
     tiles = [prefill_variant(block_m=block_m, **sizes) for block_m in (128, 64)]
     assert [(t.constants["BLOCK_M"], t.constants["BLOCK_N"], t.num_warps, t.num_stages) for t in tiles] == [

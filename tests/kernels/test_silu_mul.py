@@ -1,14 +1,16 @@
-"""silu(gate) * up against float64."""
+"""silu(gate) * up, and with GELU, against float64."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels import reference_elementwise as reference
+from quire.kernels.activation import ACTIVATIONS, Activation
 from quire.kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -22,9 +24,16 @@ def packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     return gate, up
 
 
-def assert_close(out: Tensor, gate: Tensor, up: Tensor) -> None:
-    exact = reference.silu_mul(gate, up)
-    eager = torch.nn.functional.silu(gate) * up
+EAGER = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def assert_close(out: Tensor, gate: Tensor, up: Tensor, activation: Activation = "silu") -> None:
+    exact = reference.silu_mul(gate, up, activation=activation)
+    eager = EAGER[activation](gate) * up
     assert (out.double() - exact).abs().max() <= 2 * (eager.double() - exact).abs().max() + 1e-6
 
 
@@ -41,6 +50,14 @@ def test_against_float64(shape: tuple[int, int], dtype: torch.dtype, device: tor
     assert surroundings.isnan().all(), "something beside the rows was written"
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    gate, up = packed((2, 700), dtype, device)
+    assert_close(silu_mul(gate, up, activation=activation), gate, up, activation)
+
+
 @pytest.mark.sample
 def test_in_place(device: torch.device) -> None:
     gate, up = packed((3, 48), torch.float32, device)
@@ -49,9 +66,10 @@ def test_in_place(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_large_gates_saturate(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates_saturate(activation: Activation, device: torch.device) -> None:
     gate = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4]], device=device)
-    assert silu_mul(gate, torch.full_like(gate, 2)).tolist() == [[0, 0, 0, 400, 2e4]]
+    assert silu_mul(gate, torch.full_like(gate, 2), activation=activation).tolist() == [[0, 0, 0, 400, 2e4]]
 
 
 def test_no_rows_and_no_columns(device: torch.device) -> None:
@@ -78,6 +96,8 @@ def test_refusals(device: torch.device) -> None:
         silu_mul(gate, up[:, :31])
     with pytest.raises(ValueError, match=r"up is torch.float16, not torch.float32"):
         silu_mul(gate, up.half())
+    with pytest.raises(ValueError, match="activation=relu is not one of silu, gelu, gelu_tanh"):
+        silu_mul(gate, up, activation="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"gate is torch.int32"):
         silu_mul(gate.int(), up)
     with pytest.raises(ValueError, match="gate has stride 4 in its last dimension"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference_elementwise as reference
+from quire.kernels.activation import ACTIVATIONS, Activation
 from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.launching import DEFAULT_LIMITS, INTERPRET, ceil_div
 from quire.kernels.silu_mul import silu_mul
@@ -40,10 +41,12 @@ class Product:
         has_bias: bool = False,
         has_norm: bool = False,
         has_residual: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         num_rows, num_outputs, num_inputs = sizes
         self._generator = torch.Generator().manual_seed(0)
         self.gated = gated
+        self.activation: Activation | None = activation
         self.x = _beside_nan(self._random(num_rows, num_inputs), dtype, device)
         weight_rows = num_outputs * (2 if gated else 1)
         self.weight = (self._random(weight_rows, num_inputs) * num_inputs**-0.5).to(device, dtype)
@@ -65,6 +68,7 @@ class Product:
             eps=EPS,
             residual=self.residual,
             gated=self.gated,
+            activation=self.activation,
             tiling=tiling,
             workspace=self.workspace,
             out=out,
@@ -82,7 +86,11 @@ class Product:
         y = (y if self.bias is None else y + self.bias.to(dtype)).to(self.x.dtype)
         if self.gated:
             gate, up = y.chunk(2, -1)
-            return reference.silu_mul(gate, up) if exact else silu_mul(gate, up)
+            activated = reference.silu_mul if exact else silu_mul
+            return activated(gate, up, activation=self.activation or "silu")
+        if self.activation is not None:
+            y = reference.activate(y, self.activation)
+            return y if exact else y.to(self.x.dtype)
         return y.to(dtype) if self.residual is None else y.to(dtype) + self.residual.to(dtype)
 
     def assert_close(self, out: Tensor) -> None:
@@ -127,6 +135,19 @@ def test_gate_and_up_with_the_activation(form: Form, num_rows: int, dtype: torch
     for has_bias in (False, True):
         product = Product((num_rows, 12, 264), dtype, device, gated=True, has_bias=has_bias, has_norm=form == "gemv")
         product.assert_close(product.run(form))
+
+
+@pytest.mark.usefixtures("small_device")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("form", "split"), [("gemv", 1), ("dot", 1), ("dot", 4)])
+def test_every_activation_with_and_without_a_gate(
+    form: Form, split: int, activation: Activation, gated: bool, device: torch.device
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        product = Product((5, 12, 264), dtype, device, gated=gated, activation=activation, has_bias=True)
+        tiling = None if form == "gemv" else Tiling("dot", 16, 32, 4, 2, split)
+        product.assert_close(product.run(form, tiling=tiling))
 
 
 @pytest.mark.usefixtures("small_device")

@@ -9,6 +9,7 @@ import torch
 from machine_code import A100, B200, GPU, H100, Launch, MachineCode, compile_launch, recorded
 from torch import Tensor
 
+from quire.kernels.activation import Activation
 from quire.kernels.launching import chosen_for
 from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear
 from quire.kernels.skinny_tiling import Form
@@ -29,6 +30,7 @@ class Case:
     has_norm: bool = False
     has_residual: bool = False
     gated: bool = False
+    activation: Activation | None = None
     dtype: torch.dtype = torch.bfloat16
 
     def compiled(self, gpu: GPU) -> tuple[Launch, MachineCode]:
@@ -43,6 +45,7 @@ class Case:
                 norm_weight=tensor(self.num_inputs) if self.has_norm else None,
                 residual=tensor(self.num_rows, self.num_outputs) if self.has_residual else None,
                 gated=self.gated,
+                activation=self.activation,
                 workspace=workspace,
             )
 
@@ -57,14 +60,18 @@ QKV_8B = Case("gemv", 2, 6144, 4096, has_norm=True)
 GATE_UP_8B = Case("gemv", 8, 14336, 4096, has_norm=True, gated=True)
 DOWN_06B = Case("gemv", 2, 1024, 3072, has_residual=True)
 DOWN_8B = Case("gemv", 1, 4096, 14336, has_residual=True)
-GEMV = (QKV_06B, QKV_8B, GATE_UP_8B, DOWN_06B, DOWN_8B)
+GATE_UP_GEMMA = Case("gemv", 2, 9216, 2304, has_norm=True, gated=True, activation="gelu_tanh")
+FC1_GPT2 = Case("gemv", 4, 3072, 768, activation="gelu")
+GEMV = (QKV_06B, QKV_8B, GATE_UP_8B, DOWN_06B, DOWN_8B, GATE_UP_GEMMA, FC1_GPT2)
 DOT = (
     Case("dot", 16, 1024, 2048, has_residual=True),
     Case("dot", 32, 14336, 4096, gated=True),
     Case("dot", 64, 4096, 14336, has_residual=True),
+    Case("dot", 32, 9216, 2304, gated=True, activation="gelu_tanh"),
+    Case("dot", 64, 3072, 768, activation="gelu"),
     Case("dot", 128, 1024, 3072, has_residual=True),
 )
-OTHER_GPUS = [(case, gpu) for gpu in (A100, B200) for case in (GATE_UP_8B, DOT[1], DOT[3])]
+OTHER_GPUS = [(case, gpu) for gpu in (A100, B200) for case in (GATE_UP_8B, DOT[1], DOT[-1])]
 ON_H100 = [(case, H100) for case in (*GEMV, *DOT)]
 FLOAT32 = [(Case("gemv", 8, 3072, 1024, has_norm=True, gated=True, dtype=torch.float32), H100)]
 

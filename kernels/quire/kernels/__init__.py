@@ -14,7 +14,8 @@ In the order in which a step runs them:
     ring_layout.py      the ring in the host's memory that it reads
     decode_plan.py      the work list of a step's decode attention
     add_rmsnorm.py      the norm before each half of a layer
-    skinny_linear.py    products of few rows, with norm in front, gate or residual behind
+    activation.py       SiLU and GELU, at the end of another kernel
+    skinny_linear.py    products of few rows, with norm in front, activation or residual behind
     skinny_tiling.py    their division among programs
     fixed_linear.py     products of any number of rows in one tile shape
     rope_table.py       cosines and sines by position
@@ -22,7 +23,6 @@ In the order in which a step runs them:
     cache_write.py      keys and values to their slots, where there is no prologue
     paged_prefill.py    attention of prompts
     paged_decode.py     attention of a few queries per sequence, in splits
-    combine.py          the splits of decode attention made one
     merge_states.py     attention over several sets of keys made one
     silu_mul.py         the middle of a gated MLP
     gumbel.py           noise of tokens, and the draw

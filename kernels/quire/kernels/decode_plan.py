@@ -10,6 +10,10 @@ where a run crosses from one sequence to the next, or ends inside one, the keys 
     programs    |00000|11111|22222|33333|       5 tiles each
     splits      |aaaaa|aaaaa|aa|bbb|ccccc|      program 2 has two of them
 
+A program with many short sequences takes longer than one with as many tiles of one sequence: each begins anew with its
+queries and first keys, and ends with a result. `sequence_cost` adds tiles without keys in front of each sequence, so
+that such a program has fewer of them.
+
 All that a program needs before it can ask for its first keys' blocks is one record of 32 bytes, so that two loads that
 wait for each other are in front of these keys: the record, and the block table.
 
@@ -51,6 +55,9 @@ RESIDENT = 2
 # Keys: a program with fewer is not worth starting; and while there are fewer programs than multiprocessors.
 MIN_SPLIT = 128
 MIN_SPREAD = 64
+
+# Keys that a sequence counts beside its own. 0 until it is measured.
+SEQUENCE_COST = 0
 
 # The columns of a record of 32 bytes. The split that it describes: its sequence, the first key, one past the last key,
 # and its number. All of the sequence's: the number of the first, and how many. And one past a program's last split.
@@ -135,6 +142,7 @@ def build_decode_plan(
     causal: bool = True,
     min_split: int = MIN_SPLIT,
     min_spread: int = MIN_SPREAD,
+    sequence_cost: int | None = None,
     fixed_split: int | None = None,
     out: DecodePlan | None = None,
 ) -> DecodePlan:
@@ -152,6 +160,8 @@ def build_decode_plan(
                                 query sees all keys of its sequence
         min_split       keys, a program with fewer is not worth starting; rounded up to TILE
         min_spread      the same while the programs are fewer than P / RESIDENT, so that some multiprocessors have none
+        sequence_cost   keys that a sequence counts beside its own, rounded up to TILE, where a program's run is longer
+                        than that; SEQUENCE_COST by default, and nothing with fixed_split
         fixed_split     keys, rounded up to TILE: every sequence is split at multiples of it from its first visible
                         tile, so that its result does not depend on the rest of the batch; None for equal runs
         out             a plan to write again, made by a call with the same arguments but for the tensors' contents:
@@ -177,7 +187,9 @@ def build_decode_plan(
         "max_head_tiles": max_head_tiles,
     }.items():
         require_at_least(name, value, 1)
+    sequence_cost = SEQUENCE_COST if sequence_cost is None else sequence_cost
     require_at_least("num_tokens", num_tokens, 0)
+    require_at_least("sequence_cost", sequence_cost, 0)
     max_splits = num_seqs + num_programs - 1
     run = ceil_div(min_split, TILE)
     if fixed_split is not None:
@@ -200,7 +212,8 @@ def build_decode_plan(
     decode_plan_kernel[(num_seqs,)](
         seq_lens, cu_seqlens_q, block_tables,
         plan.programs, plan.splits, plan.token_splits, plan.tickets, plan.positions, plan.slot_mapping,
-        num_seqs, num_tokens, num_programs, max_head_tiles, run, ceil_div(min_spread, TILE), block_tables.stride(0),
+        num_seqs, num_tokens, num_programs, max_head_tiles, run, ceil_div(min_spread, TILE),
+        ceil_div(sequence_cost, TILE), block_tables.stride(0),
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
         BLOCK_SIZE=block_size, FIXED=fixed_split is not None, RAGGED=cu_seqlens_q is not None,
         **dependent_options(decode_plan_kernel, seq_lens.device), num_warps=4,
@@ -310,7 +323,8 @@ def _store_records(rows_ptr, seq, first_key, end_key, split, first_split, num_sp
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_tokens", "num_programs", "max_head_tiles", "run", "spread", "table_stride", "window", "chunk",
+        "num_seqs", "num_tokens", "num_programs", "max_head_tiles", "run", "spread", "extra", "table_stride", "window",
+        "chunk",
     ],
     do_not_specialize_on_alignment=[
         "seq_lens_ptr", "cu_seqlens_q_ptr", "block_tables_ptr", "programs_ptr", "splits_ptr", "token_splits_ptr",
@@ -333,6 +347,7 @@ def decode_plan_kernel(
     max_head_tiles,  # T
     run,  # tiles: the least of a program, or those of a split if FIXED
     spread,  # the same while the programs are fewer than multiprocessors
+    extra,  # tiles without keys in front of each sequence
     table_stride,
     window,
     chunk,
@@ -346,12 +361,18 @@ def decode_plan_kernel(
     lanes = tl.arange(0, _LANES)
 
     total_tiles = 0
+    num_seen = 0
     for base in range(0, num_seqs, _LANES):
         _, tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, base + lanes, num_seqs, window, chunk, RAGGED)
         total_tiles += tl.sum(tiles)
+        num_seen += tl.sum((tiles > 0).to(tl.int32))
     if not FIXED:
         once = tl.maximum(num_programs // _RESIDENT, 1)
         run = tl.minimum(run, tl.maximum(spread, tl.cdiv(total_tiles, once)))
+        run = tl.maximum(run, tl.cdiv(total_tiles, num_programs))
+        # No run is without keys.
+        extra = tl.where(extra < run, extra, 0)
+        total_tiles += num_seen * extra
         run = tl.maximum(run, tl.cdiv(total_tiles, num_programs))
 
     begin = 0
@@ -360,13 +381,14 @@ def decode_plan_kernel(
     tiles_before = 0
     for base in range(0, num_seqs, _LANES):
         _, tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, base + lanes, num_seqs, window, chunk, RAGGED)
+        counted = tiles if FIXED else tiles + tl.where(tiles > 0, extra, 0)
         # With fixed splits the tiles of every sequence begin a run.
-        begins = tl.zeros_like(tiles) if FIXED else tiles_before + tl.cumsum(tiles) - tiles
+        begins = tl.zeros_like(tiles) if FIXED else tiles_before + tl.cumsum(counted) - tiles
         _, counts = _first_and_count(begins, tiles, run)
         begin += tl.sum(tl.where(base + lanes == seq, begins, 0))
         first_split += tl.sum(tl.where(base + lanes < seq, counts, 0))
         total_splits += tl.sum(counts)
-        tiles_before += tl.sum(tiles)
+        tiles_before += tl.sum(counted)
 
     first_tile, num_tiles = _tiles(seq_lens_ptr, cu_seqlens_q_ptr, seq, num_seqs, window, chunk, RAGGED)
     first_run, num_splits = _first_and_count(begin, num_tiles, run)
@@ -384,7 +406,7 @@ def decode_plan_kernel(
             begins = mine & (_share_begin(program, total_splits, num_programs) == number)
         else:
             program = first_run + split
-            begins = mine & (run_begin >= begin)
+            begins = mine & (run_begin >= begin - extra)
             tl.store(programs_ptr + _RECORD * (program - 1) + _END_SPLIT, number, mask=begins & (program > 0))
         _store_records(splits_ptr + _RECORD * number, seq, first_key, end_key, number, first_split, num_splits, mine)
         _store_records(

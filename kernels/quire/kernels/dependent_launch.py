@@ -45,6 +45,18 @@ def wait_for_earlier_kernels(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128 bytes at each of the addresses into the second-level cache. Not in the interpreter.
+
+    No thread waits for them, and no register holds them. In front of the wait the same holds of them as of loads.
+    """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 def use_dependent_launches(is_used: bool) -> None:
     """Launch so from now on, or no longer, where the device can. Graphs that were captured before stay as they are."""
     global _is_used

@@ -145,7 +145,7 @@ class Launch:
 
     grid: tuple[int, ...]
     strides: tuple[int, ...]
-    options: Mapping[str, int | bool]
+    options: Mapping[str, int | bool | str]
     kept: dict[Any, KeptKernel | None] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, kernel: Any, *args: Any) -> None:
@@ -203,6 +203,18 @@ def round_to(x, DTYPE: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def halves_of_rows(q):
+    """q [M, D] of any float dtype as float16 rows with elements below 2, and their factors [M].
+
+    A power of two each, so nothing is rounded but what is below 2**-24 of its row's greatest.
+    """
+    q = q.to(tl.float32)
+    exponents = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    units = tl.where(exponents == 0, 1.0, exponents.to(tl.float32, bitcast=True))
+    return (q * (1.0 / units)[:, None]).to(tl.float16), units
 
 
 @triton.jit

@@ -54,6 +54,7 @@ from quire.kernels.launching import (
     contiguous,
     device_limits,
     dot,
+    halves_of_rows,
     in_units,
     layouts,
     next_power_of_2,
@@ -541,18 +542,6 @@ def _unpack_pairs(pairs):
 
 
 @triton.jit
-def _halves_of_rows(q):
-    """q [M, D] of any float dtype as float16 rows with elements below 2, and their factors [M].
-
-    A power of two each, so nothing is rounded but what is below 2**-24 of its row's greatest.
-    """
-    q = q.to(tl.float32)
-    exponents = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    units = tl.where(exponents == 0, 1.0, exponents.to(tl.float32, bitcast=True))
-    return (q * (1.0 / units)[:, None]).to(tl.float16), units
-
-
-@triton.jit
 def _score(products, scales, softcap, slopes, distances, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
     """Scores times log2(e) from q . k times scales [M]; distances [M, N] are key - query positions."""
     if HAS_SOFTCAP:
@@ -678,7 +667,7 @@ def paged_decode_kernel(
         )
         scales = tl.zeros([BLOCK_M], tl.float32) + scale
         if halves:
-            q, units = _halves_of_rows(q)
+            q, units = halves_of_rows(q)
             scales = scale * units
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight_sum = tl.zeros([BLOCK_M], tl.float32)

@@ -16,6 +16,10 @@ The block ids of the next tile of keys are loaded one iteration ahead and carrie
 load of the same iteration is one that Triton does not pipeline. Tiles with the most keys come first. Where there are
 fewer tiles than multiprocessors, as with the rest of a prompt behind a long prefix, keys are split, and merge_states()
 makes one result of the parts.
+
+Over keys and values of fp8, queries of bfloat16 and weights become float16, as in decode. From fp8 to float16 is one
+instruction for two numbers. To bfloat16 it is one more for each, on the unit that takes exponentials too: 64 beside 34
+of these in a tile, which is as much time as its matrix products.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.decode_plan import UNBOUNDED, first_visible
-from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.dependent_launch import LEAST_CAPABILITY, dependent_options, wait_for_earlier_kernels
 from quire.kernels.fixed_tiles import are_fixed_tiles_used
 from quire.kernels.launching import (
     FLOAT_DTYPES,
@@ -39,6 +43,7 @@ from quire.kernels.launching import (
     contiguous,
     device_limits,
     dot,
+    halves_of_rows,
     in_units,
     layouts,
     next_power_of_2,
@@ -59,6 +64,16 @@ from quire.kernels.merge_states import merge_states
 # A split of fewer keys costs more to merge than it saves.
 MIN_SPLIT = 512
 MAX_SPLITS = 32
+
+# The choices that callers leave open, until a GPU has timed them.
+QK_AHEAD = False
+DESCRIPTORS = False
+
+# Keys of the largest tile, and so the least block size of which a descriptor copies every tile.
+MAX_TILE = 64
+
+# A tensor descriptor takes addresses and strides that are multiples of this.
+_BOX_ALIGNMENT = 16
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -81,7 +96,8 @@ def paged_prefill(
     v_scale: float = 1.0,
     num_splits: int | None = None,
     fixed_tile: bool | None = None,
-    qk_ahead: bool = False,
+    qk_ahead: bool | None = None,
+    descriptors: bool | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -112,7 +128,11 @@ def paged_prefill(
                         in any batch, and with any of the queries before it in the same call. By default as
                         use_fixed_tiles() says; not together with num_splits above 1
         qk_ahead        begins the products of the next tile's keys before this one's weights are computed: the same
-                        bits, and not timed yet
+                        bits. None for QK_AHEAD, but not over fp8 and with head dims above 128, where it gains nothing
+        descriptors     copies tiles that every query sees by tensor descriptors (TMA), one box of a block at a time:
+                        the same bits. Needs a GPU from Hopper on, blocks of at least a tile of keys (64 always
+                        suffices), a pool whose address and strides are multiples of 16 bytes. None for DESCRIPTORS
+                        where that is so
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
@@ -123,10 +143,17 @@ def paged_prefill(
     visible keys and values once per tile of rows, so mostly from L2. One launch, two and a float32 workspace if keys
     are split; no sync. Equal inputs give equal bits.
     """
+    if qk_ahead is None:
+        qk_ahead = QK_AHEAD and k_pool.dtype.itemsize > 1 and max(k_pool.shape[3], v_pool.shape[3]) <= 128
+    if descriptors is None:
+        descriptors = DESCRIPTORS and _are_boxes(k_pool, v_pool)
     sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
     is_fixed = are_fixed_tiles_used() if fixed_tile is None else fixed_tile
-    numbers = (scaling, window, chunk, softcap, num_splits, is_fixed, qk_ahead)
+    numbers = (scaling, window, chunk, softcap, num_splits, is_fixed, qk_ahead, descriptors)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
+    if descriptors:
+        _require_aligned(k_pool=k_pool, v_pool=v_pool)
+        triton.set_allocator(_new_scratch)
     num_tokens, num_heads, _ = q.shape
     if out is None:
         out = q.new_empty(num_tokens, num_heads, v_pool.shape[3])
@@ -143,7 +170,7 @@ def paged_prefill(
         score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
         0.0 if softcap is None else softcap * LOG2_E,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
-        num_tokens, block_tables.shape[0],
+        num_tokens, block_tables.shape[0], k_pool.shape[0],
     )  # fmt: skip
     if num_splits > 1:
         assert lses is not None
@@ -170,6 +197,7 @@ def _prepare(
     num_splits: int | None,
     is_fixed: bool,
     qk_ahead: bool,
+    descriptors: bool,
 ) -> Launch:
     """The launch of paged_prefill_kernel; its grid is [tiles, kv heads, splits]."""
     _check(q, k_pool, v_pool, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
@@ -203,6 +231,7 @@ def _prepare(
         )
     variant = prefill_variant(
         dtype=q.dtype,
+        kv_itemsize=k_pool.dtype.itemsize,
         block_m=block_m,
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -216,9 +245,12 @@ def _prepare(
         has_lse=lse is not None or num_splits > 1,
         is_fixed=is_fixed,
         qk_ahead=qk_ahead,
+        descriptors=descriptors,
         stride_unit=stride_unit(q, k_pool, v_pool, out),
         limits=limits,
     )
+    if descriptors:
+        _check_descriptors(k_pool, v_pool, block_n=variant.constants["BLOCK_N"], limits=limits)
     out_strides = (0, *out.strides[:2])
     if num_splits > 1:
         out_strides = contiguous((num_splits, *out.shape), out).strides[:3]
@@ -261,6 +293,7 @@ def choose_num_splits(num_programs: int, *, max_keys: int, multiprocessors: int)
 def prefill_variant(
     *,
     dtype: torch.dtype,
+    kv_itemsize: int,
     block_m: int,
     num_query_heads: int,
     num_kv_heads: int,
@@ -273,13 +306,18 @@ def prefill_variant(
     has_alibi: bool,
     has_lse: bool,
     qk_ahead: bool,
+    descriptors: bool,
     is_fixed: bool = False,
     stride_unit: int,
     limits: DeviceLimits,
 ) -> Variant:
-    """The compiled variant of paged_prefill_kernel: dtype is that of q, bounded is True if window or chunk hides
-    keys."""
+    """The compiled variant of paged_prefill_kernel.
+
+    dtype is that of q, kv_itemsize the bytes of an element of keys; bounded is True if window or chunk hides keys.
+    """
     block_dk, block_dv = (max(16, next_power_of_2(head_dim)) for head_dim in (head_dim_k, head_dim_v))
+    # Where the registers hold all operands, wide heads of float16 spill.
+    halves = kv_itemsize == 1 and dtype == torch.bfloat16 and (max(block_dk, block_dv) <= 128 or limits.has_warpgroups)
     block_n, num_warps, num_stages = _tile(dtype, block_m=block_m, block_d=max(block_dk, block_dv), limits=limits)
     constants = {
         "HEADS_PER_KV": num_query_heads // num_kv_heads,
@@ -297,6 +335,8 @@ def prefill_variant(
         "HAS_LSE": has_lse,
         "FIXED": is_fixed,
         "QK_AHEAD": qk_ahead,
+        "DESCRIPTORS": descriptors,
+        "HALVES": halves,
         "STRIDE_UNIT": stride_unit,
     }
     return Variant(constants, num_warps=num_warps, num_stages=num_stages)
@@ -311,7 +351,7 @@ def _tile(dtype: torch.dtype, *, block_m: int, block_d: int, limits: DeviceLimit
         # 136 KB of float32 or of 16 bits, 64 rows of 16 bits 100 KB: of 99 KB, one tile in flight fits.
         return 32, 8, 2 if block_d > 128 and limits.shared_memory_bytes < 160 << 10 else 3
     narrow = block_d > 64 and not limits.has_warpgroups
-    return 32 if narrow else 64, 8 if block_m == 128 else 4, 3
+    return 32 if narrow else MAX_TILE, 8 if block_m == 128 else 4, 3
 
 
 def _check(
@@ -346,6 +386,43 @@ def _check_numbers(
     for name, count in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
         if count is not None:
             require_at_least(name, count, 1)
+
+
+def _check_descriptors(k_pool: Layout, v_pool: Layout, *, block_n: int, limits: DeviceLimits) -> None:
+    """Raises ValueError where a tile of keys is no box that a tensor descriptor can copy."""
+    if limits.capability < LEAST_CAPABILITY:
+        raise ValueError(f"descriptors=True needs a GPU of capability {LEAST_CAPABILITY}, not {limits.capability}")
+    require_at_least("block size with descriptors=True", k_pool.shape[1], block_n)
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if any(stride * pool.dtype.itemsize % _BOX_ALIGNMENT for stride in pool.strides[:3]):
+            raise ValueError(
+                f"{name} has strides {list(pool.strides)}, not multiples of {_BOX_ALIGNMENT} bytes: descriptors=True"
+            )
+
+
+def _are_boxes(k_pool: Tensor, v_pool: Tensor) -> bool:
+    """True if a tensor descriptor can copy any tile of the pools."""
+    try:
+        _check_descriptors(*layouts(k_pool, v_pool), block_n=MAX_TILE, limits=device_limits(k_pool.device))
+        _require_aligned(k_pool=k_pool, v_pool=v_pool)
+    except ValueError:
+        return False
+    return True
+
+
+def _require_aligned(**pools: Tensor) -> None:
+    for name, pool in pools.items():
+        if pool.data_ptr() % _BOX_ALIGNMENT:
+            raise ValueError(f"{name} begins at no multiple of {_BOX_ALIGNMENT} bytes: descriptors=True")
+
+
+def _new_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """The memory in which a launch's programs write their descriptors, for Triton: 256 bytes a program.
+
+    The memory is used on the current stream alone, so torch may give it to a later launch as soon as this one has
+    begun. torch aligns to 512 bytes.
+    """
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _check_results(q: Layout, *, out: Layout, lse: Layout | None, head_dim: int) -> None:
@@ -387,6 +464,12 @@ def _load_tile(
 
 
 @triton.jit
+def _load_box(blocks, block_id, start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows [BLOCK_N, BLOCK_D] from slot `start` of one block on, by a descriptor of all blocks of a kv head."""
+    return blocks.load([block_id, start % BLOCK_SIZE, 0]).reshape(BLOCK_N, BLOCK_D)
+
+
+@triton.jit
 def _offsets(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The slots within their blocks of the tile at `start`."""
     offsets = tl.arange(0, BLOCK_N) % BLOCK_SIZE
@@ -396,19 +479,29 @@ def _offsets(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _per_row(scale):
+    """A factor of all scores as it is, one for each row as a column."""
+    if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
+        scale = scale[:, None]
+    return scale
+
+
+@triton.jit
 def _attend(
-    q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, end, last_block, first_key, positions, slopes,
-    score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+    q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, begin, end, last_block, first_key, positions,
+    slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    QK_AHEAD: tl.constexpr,
+    QK_AHEAD: tl.constexpr, WHOLE_BOXES: tl.constexpr,
 ):  # fmt: skip
     """Take keys begin .. end - 1 into the running softmax, begin a multiple of BLOCK_N.
 
     With QK_AHEAD the products of the next tile's keys are begun before this tile's weights are computed, so that the
-    matrix units work meanwhile; those behind the last tile are dropped. No bit differs.
-    highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
+    matrix units work meanwhile; those behind the last tile are dropped. No bit differs. With WHOLE_BOXES tiles are
+    copied by the descriptors k_blocks and v_blocks, slots without a key too: not for tiles that are MASKED.
+    score_scale is a number, or one for each row. highest [BLOCK_M] is in base 2, total [BLOCK_M] and acc
+    [BLOCK_M, BLOCK_DV] are sums of 2 ** (score - highest).
     """
     lanes = tl.arange(0, BLOCK_N)
     next_ids = _load_block_ids(table_ptr, begin, last_block, BLOCK_SIZE, BLOCK_N)
@@ -424,6 +517,9 @@ def _attend(
         offsets = _offsets(start, BLOCK_SIZE, BLOCK_N)
         keys = start + lanes
         seen = (keys >= first_key) & (keys < end)
+        if WHOLE_BOXES:
+            # Behind products that are begun ahead, the wait for these values would be a wait for the products too.
+            v = _load_box(v_blocks, block_ids, start, BLOCK_SIZE, BLOCK_N, BLOCK_DV)
         if QK_AHEAD:
             scores = next_scores
             # Keys have ids of their own: with one carried through two iterations Triton keeps no tile in flight.
@@ -431,21 +527,30 @@ def _attend(
             ahead_ids = _load_block_ids(table_ptr, start + 2 * BLOCK_N, last_block, BLOCK_SIZE, BLOCK_N)
             next_offsets = _offsets(start + BLOCK_N, BLOCK_SIZE, BLOCK_N)
             next_seen = (keys + BLOCK_N >= first_key) & (keys + BLOCK_N < end)
-            k = _load_tile(
-                k_ptr, key_ids, next_offsets, k_block_stride, k_slot_stride, next_seen, HEAD_DIM_K, BLOCK_DK, MASKED
-            )  # fmt: skip
+            if WHOLE_BOXES:
+                k = _load_box(k_blocks, key_ids, start + BLOCK_N, BLOCK_SIZE, BLOCK_N, BLOCK_DK)
+            else:
+                k = _load_tile(
+                    k_ptr, key_ids, next_offsets, k_block_stride, k_slot_stride, next_seen, HEAD_DIM_K, BLOCK_DK, MASKED
+                )  # fmt: skip
             next_scores = dot(q, tl.trans(k.to(q.dtype)))
         else:
-            k = _load_tile(k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED)
+            if WHOLE_BOXES:
+                k = _load_box(k_blocks, block_ids, start, BLOCK_SIZE, BLOCK_N, BLOCK_DK)
+            else:
+                k = _load_tile(
+                    k_ptr, block_ids, offsets, k_block_stride, k_slot_stride, seen, HEAD_DIM_K, BLOCK_DK, MASKED
+                )  # fmt: skip
             scores = dot(q, tl.trans(k.to(q.dtype)))
-        v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
+        if not WHOLE_BOXES:
+            v = _load_tile(v_ptr, block_ids, offsets, v_block_stride, v_slot_stride, seen, HEAD_DIM_V, BLOCK_DV, MASKED)
         scale = score_scale
         if HAS_SOFTCAP:
             # tanh in the form that neither overflows nor divides inf by inf.
-            scores = cap - 2 * cap / (tl.exp2(scores * scale) + 1)
+            scores = cap - 2 * cap / (tl.exp2(scores * _per_row(scale)) + 1)
             scale = 1.0
         if HAS_ALIBI:
-            scores = scores * scale + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+            scores = scores * _per_row(scale) + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
             scale = 1.0
         if MASKED:
             visible = keys[None, :] <= positions[:, None]
@@ -457,7 +562,7 @@ def _attend(
         shift = new_highest
         if MASKED:
             shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores * scale - shift[:, None])
+        weights = tl.exp2(scores * _per_row(scale) - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None] + dot(weights.to(q.dtype), v.to(q.dtype))
@@ -479,7 +584,7 @@ def _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV: tl.constexpr,
 
 
 @triton.jit(
-    do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "table_stride"],
+    do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "num_blocks", "table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def paged_prefill_kernel(
@@ -500,6 +605,7 @@ def paged_prefill_kernel(
     chunk,
     num_tokens,
     num_seqs,
+    num_blocks,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -527,6 +633,8 @@ def paged_prefill_kernel(
     HAS_LSE: tl.constexpr,
     FIXED: tl.constexpr,
     QK_AHEAD: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    HALVES: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -584,6 +692,10 @@ def paged_prefill_kernel(
         mask=row_mask[:, None] & (dims < HEAD_DIM_K)[None, :],
         other=0.0,
     )
+    scale = score_scale
+    if HALVES:
+        q, units = halves_of_rows(q)
+        scale *= units
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -597,25 +709,36 @@ def paged_prefill_kernel(
 
     k_ptr = k_pool_ptr + kv_head * k_head_stride
     v_ptr = v_pool_ptr + kv_head * v_head_stride
+    k_blocks, v_blocks = k_ptr, v_ptr
+    if DESCRIPTORS:
+        k_blocks = tl.make_tensor_descriptor(
+            k_ptr, [num_blocks, BLOCK_SIZE, HEAD_DIM_K], [k_block_stride, k_slot_stride, 1], [1, BLOCK_N, BLOCK_DK]
+        )
+        v_blocks = tl.make_tensor_descriptor(
+            v_ptr, [num_blocks, BLOCK_SIZE, HEAD_DIM_V], [v_block_stride, v_slot_stride, 1], [1, BLOCK_N, BLOCK_DV]
+        )
     table_ptr = block_tables_ptr + tl.minimum(seq, num_seqs - 1).to(tl.int64) * table_stride
     if BOUNDED:
         highest, total, acc = _attend(
-            q, highest, total, acc, k_ptr, v_ptr, table_ptr, begin, full_begin, last_block, first_key, positions,
-            slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, begin, full_begin, last_block,
+            first_key, positions, slopes, scale, cap, window, chunk,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-            QK_AHEAD,
+            QK_AHEAD, False,
         )  # fmt: skip
     highest, total, acc = _attend(
-        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_begin, full_end, last_block, first_key, positions,
-        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, full_begin, full_end, last_block,
+        first_key, positions, slopes, scale, cap, window, chunk,
+        k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, False, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-        QK_AHEAD,
+        QK_AHEAD, DESCRIPTORS,
     )  # fmt: skip
     highest, total, acc = _attend(
-        q, highest, total, acc, k_ptr, v_ptr, table_ptr, full_end, end, last_block, first_key, positions,
-        slopes, score_scale, cap, window, chunk, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+        q, highest, total, acc, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, full_end, end, last_block,
+        first_key, positions, slopes, scale, cap, window, chunk,
+        k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, BLOCK_SIZE, BLOCK_N, True, BOUNDED, HAS_SOFTCAP, HAS_ALIBI,
-            QK_AHEAD,
+        QK_AHEAD, False,
     )  # fmt: skip
 
     total = tl.where(total == 0, 1.0, total)

@@ -33,9 +33,19 @@ def add_rmsnorm(
     return norms, total
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gate / (1 + exp(-gate)) * up in float64; gate and up are of one shape."""
-    return gate.double() / (1 + torch.exp(-gate.double())) * up.double()
+def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """Return the activation of gate times up in float64; gate and up are of one shape."""
+    return activate(gate, activation) * up.double()
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return silu, gelu or gelu_tanh of x in float64."""
+    x = x.double()
+    if activation == "silu":
+        return x / (1 + torch.exp(-x))
+    if activation == "gelu":
+        return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""The middle of a gated MLP, silu(gate) * up, in one pass over the output of one merged projection."""
+"""The middle of a gated MLP, silu(gate) * up or with GELU, in one pass over the output of one merged projection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.activation import ACTIVATIONS, Activation, activate
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
@@ -18,6 +19,7 @@ from quire.kernels.launching import (
     layouts,
     prepared_once,
     require_dtype,
+    require_in,
     require_last_contiguous,
     require_same_device,
     require_shape,
@@ -38,6 +40,7 @@ def silu_mul_kernel(
     stride_gate,
     stride_up,
     stride_out,
+    ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -47,7 +50,7 @@ def silu_mul_kernel(
     inside = columns < num_columns
     gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = activate(gate, ACTIVATION) * up
     tl.store(out_ptr + row * stride_out + columns, round_to(y, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,17 +59,19 @@ def plan_launch() -> tuple[dict[str, int | bool], int, int]:
     return {"COLUMNS": _COLUMNS}, _NUM_WARPS, 1
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, where silu(x) = x / (1 + exp(-x)).
+def silu_mul(gate: Tensor, up: Tensor, *, activation: Activation = "silu", out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, where silu(x) = x / (1 + exp(-x)), or the product with another activation of the gate.
 
     Sizes: N rows, C columns (intermediate size). One merged projection's [N, 2C] comes as its .chunk(2, -1).
         gate, up        [N, C]  fp32/fp16/bf16 alike, C contiguous, rows at any stride
+        activation              of ACTIVATIONS; gelu by the error function, gelu_tanh by its approximation
         out, returns    [N, C]  dtype of gate; may be gate or up itself. None allocates
 
-    All arithmetic is float32, rounded once. Raises ValueError if a shape, stride, dtype or device is another. No sync.
+    All arithmetic is float32, rounded once. Raises ValueError if a shape, stride, dtype, device or the activation is
+    another. No sync.
     Cost: one launch; moves 3 * N * C * itemsize bytes.
     """
-    launch = _prepare(*layouts(gate, up, out))
+    launch = _prepare(activation, *layouts(gate, up, out))
     out = gate.new_empty(gate.shape) if out is None else out
     if 0 in launch.grid:
         return out
@@ -75,7 +80,8 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 @prepared_once
-def _prepare(gate: Layout, up: Layout, out: Layout | None) -> Launch:
+def _prepare(activation: Activation, gate: Layout, up: Layout, out: Layout | None) -> Launch:
+    require_in("activation", activation, ACTIVATIONS)
     out = out or contiguous(gate.shape, gate)
     require_shape("gate", gate, (None, None))
     require_dtype("gate", gate, FLOAT_DTYPES)
@@ -92,6 +98,7 @@ def _prepare(gate: Layout, up: Layout, out: Layout | None) -> Launch:
         strides=(gate.stride(0), up.stride(0), out.stride(0)),
         options={
             **constexprs,
+            "ACTIVATION": activation,
             **dependent_options(silu_mul_kernel, gate.device),
             "num_warps": num_warps,
             "num_stages": num_stages,

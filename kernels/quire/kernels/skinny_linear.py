@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 # ruff: noqa: N803
-"""Products x W^T of few rows with what stands beside them in a layer: norm in front, gate behind, residual behind.
+"""Products x W^T of few rows with what stands beside them in a layer: norm in front, activation or residual behind.
 
 A decode step's products read each weight once, so a few microseconds of a launch or of a slow start count. There are
 two forms (skinny_tiling.py): gemv of up to 8 rows without matrix instructions, dot of up to 128 rows with them. In the
@@ -9,7 +9,9 @@ one adds all parts in their order, so that the bits do not depend on who was las
 a graph can be replayed.
 
 Weights and the norm's weight do not depend on the kernel in front. In the gemv form the first tile of the weight is
-loaded before the wait for that kernel (dependent_launch.py).
+loaded before the wait for that kernel (dependent_launch.py). In the dot form copies begin behind it, as they take rows
+and weights alike. So there, the weights of all tiles that the first copies are of are asked into the second-level cache
+before the wait.
 
 Numbers are rounded where the single operations round: the norm's result, the product with its bias, the gate and the
 up, and the sum with the residual. Only the order of the additions within a product is another.
@@ -24,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.activation import ACTIVATIONS, Activation, activate
+from quire.kernels.dependent_launch import dependent_options, prefetch, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -49,6 +52,7 @@ from quire.kernels.skinny_tiling import (
     LOAD_BYTES,
     MAX_ROWS,
     MOST_PARTS,
+    MOST_STAGES,
     MOST_SUMS,
     SPLITS,
     Form,
@@ -56,6 +60,12 @@ from quire.kernels.skinny_tiling import (
     default_tiling,
     padded_rows,
 )
+
+# What the second-level cache reads at once.
+_LINE_BITS = tl.constexpr(8 * 128)
+
+# Tiles of weights that the first copies are of: the most stages of a tiling.
+_TILES_AHEAD = tl.constexpr(MOST_STAGES)
 
 # Tiles of one product with a split sum.
 _MAX_TICKETS = 4096
@@ -77,18 +87,20 @@ def _write_out(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Bias, rounding, gate and residual of a tile of sums, and its store. m [ROWS, 1], n [1, OUTPUTS]."""
+    """Bias, rounding, activation, gate and residual of a tile of sums, and its store. m [ROWS, 1], n [1, OUTPUTS]."""
     inside = (m < num_rows) & (n < num_outputs)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)
     y = round_to(total, out_ptr.dtype.element_ty)
-    if GATED:
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        up = round_to(up, out_ptr.dtype.element_ty).to(tl.float32)
-        y = round_to(gate / (1.0 + tl.exp(-gate)) * up, out_ptr.dtype.element_ty)
+    if ACTIVATION != "none":
+        activated = activate(y.to(tl.float32), ACTIVATION)
+        if GATED:
+            if HAS_BIAS:
+                up += tl.load(bias_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
+            activated *= round_to(up, out_ptr.dtype.element_ty).to(tl.float32)
+        y = round_to(activated, out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + m * stride_residual + n, mask=inside, other=0.0)
         y = round_to(y.to(tl.float32) + residual.to(tl.float32), out_ptr.dtype.element_ty)
@@ -130,6 +142,7 @@ def skinny_gemv_kernel(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -198,7 +211,7 @@ def skinny_gemv_kernel(
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     _write_out(
         total, up_total, m, n, num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
-        stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED,
+        stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
     )  # fmt: skip
 
 
@@ -227,6 +240,7 @@ def skinny_dot_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -250,6 +264,14 @@ def skinny_dot_kernel(
     rows = x_ptr + tl.minimum(m, num_rows - 1) * stride_x.to(tl.int64) + k
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up_total = total
+    if PDL:
+        line: tl.constexpr = _LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
+        lines = tl.arange(0, max(1, _TILES_AHEAD * INPUTS // line))[None, :] * line
+        begins = weight_ptr + tl.minimum(n, num_outputs - 1)[:, None].to(tl.int64) * num_inputs
+        ahead = tl.maximum(tl.minimum(first + lines, last - 1), 0)
+        prefetch(begins + ahead)
+        if GATED:
+            prefetch(begins + num_outputs.to(tl.int64) * num_inputs + ahead)
     wait_for_earlier_kernels(PDL)
     for start in tl.range(first, last, INPUTS, num_stages=STAGES):
         x = _load(rows + start, start + k, num_inputs, EVEN)
@@ -259,7 +281,7 @@ def skinny_dot_kernel(
     if SPLIT == 1:
         _write_out(
             total, up_total, m, n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
-            stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED,
+            stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
         )  # fmt: skip
     else:
         size: tl.constexpr = ROWS * OUTPUTS
@@ -284,7 +306,7 @@ def skinny_dot_kernel(
             tl.store(tickets_ptr + tile, 0)
             _write_out(
                 total, up_total, m, n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
-                stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED,
+                stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
             )  # fmt: skip
 
 
@@ -336,27 +358,32 @@ def skinny_linear(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: Activation | None = None,
     tiling: Tiling | None = None,
     workspace: SkinnyWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return norm(x) weight^T + bias, or silu(gate) * up of it; with a residual, their sum.
+    """Return norm(x) weight^T + bias, or an activation of it, or silu(gate) * up; with a residual, their sum.
 
     Sizes: M rows, at most MAX_ROWS[form]; K inputs; N outputs.
         x               [M, K]  fp32/fp16/bf16, K contiguous, rows at any stride of a multiple of 16 bytes
         weight          [N, K]  dtype of x, contiguous, K * itemsize a multiple of 16; gated: [2 * N, K], gates first
         bias            [N]     fp32/fp16/bf16, contiguous; gated: [2 * N]
         norm_weight     [K]     fp32/fp16/bf16, contiguous: RMSNorm of the rows in front, gemv only
-        residual        [M, N]  dtype of x, N contiguous; not together with gated
+        residual        [M, N]  dtype of x, N contiguous; not together with gated or an activation
+        activation              of ACTIVATIONS, of the result, gated of the gate: there None is silu
         tiling                  of the form; None chooses by sizes
         workspace               needed if the tiling splits sums
         out, returns    [M, N]  dtype of x, N contiguous; may be the residual. None allocates
 
     All arithmetic is float32, rounded where single operations round. Equal bits for equal arguments and tiling.
-    Raises ValueError if a shape, stride, dtype or device is another, or a workspace is missing or too small. No sync.
+    Raises ValueError if a shape, stride, dtype, device or the activation is another, or a workspace is missing or too
+    small. No sync.
     Cost: one launch; reads the weight once, and x once per program.
     """
-    launch = _prepare(form, gated, tiling, *layouts(x, weight, bias, norm_weight, residual, out))
+    if activation is None and gated:
+        activation = "silu"
+    launch = _prepare(form, gated, activation, tiling, *layouts(x, weight, bias, norm_weight, residual, out))
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(x.shape[0], num_outputs) if out is None else out
     optional = [x if each is None else each for each in (bias, norm_weight, residual)]
@@ -382,8 +409,8 @@ def _shared_memory(launch: Launch, workspace: SkinnyWorkspace | None, out: Tenso
         return out, out
     if workspace is None:
         raise ValueError(f"a sum in {split} parts needs a workspace")
-    options = launch.options
-    needed = tiles * split * options["ROWS"] * options["OUTPUTS"] * (1 + options["GATED"])
+    rows, outputs, gated = (int(launch.options[name]) for name in ("ROWS", "OUTPUTS", "GATED"))
+    needed = tiles * split * rows * outputs * (1 + gated)
     for name, have, want in (
         ("parts", workspace.parts.shape[0], needed),
         ("tickets", workspace.tickets.shape[0], tiles),
@@ -397,6 +424,7 @@ def _shared_memory(launch: Launch, workspace: SkinnyWorkspace | None, out: Tenso
 def _prepare(
     form: Form,
     gated: bool,
+    activation: Activation | None,
     tiling: Tiling | None,
     x: Layout,
     weight: Layout,
@@ -406,6 +434,10 @@ def _prepare(
     out: Layout | None,
 ) -> Launch:
     require_in("form", form, FORMS)
+    if activation is not None:
+        require_in("activation", activation, ACTIVATIONS)
+        if residual is not None:
+            raise ValueError("residual is not taken together with gated or an activation")
     num_outputs = _check(form, gated, x, weight, bias, norm, residual, out)
     num_rows, num_inputs = x.shape
     out = out or contiguous((num_rows, num_outputs), x)
@@ -421,10 +453,11 @@ def _prepare(
     if tiling.form != form:
         raise ValueError(f"the tiling is of form {tiling.form}, not {form}")
     strides = (x.stride(0), num_outputs if residual is None else residual.stride(0), out.stride(0))
-    constants: dict[str, int | bool] = {
+    constants: dict[str, int | bool | str] = {
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "GATED": gated,
+        "ACTIVATION": activation or "none",
         "ROWS": padded_rows(form, num_rows),
         "OUTPUTS": tiling.block_outputs,
         "INPUTS": tiling.block_inputs,
@@ -480,7 +513,5 @@ def _check(
             require_last_contiguous(name, tensor)
     if form == "dot" and norm is not None:
         raise ValueError("norm_weight is taken by form gemv alone")
-    if gated and residual is not None:
-        raise ValueError("residual is not taken together with gated")
     require_same_device(x=x, weight=weight, bias=bias, norm_weight=norm, residual=residual, out=out)
     return num_outputs

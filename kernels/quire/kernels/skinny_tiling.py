@@ -20,6 +20,8 @@ MAX_ROWS = {"gemv": 8, "dot": 128}
 SPLITS = (1, 2, 4, 8, 16)
 # Programs with a part of a split sum for each multiprocessor, at most: SkinnyWorkspace has memory for so many.
 MOST_PARTS = 4
+# Copies in flight of the dot form, at most.
+MOST_STAGES = 4
 # Outputs times rows, and kinds of sums, of a tile of the dot form at most.
 MOST_SUMS = 64 * 128
 # Bytes of one load of a thread. Rows of a weight have to begin at multiples of it.
@@ -30,7 +32,6 @@ _GEMV_SUMS = 64
 _MAX_WARPS = 8
 # Steps of K that a part of a split sum has at least: fewer do not fill the stages.
 _MIN_STEPS = 4
-_STAGES = 4
 
 
 class Tiling(NamedTuple):
@@ -108,7 +109,7 @@ def _dot(
     block_outputs = 32 if rows <= 32 or gated else 64
     block_inputs = (128 if rows < 128 else 64) * 2 // max(2, itemsize)
     block_inputs = min(block_inputs, max(16, next_power_of_2(num_inputs)))
-    num_stages = _STAGES
+    num_stages = MOST_STAGES
     while num_stages > 1 and _shared_bytes(rows, block_outputs, block_inputs, num_stages, itemsize, gated) > (
         limits.shared_memory_bytes
     ):

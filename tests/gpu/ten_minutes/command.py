@@ -77,7 +77,11 @@ def listed(plan: Plan) -> list[str]:
         lines.append(f"call {call.name}, {call.seconds:g} s: {call.title}")
         for part in call.parts:
             lines.append(f"  {part.name:18} {part.limit_s:5g} s  {part.decides}")
-            lines += [f"{'':29}{figure.name}: {figure.predicted:g}" for figure in part.figures if figure.predicted]
+            lines += [
+                f"{'':29}{figure.name}: {'~' * figure.estimate}{figure.predicted:g}"
+                for figure in part.figures
+                if figure.predicted
+            ]
     return lines
 
 

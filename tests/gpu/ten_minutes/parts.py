@@ -28,6 +28,7 @@ class Figure:
     at         where it is: keys and, for a list, the first item with these values ("steps/cell=decode 1 x 1024/ms").
                A "/" between two digits is one of a value. The median is taken of a list of numbers
     predicted  before the first run
+    estimate   True if the prediction does not follow from a measured or a published figure
     target     the value that must be reached, or a bound
     goal       a value beyond the target
     better     "less" or "more"
@@ -39,6 +40,7 @@ class Figure:
     target: float | None = None
     goal: float | None = None
     better: str = "less"
+    estimate: bool = False
 
     def read(self, content: object) -> float | None:
         """Return the figure's value, or None if it is not in the JSON."""

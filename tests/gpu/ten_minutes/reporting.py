@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from clocks import TOOL
 from parts import GPU, Call, Figure
 from running import Outcome
 
@@ -54,6 +55,10 @@ def heading(call: Call, outcomes: Sequence[Outcome], machine: Machine) -> list[s
         lines += ["", "**There is no GPU here: what is below says nothing about one.**"]
     elif not machine.is_predicted:
         lines += ["", "**Predictions are of another GPU, and its targets are not compared.**"]
+    if machine.counts and not any(outcome.clocks.samples for outcome in outcomes):
+        lines += ["", f"No clocks and no power: {TOOL} is not there, or answers nothing."]
+    if any(figure.estimate for outcome in outcomes for figure in outcome.part.figures):
+        lines += ["", "A prediction with ~ is an estimate: it does not follow from a measured or a published figure."]
     return lines
 
 
@@ -77,7 +82,12 @@ def tables(outcomes: Sequence[Outcome], machine: Machine) -> list[str]:
         for each in outcomes
         for figure in each.part.figures
     ]
-    lines = ["", *columns(("part", "", "s", "limit", "compiled", ""), parts)]
+    clocks = [str(outcome.clocks) for outcome in outcomes]
+    headings: tuple[str, ...] = ("part", "", "s", "limit", "compiled", "")
+    if any(clocks):
+        headings = (*headings, "clock, power")
+        parts = [(*part, shown) for part, shown in zip(parts, clocks, strict=True)]
+    lines = ["", *columns(headings, parts)]
     if figures:
         headings = ("part", "figure", "measured", "target", "goal", "predicted", "measured/predicted", "")
         lines += ["", *columns(headings, figures)]
@@ -92,7 +102,9 @@ def _about(outcome: Outcome) -> tuple[str, ...]:
 
 def row(figure: Figure, value: float | None, machine: Machine) -> tuple[str, ...]:
     known = (figure.target, figure.goal, figure.predicted)
-    shown = tuple("" if each is None else number(each) for each in known)
+    shown = ["" if each is None else number(each) for each in known]
+    if figure.estimate:
+        shown[-1] = f"~{shown[-1]}"
     if value is None:
         return (figure.name, "-", *shown, "", "not measured")
     if not machine.counts:

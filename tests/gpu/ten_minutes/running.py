@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clocks import Clocks, sampled
 from parts import GPU, PROBES, ROOT, Call, Part
 
 sys.path.append(str(ROOT / "tests/framework"))
@@ -36,6 +37,7 @@ class Outcome:
     num_compiled  kernels that Triton compiled meanwhile
     content       the JSON that the part wrote, None if it wrote none
     log           all that it printed
+    clocks        of the GPU meanwhile
     """
 
     part: Part
@@ -45,6 +47,7 @@ class Outcome:
     num_compiled: int = 0
     content: dict[str, Any] | None = None
     log: str = ""
+    clocks: Clocks = field(default_factory=Clocks)
 
     @property
     def is_bad(self) -> bool:
@@ -57,6 +60,7 @@ class Outcome:
             "detail": self.detail,
             "seconds": round(self.seconds, 1),
             "num_compiled": self.num_compiled,
+            "clocks": self.clocks.as_json(),
             "figures": figures,
             "content": self.content,
         }
@@ -73,14 +77,19 @@ def missing(what: Sequence[str] = tuple(PROBES)) -> set[str]:
 
 
 def run_call(call: Call, parts: Sequence[Part], folder: Path, *, dry: bool, absent: set[str]) -> Iterator[Outcome]:
-    """Run parts of a call one by one. The call's limit is over them all: what is not begun by then is not run."""
-    deadline = time.monotonic() + (math.inf if dry else call.seconds)
+    """Run parts of a call one by one. A part also has the time that those before it have left.
+
+    The call's limit is over them all: what is not begun by then is not run.
+    """
+    begun = due = time.monotonic()
     for part in parts:
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        due += part.limit_s
+        left = math.inf if dry else begun + call.seconds - now
         if left < MIN_SECONDS:
             yield Outcome(part, "not run", f"the {call.seconds:g} s of the call are over")
         else:
-            limit_s = DRY_SECONDS if dry else min(part.limit_s, left)
+            limit_s = DRY_SECONDS if dry else min(max(part.limit_s, due - now), left)
             yield run(part, folder, dry=dry, absent=absent, limit_s=limit_s)
 
 
@@ -101,9 +110,10 @@ def run(part: Part, folder: Path, *, dry: bool, absent: set[str], limit_s: float
             return Outcome(part, "not run", f"there is no {' and no '.join(lacking or [GPU])}")
         environment = _environment(folder, on_cpu=on_cpu, interpret=bool(part.without_gpu))
         kernels, started = _num_kernels(environment), time.monotonic()
-        status, log = run_limited([sys.executable, *arguments], output / "log", environment, limit_s)
+        with sampled(wanted=not on_cpu) as clocks:
+            status, log = run_limited([sys.executable, *arguments], output / "log", environment, limit_s)
         seconds = time.monotonic() - started
-        about = (seconds, _num_kernels(environment) - kernels, _content(output, part), log)
+        about = (seconds, _num_kernels(environment) - kernels, _content(output, part), log, clocks)
     where = "on the CPU" if on_cpu else ""
     if status is None:
         return Outcome(part, "TIMED OUT", _joined(where, f"not over after {limit_s:g} s"), *about)

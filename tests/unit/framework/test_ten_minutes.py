@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "gpu/ten_minutes"
-NAMES = ("parts", "cache", "running", "reporting", "command", "deciding", "json_shapes")
+NAMES = ("parts", "cache", "clocks", "running", "reporting", "command", "deciding", "json_shapes")
 ENDLESS_S = 600
 
 
@@ -108,7 +108,7 @@ def test_figures_stand_beside_their_predictions(script: Script, tmp_path: Path) 
         figure("faster", "rows/kind=a&size=2/us", predicted=3.0, target=6.0, goal=4.0),
         figure("slow", "rows/kind=b&size=1/us", predicted=3.0, target=8.0),
         figure("rate", "rate", predicted=900.0, target=1000.0, better="more"),
-        figure("absent", "rows/kind=c/us", predicted=1.0),
+        figure("absent", "rows/kind=c/us", predicted=1.0, estimate=True),
     )
     rows = [{"kind": kind, "size": size, "us": us} for kind, size, us in (("a", 1, 5.5), ("a", 2, 3.5), ("b", 1, 9.0))]
     part = script.part("p", says(""), json="p.json", figures=figures)
@@ -124,8 +124,12 @@ def test_figures_stand_beside_their_predictions(script: Script, tmp_path: Path) 
         ["faster", "3.5", "6", "4", "3", "1.17", "goal reached"],
         ["slow", "9", "8", "", "3", "3.00", "MISSED, far from what was predicted"],
         ["rate", "1,234", "1,000", "", "900", "1.37", "target reached, far from what was predicted"],
-        ["absent", "-", "", "", "1", "", "not measured"],
+        ["absent", "-", "", "", "~1", "", "not measured"],
     ]
+    heading = "\n".join(
+        script.reporting.heading(script.parts.Call("1", "", 9, (part,)), [outcome], script.machine("x"))
+    )
+    assert "A prediction with ~ is an estimate" in heading
     assert [line[-1] for line in lines("NVIDIA H100")][:3] == ["", "", "far from what was predicted"]
     assert outcome.as_json()["figures"] == {"fast": 5.5, "faster": 3.5, "slow": 9.0, "rate": 1234.0, "absent": None}
 
@@ -171,6 +175,62 @@ def test_what_a_call_has_no_time_for_is_not_run(script: Script, tmp_path: Path) 
     report = (tmp_path / "ten_minutes_nvidia_h200_1.md").read_text()
     assert "the 1 s of the call are over" in report
     assert "0 parts are ok, 0 are not, 1 were not run." in report
+
+
+def test_a_part_also_has_the_time_that_those_before_it_have_left(script: Script, tmp_path: Path) -> None:
+    """The first part ends at once; the second would be killed after its own second."""
+    parts = [
+        script.part("short", says("done"), limit_s=60),
+        script.part("long", ("-c", "import time; time.sleep(2); print('report: to its end')"), limit_s=1),
+    ]
+    assert script.run(parts, tmp_path, script.machine("NVIDIA H200")) == 0
+    assert "- to its end" in (tmp_path / "ten_minutes_nvidia_h200_1.md").read_text()
+
+
+def put_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A program nvidia-smi, in front of all others."""
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!{sys.executable}\n{body}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_clocks_and_power_are_sampled_beside_each_part(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool samples until it is ended; a line without numbers, or cut off, does not count."""
+    ready = tmp_path / "ready"
+    body = (
+        "import pathlib, sys, time\n"
+        "assert sys.argv[1] == '--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu', sys.argv\n"
+        "for line in ('1980, 3201, 410.5, 44', '[N/A], 3201, 1, 1', '1755, 3201, 690.0, 61', '19'):\n"
+        "    print(line, flush=True)\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        f"time.sleep({ENDLESS_S})"
+    )
+    put_tool(tmp_path / "bin", monkeypatch, body)
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)"
+    results = tmp_path / "results"
+    results.mkdir()
+    assert script.run([script.part("x", ("-c", waits))], results, script.machine("NVIDIA H200")) == 0
+    written = json.loads((results / "ten_minutes_nvidia_h200_1.json").read_text())["parts"]["x"]["clocks"]
+    assert written["sm_mhz"] == {"min": 1755, "median": 1867.5, "max": 1980}
+    assert written["power_w"]["max"] == 690
+    report = (results / "ten_minutes_nvidia_h200_1.md").read_text()
+    assert "| clock, power" in report
+    assert "| 1868 MHz (1755 at least), 690 W |" in report
+    assert "No clocks" not in report
+
+
+def test_without_clocks_the_report_says_so(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_tool(tmp_path / "bin", monkeypatch, "raise SystemExit(9)")
+    assert script.run([script.part("x", says("x"))], tmp_path, script.machine("NVIDIA H200")) == 0
+    report = (tmp_path / "ten_minutes_nvidia_h200_1.md").read_text()
+    assert "No clocks and no power: nvidia-smi is not there, or answers nothing." in report
+    assert json.loads((tmp_path / "ten_minutes_nvidia_h200_1.json").read_text())["parts"]["x"]["clocks"] is None
+    assert script.run([script.part("x", says("x"), needs=())], tmp_path, script.machine("none", script.gpu)) == 0
+    assert "No clocks" not in (tmp_path / "ten_minutes_none_1.md").read_text()
 
 
 def test_the_parts_fit_their_calls_and_name_files_that_exist(script: Script) -> None:

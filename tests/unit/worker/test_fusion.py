@@ -11,6 +11,7 @@ import pytest
 import torch
 from paged_run import MAX_LEN, run
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from quire.worker.fusion.fuse import FusionReport, fuse_model
 from quire.worker.fusion.modules import FusedAttention, FusedMLP, ResidualStream, swap_back
@@ -29,8 +30,8 @@ ROUNDING = 1e-4
 Count = tuple[int, int]
 ALL = (3, 3)
 NONE = (0, 3)
-NOT_GATED = "it has no gate_proj, up_proj and down_proj"
-NOT_SILU = "its activation is not SiLU"
+NO_MLP = "it has no gate_proj, up_proj and down_proj, and no two projections without a gate"
+OTHER_ACTIVATION = "its activation is none of silu, gelu, gelu_tanh"
 NO_QKV = "it has no q_proj, k_proj, v_proj and o_proj"
 NO_NORMS = "it has no RMSNorms"
 WIDE_NORMS = "its q_norm and k_norm are no RMSNorms of each head"
@@ -48,12 +49,12 @@ MATCHES: dict[str, tuple[Count, Count | None, Count, dict[str, str]]] = {
     "phi3_longrope": (ALL, ALL, ALL, {}),
     "smollm3": (ALL, ALL, ALL, {}),
     "glm4": (ALL, ALL, ALL, {}),
-    "gemma": (ALL, NONE, ALL, {"GemmaMLP": NOT_SILU}),
-    "gemma2": (ALL, NONE, ALL, {"Gemma2MLP": NOT_SILU}),
-    "gemma3": (ALL, NONE, ALL, {"Gemma3MLP": NOT_SILU}),
-    "mixtral": (ALL, NONE, ALL, {"MixtralSparseMoeBlock": NOT_GATED}),
-    "qwen3_moe": (ALL, NONE, ALL, {"Qwen3MoeSparseMoeBlock": NOT_GATED}),
-    "gpt_oss": (ALL, NONE, ALL, {"GptOssMLP": NOT_GATED}),
+    "gemma": (ALL, ALL, ALL, {}),
+    "gemma2": (ALL, ALL, ALL, {}),
+    "gemma3": (ALL, ALL, ALL, {}),
+    "mixtral": (ALL, NONE, ALL, {"MixtralSparseMoeBlock": NO_MLP}),
+    "qwen3_moe": (ALL, NONE, ALL, {"Qwen3MoeSparseMoeBlock": NO_MLP}),
+    "gpt_oss": (ALL, NONE, ALL, {"GptOssMLP": NO_MLP}),
     "olmo2": (NONE, ALL, ALL, {"Olmo2Attention": WIDE_NORMS}),
     "olmo": (NONE, ALL, NONE, {"OlmoAttention": OTHER_QUERIES, "OlmoDecoderLayer": NO_NORMS}),
     "granite": (ALL, ALL, NONE, {"GraniteDecoderLayer": OTHER_SUM}),
@@ -63,17 +64,12 @@ MATCHES: dict[str, tuple[Count, Count | None, Count, dict[str, str]]] = {
         NONE,
         (3, 4),
         ALL,
-        {"Llama4TextAttention": "it scales queries by position", "Llama4TextMoe": NOT_GATED},
+        {"Llama4TextAttention": "it scales queries by position", "Llama4TextMoe": NO_MLP},
     ),
-    "deepseek_v3": (NONE, (3, 5), ALL, {"DeepseekV3Attention": NO_QKV, "DeepseekV3MoE": NOT_GATED}),
-    "phi": (NONE, NONE, NONE, {"PhiAttention": NO_QKV, "PhiMLP": NOT_GATED, "PhiDecoderLayer": NO_NORMS}),
-    "gpt_neox": (
-        NONE,
-        NONE,
-        NONE,
-        {"GPTNeoXAttention": NO_QKV, "GPTNeoXMLP": NOT_GATED, "GPTNeoXLayer": NO_NORMS},
-    ),
-    "gpt2": (NONE, NONE, NONE, {"GPT2Attention": NO_QKV, "GPT2MLP": NOT_GATED, "GPT2Block": NO_NORMS}),
+    "deepseek_v3": (NONE, (3, 5), ALL, {"DeepseekV3Attention": NO_QKV, "DeepseekV3MoE": NO_MLP}),
+    "phi": (NONE, ALL, NONE, {"PhiAttention": NO_QKV, "PhiDecoderLayer": NO_NORMS}),
+    "gpt_neox": (NONE, ALL, NONE, {"GPTNeoXAttention": NO_QKV, "GPTNeoXLayer": NO_NORMS}),
+    "gpt2": (NONE, ALL, NONE, {"GPT2Attention": NO_QKV, "GPT2Block": NO_NORMS}),
     "opt": (
         NONE,
         None,
@@ -138,13 +134,13 @@ def test_in_bfloat16_it_is_no_further_from_the_exact_result(name: str) -> None:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "mixtral"])
+    @pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "mixtral", "gemma", "phi", "gpt2"])
     def test_they_are_not_held_twice_and_keep_their_names(self, name: str) -> None:
         model = zoo.build(name)
         before, names = held_bytes(model), [key for key, _ in model.named_parameters()]
         own = {key: value.clone() for key, value in model.state_dict().items()}
         fused = prepare(model)
-        assert report_of(fused).swapped["attention"] == ALL
+        assert any(done for done, _ in report_of(fused).swapped.values())
         assert held_bytes(model) == before
         assert [key for key, _ in model.named_parameters()] == names
         assert all(torch.equal(value, own[key]) for key, value in model.state_dict().items())
@@ -172,7 +168,7 @@ def held_bytes(model: nn.Module) -> int:
         if isinstance(stand_in, FusedAttention):
             held.append(stand_in._parts.qkv.weight)
         elif isinstance(stand_in, FusedMLP):
-            held.append(stand_in._gate_up.weight)
+            held.append(stand_in._parts.up.weight)
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
     return sum(storages.values())
 
@@ -307,13 +303,29 @@ def test_layers_that_differ() -> None:
     models = [zoo.build("llama") for _ in range(2)]
     for model in models:
         first, second, third = model.model.layers
-        first.mlp.act_fn = nn.GELU()
+        first.mlp.act_fn = nn.ReLU()
         second.forward = MethodType(type(second).forward, second)
         third.self_attn.register_forward_hook(lambda module, args, output: (output[0] * 2, None))
     fused, own = prepare(models[0]), prepare(models[1], fused=False)
     assert report_of(fused).swapped == {"norm": (7, 7), "attention": (2, 3), "mlp": (2, 3), "layer": (2, 3)}
     assert "not fused: 1 LlamaAttention: its forward is not that of its class; 1 LlamaMLP" in str(fused.fusion)
     assert_equal_logits(fused, own)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), ACT2FN["gelu_new"]], ids=repr)
+def test_layers_with_gelu(activation: nn.Module) -> None:
+    models = [zoo.build("llama") for _ in range(2)]
+    for model in models:
+        model.model.layers[1].mlp.act_fn = activation
+    fused, own = prepare(models[0]), prepare(models[1], fused=False)
+    assert report_of(fused).swapped["mlp"] == ALL
+    assert_equal_logits(fused, own)
+
+
+def test_an_activation_that_no_kernel_has_is_left_alone() -> None:
+    model = zoo.build("gpt2")
+    model.transformer.h[0].mlp.act = ACT2FN["quick_gelu"]
+    assert report_of(prepare(model)).unmatched["GPT2MLP", OTHER_ACTIVATION] == 1
 
 
 def test_hidden_states_that_change_between_layers() -> None:

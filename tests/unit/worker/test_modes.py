@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.device.compilations import Compilations
-from quire.worker.fusion.steps import Norm, TorchSteps
+from quire.worker.fusion.steps import Activation, Norm, TorchSteps
 from quire.worker.model import preparing
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.paged_model import PagedModel
@@ -35,7 +35,7 @@ class WrongInSteps(TorchSteps):
 class BrokenSteps(TorchSteps):
     """Breaks off in each trial of an MLP."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         raise RuntimeError("no kernel image")
 
 

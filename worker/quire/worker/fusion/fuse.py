@@ -4,7 +4,8 @@ There is no list of models. A module's parts suggest its function, and a trial d
 the replacement must give the results of the module's own forward.
 
     norm        one weight [C] and an eps; as it is, or 1 + w
-    mlp         gate_proj, up_proj, down_proj or gate_up_proj, down_proj; the activation is SiLU
+    mlp         gate_proj, up_proj, down_proj or gate_up_proj, down_proj, or two projections without a gate; the
+                activation is SiLU or GELU, exact or by tanh
     attention   q_proj, k_proj, v_proj or qkv_proj, and o_proj; q_norm and k_norm per head, or none; any of the model's
                 ropes in either order of pairs, or none
     layer       attention and an MLP of any kind, each with an RMSNorm before it, after it, or both
@@ -22,8 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.rope_table import make_rope_table
 from quire.worker.fusion.modules import (
@@ -33,13 +34,14 @@ from quire.worker.fusion.modules import (
     FusedMLP,
     FusedNorm,
     Half,
+    MLPParts,
     ResidualStream,
     SkippedRotary,
     has_own_forward,
     swap,
 )
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import FusedSteps, Norm, Rope
+from quire.worker.fusion.steps import ACTIVATIONS, Activation, FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
 
@@ -55,6 +57,15 @@ LAYOUTS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
     ),
     "GLM's": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
+# Projections of an MLP, by name; the last one is the way back.
+MLP_PROJECTIONS = (
+    ("gate_up_proj", "down_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("c_fc", "c_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
 _TRIAL_FAILED = "its trial failed with"
 
@@ -175,19 +186,20 @@ class _Fusion:
         return list(dict.fromkeys([*found, *(mlp for layer in layers if (mlp := _mlp_of(layer)) is not None)]))
 
     def _mlp(self, module: Any) -> FusedMLP:
-        down = _linears(module, ("down_proj",))
-        packed = _linears(module, ("gate_up_proj",))
-        gate_up = packed or _linears(module, ("gate_proj", "up_proj"))
-        if not down or not gate_up:
-            raise Unmatched("it has no gate_proj, up_proj and down_proj")
-        if not _is_silu(module):
-            raise Unmatched("its activation is not SiLU")
-        rows = self._trial.rows(gate_up[0].in_features)
+        names = next((names for names in MLP_PROJECTIONS if _linears(module, names)), None)
+        if names is None:
+            raise Unmatched("it has no gate_proj, up_proj and down_proj, and no two projections without a gate")
+        activation = _activation(module)
+        if activation is None:
+            raise Unmatched(f"its activation is none of {', '.join(ACTIVATIONS)}")
+        *up, down = _linears(module, names)
+        parts = MLPParts(Projection(up), Projection([down]), activation, is_gated=names[0].startswith("gate"))
+        rows = self._trial.rows(parts.up.weight.shape[1])
         with torch.inference_mode():
             expected = module(rows)
-        fused = FusedMLP(module, Projection(gate_up), Projection(down), steps=self._steps)
+        fused = FusedMLP(module, parts, steps=self._steps)
         if self._trial.differ(self._trial.run(fused, rows), expected):
-            raise Unmatched("its result is another than silu(gate) * up gives")
+            raise Unmatched(f"its result is another than {activation}{'(gate) * up' if parts.is_gated else ''} gives")
         return fused
 
     def _attention(self, layer_idx: int, recording: Recording, module: Any) -> FusedAttention:
@@ -201,12 +213,13 @@ class _Fusion:
         if getattr(module, "attn_temperature_tuning", False):
             raise Unmatched("it scales queries by position")
         norms = self._head_norms(module, spec)
-        rows = self._trial.rows(qkv[0].in_features)
+        merged = Projection(qkv)
+        rows = self._trial.rows(merged.weight.shape[1])
         expected = self._trial.ask(module, rows, recording.calls[module])
         asked = expected[0]
         parts = AttentionParts(
             layer_idx=layer_idx,
-            qkv=Projection(qkv),
+            qkv=merged,
             output=Projection(output),
             norms=norms,
             rope=None,
@@ -314,14 +327,19 @@ def _eps(module: nn.Module) -> float | None:
     return eps if shapes == {"weight": 1} and isinstance(eps, float) else None
 
 
-def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The children of these names, if all are there and are nn.Linear and nothing else."""
+def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear | Conv1D]:
+    """The children of these names, if all are there and are nn.Linear or Conv1D and nothing else."""
     found = [getattr(module, name, None) for name in names]
-    plain = [each for each in found if type(each) is nn.Linear and has_own_forward(each)]
+    plain = [each for each in found if (type(each) is nn.Linear or type(each) is Conv1D) and has_own_forward(each)]
     return plain if len(plain) == len(names) else []
 
 
-def _is_silu(module: nn.Module) -> bool:
-    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+def _activation(module: nn.Module) -> Activation | None:
+    """The name of the module's activation, found by its values."""
+    named = (getattr(module, name, None) for name in ("act_fn", "activation_fn", "act"))
+    own = next((each for each in named if callable(each)), None)
+    if own is None:
+        return None
     grid = torch.linspace(-8, 8, 33)
-    return callable(activation) and torch.allclose(activation(grid), F.silu(grid))
+    values = own(grid)
+    return next((name for name, known in ACTIVATIONS.items() if torch.allclose(values, known(grid), atol=1e-6)), None)

@@ -13,7 +13,7 @@ own, with the norm in front and the residual behind (quire.worker.fusion.product
     linear          output projection                                                       and the residual
     add_rmsnorm     attention's result to the residual, and the norm of the sum
     linear          merged gate and up                                                      norm, gate and up, SiLU
-    silu_mul
+    silu_mul        SiLU or GELU of the gate, times up
     linear          down projection; added by the next norm                                 and the residual
 
 So between layers there may be two tensors where transformers has one: see ResidualStream.
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from quire.worker.attention.torch_attention import running_step
 from quire.worker.device.profiling import phase
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import FusedSteps, Norm, Rope
+from quire.worker.fusion.steps import Activation, FusedSteps, Norm, Rope
 
 
 class ResidualStream:
@@ -75,13 +75,22 @@ class FusedNorm:
         return self._steps.add_rmsnorm(rows, self.norm, residual).view(hidden_states.shape)
 
 
-class FusedMLP:
-    """down(silu(gate(x)) * up(x))."""
+@dataclass(frozen=True, slots=True)
+class MLPParts:
+    """The parts of an MLP: `up` is gate and up, merged, or the first projection of one without a gate."""
 
-    def __init__(self, module: nn.Module, gate_up: Projection, down: Projection, *, steps: FusedSteps) -> None:
+    up: Projection
+    down: Projection
+    activation: Activation
+    is_gated: bool
+
+
+class FusedMLP:
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+
+    def __init__(self, module: nn.Module, parts: MLPParts, *, steps: FusedSteps) -> None:
         self._own = module.forward
-        self._gate_up = gate_up
-        self._down = down
+        self._parts = parts
         self._steps = steps
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -92,11 +101,16 @@ class FusedMLP:
 
     def apply(self, rows: Tensor, norm: Norm | None) -> Tensor:
         """The result [T, C] of rows [T, C], or of their norm."""
-        return self._steps.linear(self._steps.gated(rows, self._gate_up, norm), self._down)
+        return self._steps.linear(self._middle(rows, norm), self._parts.down)
 
     def add_to(self, residual: Tensor, rows: Tensor, norm: Norm | None) -> Tensor | None:
         """Add apply() to the residual [T, C], in place, and return None; or return it, for the next norm to add."""
-        return self._steps.add_linear(residual, self._steps.gated(rows, self._gate_up, norm), self._down)
+        return self._steps.add_linear(residual, self._middle(rows, norm), self._parts.down)
+
+    def _middle(self, rows: Tensor, norm: Norm | None) -> Tensor:
+        parts = self._parts
+        product = self._steps.gated if parts.is_gated else self._steps.linear
+        return product(rows, parts.up, norm, parts.activation)
 
 
 @dataclass(frozen=True, slots=True)

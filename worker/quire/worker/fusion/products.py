@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import Activation
 from quire.kernels.launching import device_limits
 from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear, takes
 from quire.kernels.skinny_tiling import MAX_ROWS, Form, Tiling, default_tiling
@@ -100,10 +101,11 @@ class OwnProducts:
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
         residual: Tensor | None = None,
+        activation: Activation | None = None,
     ) -> Tensor | None:
         """The product of x [T, C], or None if it is the library's. See skinny_linear().
 
-        A residual [T, N] becomes the sum, in place.
+        An activation does not count in the choice. A residual [T, N] becomes the sum, in place.
         """
         weight = projection.weight
         if not 0 < x.shape[0] <= MOST_ROWS:
@@ -124,6 +126,7 @@ class OwnProducts:
             eps=eps,
             residual=residual,
             gated=kind.is_gated,
+            activation=activation,
             tiling=tiling,
             workspace=self._workspace,
             out=residual,

@@ -6,31 +6,43 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 
 class Projection:
-    """Several nn.Linear over one input as one matrix product: rows of the weights one after the other.
+    """Several linear modules over one input as one matrix product: rows [N, C] of the weights one after the other.
 
-    The modules' parameters become views of the merged ones, so that nothing is held twice; a module without a bias
-    beside one that has it gets zeros here and none of its own. Cost: for its duration, a copy of these weights.
+    The modules' parameters become views of the rows, so that nothing is held twice; that of a Conv1D, which is [C, N],
+    a transposed one. A module without a bias beside one that has it gets zeros here and none of its own. Cost: for its
+    duration, a copy of the weights that are merged or transposed.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
         self.weight: Tensor = linears[0].weight
         self.bias: Tensor | None = linears[0].bias
-        if len(linears) > 1:
+        if len(linears) > 1 or isinstance(linears[0], Conv1D):
             self._merge(linears)
 
-    def _merge(self, linears: Sequence[nn.Linear]) -> None:
-        sizes = [linear.out_features for linear in linears]
-        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+    def _merge(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
+        parts = [_rows(linear) for linear in linears]
+        sizes = [part.shape[0] for part in parts]
+        self.weight = torch.cat(parts)
         for linear, rows in zip(linears, torch.split(self.weight, sizes), strict=True):
-            linear.weight.data = rows
-        if all(linear.bias is None for linear in linears):
+            linear.weight.data = rows.t() if isinstance(linear, Conv1D) else rows
+        if len(linears) == 1 or all(linear.bias is None for linear in linears):
             return
         self.bias = torch.cat(
-            [self.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+            [
+                self.weight.new_zeros(size) if linear.bias is None else linear.bias
+                for linear, size in zip(linears, sizes, strict=True)
+            ]
         ).detach()
-        for linear, part in zip(linears, torch.split(self.bias, sizes), strict=True):
+        for linear, bias in zip(linears, torch.split(self.bias, sizes), strict=True):
             if linear.bias is not None:
-                linear.bias.data = part
+                linear.bias.data = bias
+
+
+def _rows(linear: nn.Linear | Conv1D) -> Tensor:
+    """The weight as [N, C]."""
+    weight = linear.weight.detach()
+    return weight.t() if isinstance(linear, Conv1D) else weight

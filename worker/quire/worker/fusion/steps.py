@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -24,6 +26,19 @@ if TYPE_CHECKING:  # it imports Triton
     from quire.worker.fusion.products import OwnProducts
 
 ProductSource = Literal["auto", "own", "library"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""As in quire.kernels.activation, which only a process with Triton can import."""
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+# A product without and with a norm in front.
+_PLAIN = ProductKind.PLAIN, ProductKind.NORM
+_GATED = ProductKind.GATED, ProductKind.NORM_GATED
 
 # As in quire.kernels.launching, which only a process with Triton can import.
 KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
@@ -59,11 +74,15 @@ class FusedSteps(Protocol):
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
 
-    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
-        """The product [T, N] of x [T, C], or of its norm, with a weight [N, C], and the bias."""
+    def linear(
+        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+    ) -> Tensor:
+        """The product [T, N] of x [T, C], or of its norm, with a weight [N, C], and the bias; or its activation."""
 
-    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
-        """silu(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up."""
+    def gated(
+        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> Tensor:
+        """activation(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up."""
 
     def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
         """Add the product to the residual [T, N], in place, and return None; or return it, for the next norm to add."""
@@ -96,14 +115,19 @@ class LibraryProducts(ABC):
         """See FusedSteps.add_rmsnorm."""
 
     @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
+    def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
 
-    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
-        return F.linear(x if norm is None else self.add_rmsnorm(x, norm), projection.weight, projection.bias)
+    def linear(
+        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+    ) -> Tensor:
+        result = F.linear(x if norm is None else self.add_rmsnorm(x, norm), projection.weight, projection.bias)
+        return result if activation is None else ACTIVATIONS[activation](result)
 
-    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
-        return self.silu_mul(self.linear(x, gate_up, norm))
+    def gated(
+        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> Tensor:
+        return self.apply_gate(self.linear(x, gate_up, norm), activation)
 
     def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
         return self.linear(x, projection)
@@ -118,9 +142,9 @@ class TorchSteps(LibraryProducts):
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return _rmsnorm(x if residual is None else residual.add_(x), norm)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def qkv_prologue(
         self,
@@ -165,23 +189,39 @@ class KernelSteps(LibraryProducts):
         self._silu_mul = silu_mul
         self._products = products
 
-    def linear(self, x: Tensor, projection: Projection, norm: Norm | None = None) -> Tensor:
-        if self._products is None:
-            return super().linear(x, projection, norm)
-        if norm is not None:
-            done = self._products.run(ProductKind.NORM, x, projection, norm_weight=norm.weight, eps=norm.eps)
-            return self.linear(self.add_rmsnorm(x, norm), projection) if done is None else done
-        done = self._products.run(ProductKind.PLAIN, x, projection)
-        return super().linear(x, projection) if done is None else done
+    def linear(
+        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+    ) -> Tensor:
+        done, x, norm = self._own(x, projection, norm, activation, _PLAIN)
+        return super().linear(x, projection, norm, activation) if done is None else done
 
-    def gated(self, x: Tensor, gate_up: Projection, norm: Norm | None = None) -> Tensor:
+    def gated(
+        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> Tensor:
+        done, x, norm = self._own(x, gate_up, norm, activation, _GATED)
+        if done is not None:
+            return done
+        return self.apply_gate(super().linear(x, gate_up, norm), activation)
+
+    def _own(
+        self,
+        x: Tensor,
+        projection: Projection,
+        norm: Norm | None,
+        activation: Activation | None,
+        kinds: tuple[ProductKind, ProductKind],
+    ) -> tuple[Tensor | None, Tensor, Norm | None]:
+        """The product in a kernel of our own, with the norm in it or behind it; or None, and what is left to do."""
         if self._products is None:
-            return super().gated(x, gate_up, norm)
+            return None, x, norm
+        kind, kind_with_norm = kinds
         if norm is not None:
-            done = self._products.run(ProductKind.NORM_GATED, x, gate_up, norm_weight=norm.weight, eps=norm.eps)
-            return self.gated(self.add_rmsnorm(x, norm), gate_up) if done is None else done
-        done = self._products.run(ProductKind.GATED, x, gate_up)
-        return super().gated(x, gate_up) if done is None else done
+            weight, eps = norm.weight, norm.eps
+            done = self._products.run(kind_with_norm, x, projection, norm_weight=weight, eps=eps, activation=activation)
+            if done is not None:
+                return done, x, None
+            x = self.add_rmsnorm(x, norm)
+        return self._products.run(kind, x, projection, activation=activation), x, None
 
     def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
         if self._products is not None and (
@@ -193,8 +233,8 @@ class KernelSteps(LibraryProducts):
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return self._add_rmsnorm(x, norm.weight, eps=norm.eps, residual=residual)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._silu_mul(*gate_up.chunk(2, -1))
+    def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return self._silu_mul(*gate_up.chunk(2, -1), activation=activation)
 
     def qkv_prologue(
         self,
