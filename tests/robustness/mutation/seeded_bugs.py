@@ -649,6 +649,11 @@ BUGS = [
     ),
     client(
         "kept prefixes",
+        "a prompt that comes back after its blocks were taken counts again",
+        ("_add_newcomer", "resumed=sequence.was_admitted or sequence.index > 0", "resumed=sequence.index > 0"),
+    ),
+    client(
+        "kept prefixes",
         "an admission waits for ever for a block that another lease computes",
         ("_add_newcomer", "sequence.num_waits_for_prefix < _MAX_WAITS_FOR_PREFIX", "True"),
     ),
