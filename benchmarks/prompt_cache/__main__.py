@@ -12,6 +12,8 @@ The traces have no breakpoints. They are put where a client would: the system pr
 prefix that 10 requests of 2 sessions have; in a trace without sessions each request is one. An answer is not in the
 books: the next turn computes it as a part of its prompt, in all ways. The time to the first token is virtual: that of
 one step on an H200 with 8 billion parameters which computes what was not found, without a queue.
+
+An admission's cost is cachemgr's processor time for it beside gRPC, in a full pool.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
     ]
     agents, others = loads[0], made("agents", 3, 60 if quick else 1000)
     scan = new_prompts(20 if quick else 1000, 2048, 1.0)
-    costs_of = [(num_tokens, is_found) for is_found in (True, False) for num_tokens in (2048, 8192)]
+    costs_of = [(num_tokens, is_found) for is_found in (True, False) for num_tokens in (512, 2048, 8192)]
     task = progress.add_task("loads", total=len(loads) + 2)
     rows = []
     for load in loads:

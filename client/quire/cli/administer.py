@@ -124,7 +124,8 @@ def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Tab
     groups, missing = geometry.layer_groups, answer.missing_layer_group
     if answer.missing_prefix_hash and len(groups) > max(1, missing):
         table.add_row("missing in layer group", f"{missing} ({layer_group_name(groups[missing])})")
-    reason = _name_of(pb.MissReason.Name(answer.reason))
+    is_unknown = answer.reason == pb.MISS_REASON_UNKNOWN
+    reason = "unknown: evicted or never computed" if is_unknown else _name_of(pb.MissReason.Name(answer.reason))
     table.add_row("reason", reason if answer.block_count else f"{reason}: the prompt has no full block to look for")
     if answer.HasField("lost_time"):
         table.add_row("lost time", _time_of(answer.lost_time.ToJsonString()))

@@ -2,7 +2,8 @@
 
 Speaks JSON lines over the harness's socket. From it: {"task", "requests", "cancels", "slow"}, or null to end. To it:
 
-    {"task", "request", "sample", "tokens", "finish"}      new tokens of a sample
+    {"task", "request", "sample", "tokens", "finish"}      new tokens of a sample; "outcome" with the first ones of a
+                                                           prompt: {"epoch", "cached", "written"}
     {"task", "request", "error"}                           how a request ended instead
     {"task", "done": statistics}                           all requests have ended and the engine is closed
 
@@ -30,6 +31,7 @@ from robustness.faults.schedule import LEASE_TTL_S
 from robustness.faults.workload import MAX_STEP_TOKENS, make_requests
 
 from quire.client.cache_client import CacheClient
+from quire.client.engine.caching import CacheOutcome
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.errors import EpochChanged, LeaseLost, NotFound, QuireError, Unavailable
@@ -101,7 +103,12 @@ class Client:
                 async for chunk in chunks:
                     finish = None if chunk.finish_reason is None else chunk.finish_reason.value
                     self._say(
-                        task=order["task"], request=index, sample=chunk.index, tokens=chunk.token_ids, finish=finish
+                        task=order["task"],
+                        request=index,
+                        sample=chunk.index,
+                        tokens=chunk.token_ids,
+                        finish=finish,
+                        outcome=described(chunk.cache_outcome),
                     )
                     num_tokens += len(chunk.token_ids)
                     if most_tokens is not None and num_tokens >= most_tokens:
@@ -113,6 +120,12 @@ class Client:
 
     def _say(self, **event: Any) -> None:
         self._writer.write(json.dumps(event).encode() + b"\n")
+
+
+def described(outcome: CacheOutcome | None) -> dict[str, int] | None:
+    if outcome is None:
+        return None
+    return {"epoch": outcome.epoch, "cached": outcome.num_cached_tokens, "written": outcome.num_written_tokens}
 
 
 async def serve(name: str, cachemgr: str, socket: str) -> None:

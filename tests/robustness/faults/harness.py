@@ -9,6 +9,7 @@ Checks of every schedule:
 
     tokens    every request ends, and each of its samples is what it was without faults: nothing twice, nothing missing
     books     AuditPool finds nothing, whenever it is asked
+    usage     what clients are told of the cache, and cachemgr's counters, are sums of its answers: see admissions.py
     the end   no lease, no sequence, no report that was not acknowledged; free + cached = pool, on both sides
     logs      no violation of ownership, no unexpected exception; no process ended that was not killed
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -30,13 +32,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
 import psutil
+from robustness.faults.admissions import Admissions
 from robustness.faults.disk import SmallDisk
 from robustness.faults.proxy import Link
 from robustness.faults.schedule import ATTACH_LINK, CLIENTS, FOLLOWER, STEPS_LINK, Fault, FaultKind, Schedule, Task
@@ -302,6 +305,7 @@ class Harness:
         self._active = WORKER_SLOTS[0]
         self._workers: dict[int, Child] = {}
         self._links: dict[str, Link] = {}
+        self._admissions = Admissions(make_requests())
         self._log_sizes: dict[Path, int] = {}
         self._expected_ends: set[int] = set()
         self._clients = {name: ClientProcess(name, self._start_client) for name in CLIENTS}
@@ -356,12 +360,21 @@ class Harness:
         self._reference = await self._make_reference()
 
     async def _open_links(self) -> None:
-        targets = {f"cache-{name}": "cachemgr" for name in CLIENTS}
+        targets: dict[str, str] = {}
         for slot in WORKER_SLOTS:
             targets |= {f"{ATTACH_LINK}{slot}": "cachemgr", f"{STEPS_LINK}{slot}": f"worker{slot}"}
         for name, target in targets.items():
             link = Link(name, listen=self._at(name), target=self._at(target), on_message=self._on_message)
             self._links[name] = await self._stack.enter_async_context(link)
+        for client in CLIENTS:
+            link = Link(
+                f"cache-{client}",
+                listen=self._at(f"cache-{client}"),
+                target=self._at("cachemgr"),
+                on_message=self._on_message,
+                observe=functools.partial(self._admissions.observe, client),
+            )
+            self._links[link.name] = await self._stack.enter_async_context(link)
 
     def _open_stubs(self) -> None:
         options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
@@ -465,10 +478,13 @@ class Harness:
         async for event in client.run(next(self._numbers), task):
             if "killed" in event:
                 checker.begin_anew()
+                self._admissions.killed(client.name)
             elif "done" in event:
                 self._count(event)
+                self._admissions.ended(client.name)
             else:
                 checker.take(event)
+                self._admissions.take(event)
         checker.finish(task)
 
     def _count(self, event: dict[str, Any]) -> None:
@@ -596,6 +612,12 @@ class Harness:
             self.outcome.failures.append(f"not at rest: {await self._describe()}")
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._audit()
+            pool = await self._pool()
+            self.outcome.failures += self._admissions.compare(pool.epoch, await self._tenants())
+
+    async def _tenants(self) -> Sequence[cache_service_pb2.Tenant]:
+        request = cache_service_pb2.ListTenantsRequest(pool="default")
+        return (await self._cache.ListTenants(request, timeout=CALL_TIMEOUT_S)).tenants
 
     async def _pool(self) -> cache_service_pb2.Pool:
         request = cache_service_pb2.GetPoolRequest(pool="default")
@@ -612,8 +634,7 @@ class Harness:
     async def _is_at_rest(self) -> bool:
         pool, worker = await self._pool(), await self._worker()
         counts = pool.block_counts
-        request = cache_service_pb2.ListTenantsRequest(pool="default")
-        tenants = (await self._cache.ListTenants(request, timeout=CALL_TIMEOUT_S)).tenants
+        tenants = await self._tenants()
         return (
             await self._is_attached()
             and not any(tenant.held_block_count or tenant.reserved_block_count for tenant in tenants)

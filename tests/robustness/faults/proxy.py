@@ -31,6 +31,8 @@ OPTIONS = (
 )
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
+Observe = Callable[[object, str, str, bytes], None]
+"""Called with a call, its method, the way and a message that is passed on to the server, or that comes from it."""
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class Exchange:
     """One call through a link."""
 
     call: Call
+    method: str
     is_cut: bool = False
     half_closed: bool = False
 
@@ -89,16 +92,26 @@ class Direction:
 class Link(grpc.GenericRpcHandler):
     """Listens at one address and passes every call on to another; enter it with `async with`.
 
-    on_message is called with each message that comes, before anything becomes of it.
+    on_message is called with each message that comes, before anything becomes of it; observe with what the server gets
+    and answers.
     """
 
-    def __init__(self, name: str, *, listen: str, target: str, on_message: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        listen: str,
+        target: str,
+        on_message: Callable[[], None],
+        observe: Observe = lambda *_: None,
+    ) -> None:
         self.name = name
         self.address = listen
         self.directions = {UP: Direction(), DOWN: Direction()}
         self.num_messages: Counter[str] = Counter()
         self._target = target
         self._on_message = on_message
+        self._observe = observe
         self._is_cut = False
         self._admits = asyncio.Event()
         self._admits.set()
@@ -166,7 +179,7 @@ class Link(grpc.GenericRpcHandler):
             if not key.startswith(("grpc-", "user-agent", ":"))
         ]
         open_call = self._channel.stream_stream(method)
-        exchange = Exchange(open_call(timeout=context.time_remaining(), metadata=metadata))
+        exchange = Exchange(open_call(timeout=context.time_remaining(), metadata=metadata), method)
         self._exchanges.add(exchange)
         is_stream = method.endswith(STREAMS)
         if is_stream:
@@ -191,6 +204,7 @@ class Link(grpc.GenericRpcHandler):
                 self._seen(UP)
                 for _ in range(await self.directions[UP].copies()):
                     if not exchange.half_closed:
+                        self._observe(exchange.call, exchange.method, UP, message)
                         await exchange.call.write(message)
             await exchange.half_close()
 
@@ -205,9 +219,12 @@ class Link(grpc.GenericRpcHandler):
                 return
             if copies > 1:
                 again = open_call(timeout=context.time_remaining(), metadata=metadata)
+                self._observe(again, exchange.method, UP, message)
                 await again.write(message)
                 await again.done_writing()
-                await again.read()
+                if (answer := await again.read()) is not grpc.aio.EOF:
+                    self._observe(again, exchange.method, DOWN, answer)
+            self._observe(exchange.call, exchange.method, UP, message)
             await exchange.call.write(message)
             await exchange.half_close()
 
@@ -216,6 +233,7 @@ class Link(grpc.GenericRpcHandler):
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self._seen(DOWN)
+                self._observe(call, exchange.method, DOWN, message)
                 copies = await self.directions[DOWN].copies()
                 if exchange.is_cut:
                     raise asyncio.CancelledError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from robustness.faults.proxy import DOWN, UP
-from robustness.faults.workload import NUM_PLAIN, NUM_REQUESTS
+from robustness.faults.workload import NUM_FLEETING, NUM_PLAIN, NUM_REQUESTS
 
 LEASE_TTL_S = 1.0
 CLIENTS = ("a", "b")
@@ -121,6 +121,8 @@ def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num
     faults = [draw_fault(generator, kinds, processes) for _ in range(num_faults)]
     asking = random.Random(f"asking {seed}")  # of its own: what a seed was before these requests came, it still is
     tasks = {client: with_more_asked(asking, task) for client, task in tasks.items()}
+    keeping = random.Random(f"keeping {seed}")
+    tasks = {client: with_breakpoints(keeping, task) for client, task in tasks.items()}
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
 
 
@@ -133,9 +135,15 @@ def draw_task(generator: random.Random) -> Task:
 
 def with_more_asked(generator: random.Random, task: Task) -> Task:
     """The task and some requests of tenants, with grammars and the like."""
-    more = tuple(generator.sample(range(NUM_PLAIN, NUM_REQUESTS), generator.randint(1, 3)))
+    more = tuple(generator.sample(range(NUM_PLAIN, NUM_FLEETING), generator.randint(1, 3)))
     cancels = {more[0]: generator.randint(1, 5)} if generator.random() < 0.2 else {}
     return replace(task, requests=task.requests + more, cancels=task.cancels | cancels)
+
+
+def with_breakpoints(generator: random.Random, task: Task) -> Task:
+    """The task and some requests with breakpoints."""
+    more = generator.sample(range(NUM_FLEETING, NUM_REQUESTS), generator.randint(1, 3))
+    return replace(task, requests=(*task.requests, *more))
 
 
 def draw_fault(generator: random.Random, kinds: Sequence[FaultKind], processes: Sequence[str] = PROCESSES) -> Fault:

@@ -9,10 +9,12 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from deadlines import DEADLINE_S
+from robustness.faults.admissions import Admissions
 from robustness.faults.disk import SmallDisk, can_mount
 from robustness.faults.harness import Checker, Delivery, Harness, knows_state_dir
 from robustness.faults.proxy import DOWN, UP, Link
@@ -29,8 +31,11 @@ from robustness.faults.schedule import (
     Task,
     make_schedule,
 )
+from robustness.faults.workload import Request
 
+from quire.cache.v1 import cache_service_pb2
 from quire.client.channel import decode_rpc_error
+from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import Unavailable
 
 SEEDS = range(1, 13)
@@ -157,6 +162,79 @@ def test_the_harness_notices_what_is_left_and_what_is_logged(folder: Path, monke
     failures = asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert any(failure.startswith("not at rest") for failure in failures)
     assert any("I5 violated" in failure for failure in failures)
+
+
+PLAN = cache_service_pb2.PlanStepRequest(
+    lease_id="lease",
+    epoch=3,
+    request_id="1",
+    admissions=[
+        cache_service_pb2.Admission(sequence_id=1, tenant="bob", token_ids=[1, 2, 3, 4, 5]),
+        cache_service_pb2.Admission(sequence_id=2, tenant="bob", token_ids=[1, 2], resumed=True),
+    ],
+)
+GRANTED = cache_service_pb2.PlanStepResponse(
+    admitted_sequence_ids=[1, 2], admitted_cached_token_counts=[0, 0], admitted_written_token_counts=[4, 0]
+)
+OUTCOME = {"request": 0, "outcome": {"epoch": 3, "cached": 0, "written": 4}}
+
+
+def compared(
+    *,
+    answers: int = 1,
+    told: int = 1,
+    counts: tuple[int, int, int] = (5, 0, 4),
+    outcome: dict[str, Any] = OUTCOME,
+    kept: int = 0,
+    is_killed: bool = False,
+) -> list[str]:
+    """One plan on a stream, with so many answers, what its client is told of it, and what the books count."""
+    request = Request((1, 2, 3, 4, 5), SamplingParams(tenant="bob"))
+    admissions, method = Admissions([request]), "/quire.cache.v1.CacheService/PlanSteps"
+    for _ in range(max(1, answers)):
+        body = cache_service_pb2.PlanStepsRequest(plan=PLAN).SerializeToString()
+        admissions.observe("a", "call", method, UP, body)
+    for _ in range(answers):
+        body = cache_service_pb2.PlanStepsResponse(plan=GRANTED).SerializeToString()
+        admissions.observe("a", "call", method, DOWN, body)
+    for _ in range(told):
+        admissions.take(outcome)
+    admissions.killed("a") if is_killed else admissions.ended("a")
+    admitted, cached, written = counts
+    tenant = cache_service_pb2.Tenant(
+        name="bob",
+        admitted_token_count=admitted,
+        cached_token_count=cached,
+        written_token_count=written,
+        kept_block_count=kept,
+        keep_limit_block_count=4,
+    )
+    return admissions.compare(3, [tenant])
+
+
+def test_usage_is_right_also_of_a_plan_asked_twice_one_without_an_answer_and_a_client_that_was_killed() -> None:
+    assert compared(kept=4) == []
+    assert compared(answers=2) == []
+    assert compared(told=0, is_killed=True) == []
+    for counts in ((0, 0, 0), (5, 0, 4), (5, 4, 0)):
+        assert compared(answers=0, told=0, counts=counts) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failure"),
+    [
+        ({"counts": (10, 0, 8)}, "the books count"),
+        ({"counts": (5, 0, 0)}, "the books count"),
+        ({"answers": 0, "told": 0, "counts": (6, 0, 0)}, "the books count"),
+        ({"told": 2}, "no admission is such a one"),
+        ({"told": 0}, "clients were not told"),
+        ({"outcome": {**OUTCOME, "outcome": {"epoch": 3, "cached": 4, "written": 0}}}, "no admission is such a one"),
+        ({"kept": 5}, "beyond its limit"),
+    ],
+    ids=["twice", "not written", "more than asked", "told twice", "not told", "told otherwise", "kept too much"],
+)
+def test_wrong_usage_is_noticed(arguments: dict[str, Any], failure: str) -> None:
+    assert failure in compared(**arguments)[0]
 
 
 # -- the proxy ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
+from quire.client.engine.caching import NO_CACHE_PARAMS, Breakpoint, CacheParams, CacheUse
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.sampling import SamplingParams
 
@@ -18,15 +18,19 @@ WINDOW = 10
 """Of the windowed layer, in models that have one: two and a half blocks."""
 NUM_PLAIN = 48
 """Requests without a tenant and a grammar, the first ones of the list."""
-NUM_REQUESTS = 72
+NUM_FLEETING = 72
+"""Requests without breakpoints, the first ones of the list."""
+NUM_REQUESTS = 88
 TENANTS = ("alice", "bob")
 SHARES = """
 [tenants.alice]
 floor = 4
 [tenants.bob]
 limit = 20
+keep_limit = 4
 """
-"""Blocks: alice keeps some back, and bob's requests with two samples do not fit all at once."""
+"""Blocks: alice keeps some back, and bob's requests with two samples do not fit all at once. Breakpoints keep a quarter
+of the pool for each tenant, but for bob."""
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9999}, "b": {"enum": ["ab", "the", None]}},
@@ -55,8 +59,10 @@ def make_requests() -> list[Request]:
         prompt = generator.choice(beginnings)[:shared] + draw(generator, generator.choice((1, 2, 5, 8)))
         if index < NUM_PLAIN:
             requests.append(Request(tuple(prompt), draw_params(generator, index)))
-        else:
+        elif index < NUM_FLEETING:
             requests.append(Request(tuple(prompt), *draw_asking(generator, index)))
+        else:
+            requests.append(Request(tuple(prompt), *draw_keeping(generator, index, len(prompt))))
     return requests
 
 
@@ -89,3 +95,11 @@ def draw_asking(generator: random.Random, index: int) -> tuple[SamplingParams, C
         SamplingParams(allowed_token_ids=tuple(range(20, 90)), bad_words=((21,), (30, 31)), n=2, **common),
     ][index % 6]
     return sampled, CacheParams(cache_use=generator.choice([*CacheUse]))
+
+
+def draw_keeping(generator: random.Random, index: int, prompt_tokens: int) -> tuple[SamplingParams, CacheParams]:
+    """A request with breakpoints, of a tenant or of none."""
+    tenant, n = generator.choice(("", *TENANTS)), generator.choice((1, 1, 2))
+    params = SamplingParams(max_tokens=generator.randint(4, 16), temperature=1.0, seed=index, n=n, tenant=tenant)
+    ends = sorted(generator.sample(range(1, prompt_tokens + 1), min(prompt_tokens, generator.randint(1, 4))))
+    return params, CacheParams(breakpoints=tuple(Breakpoint(end, generator.choice((1.0, 300.0))) for end in ends))

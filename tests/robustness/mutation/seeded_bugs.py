@@ -562,12 +562,12 @@ BUGS = [
     rust(
         "kept prefixes",
         "a hit without a breakpoint does not renew what it finds",
-        ("use_prefix", "self.pool.keeper().renew(&others, now);", ""),
+        ("use_table", "self.pool.keeper().renew(others, now);", ""),
     ),
     rust(
         "kept prefixes",
         "a use with a breakpoint shortens the time of a block",
-        ("keep", "keep.ttl = keep.ttl.max(ttl);", "keep.ttl = ttl;"),
+        ("renew", "keep.ttl = keep.ttl.max(ttl);", "keep.ttl = ttl;"),
     ),
     rust(
         "kept prefixes",
@@ -586,7 +586,7 @@ BUGS = [
     rust(
         "kept prefixes",
         "the limit of a tenant ends what another one keeps",
-        ("limit", "keeps.of_tenant(tenant)", "keeps.of_tenant(0)"),
+        ("limit", "self.parking.end_oldest_keeps(tenant, ", "self.parking.end_oldest_keeps(0, "),
     ),
     rust(
         "kept prefixes",
@@ -646,6 +646,11 @@ BUGS = [
         "kept prefixes",
         "each sample of a prompt that is admitted counts the prompt again",
         ("_add_newcomer", "resumed=sequence.was_admitted or sequence.index > 0", "resumed=sequence.was_admitted"),
+    ),
+    client(
+        "kept prefixes",
+        "a prompt that comes back after its blocks were taken counts again",
+        ("_add_newcomer", "resumed=sequence.was_admitted or sequence.index > 0", "resumed=sequence.index > 0"),
     ),
     client(
         "kept prefixes",

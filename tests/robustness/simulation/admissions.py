@@ -1,10 +1,12 @@
 """The admissions that cachemgr has accepted, and what answers say of them: sums of both are compared with its books.
 
-The law: in each epoch of a pool its counters of found, written and admitted tokens, and those of each tenant, are the
-sums over the admissions that the books accepted in this epoch, without those that are resumed. A plan that is asked for
-again, and one without an answer, counts once. An answer's outcome is that of one accepted admission of its prompt,
-and no two answers have the same one; beam searches tell none. Any other admission without an answer is that of a caller
-that has left, of a gateway that was killed, or of a pool or an epoch that a request left before its first token.
+The law: an admission that counts, because it is not resumed, is of the prompt of a request that was sent, and a lease
+has no more of these than such requests were sent. So no prompt counts twice, whatever an engine says is resumed. In
+each epoch of a pool its counters of found, written and admitted tokens, and those of each tenant, are the sums over
+the admissions that the books accepted in this epoch, without those that are resumed. A plan that is asked for again,
+and one without an answer, counts once. An answer's outcome is that of one accepted admission of its prompt, and no
+two answers have the same one; beam searches tell none. Any other admission without an answer is that of a caller that
+has left, of a gateway that was killed, or of a pool or an epoch that a request left before its first token.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class Sums:
 class Admissions:
     """The accepted admissions and the answers of one schedule. It outlives all starts of its processes."""
 
-    def __init__(self, wrong: Callable[[str], None]) -> None:
-        """`wrong` gets a line about each sum that is not that of the books."""
+    def __init__(self, wrong: Callable[[str], None], sent: Counter[tuple[str, Prompt]]) -> None:
+        """`wrong` gets a line about each violation of the law. sent: the prompts of all requests, by tenant."""
         self._wrong = wrong
+        self._sent = sent
+        self._of_leases: Counter[tuple[str, str, Prompt]] = Counter()
         self._accepted: dict[tuple[Place, str, int], Accepted] = {}
         self._answered: Counter[Accepted] = Counter()
         self._sums: dict[tuple[Place, str], Sums] = defaultdict(Sums)
@@ -77,10 +81,19 @@ class Admissions:
             if known != accepted:
                 self._wrong(f"the plan that is asked for again admits {accepted}, and {known} before")
             return
+        self._require_sent(key[1], accepted)
         sums = self._sums[accepted.place, accepted.tenant]
         sums.admitted += len(accepted.prompt)
         sums.cached += accepted.num_cached
         sums.written += accepted.num_written
+
+    def _require_sent(self, lease_id: str, accepted: Accepted) -> None:
+        """Require that an admission of a lease counts a prompt that was sent, and no more often than it was sent."""
+        tenant, prompt = accepted.tenant, accepted.prompt
+        self._of_leases[lease_id, tenant, prompt] += 1
+        num_counted, num_sent = self._of_leases[lease_id, tenant, prompt], self._sent[tenant, prompt]
+        if num_counted > num_sent:
+            self._wrong(f"a lease counts {prompt} of {tenant!r} {num_counted} times, and it was sent {num_sent} times")
 
     def _compare(self, ledger: Ledger) -> None:
         """Compare the books' sums, by tenant and as a whole, with those of the accepted admissions; and the limits."""

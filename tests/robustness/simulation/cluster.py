@@ -67,7 +67,8 @@ class Cluster:
     """All requests have ended: gateways give their leases back."""
 
     def __post_init__(self) -> None:
-        self.admissions = Admissions(self.world.fail)
+        every = [requests()[call.request] for calls in self.schedule.calls for call in calls]
+        self.admissions = Admissions(self.world.fail, Counter((each.params.tenant, each.prompt) for each in every))
 
     @property
     def features(self) -> Features:

@@ -1,11 +1,12 @@
-"""Plans as requests to cachemgr."""
+"""Plans as requests to cachemgr, and its answers."""
 
 from __future__ import annotations
 
 import pytest
 
-from quire.client.engine.caching import Breakpoint, CacheParams
-from quire.client.engine.messages import encode_plan
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.client.engine.caching import Breakpoint, CacheParams, Miss, MissReason
+from quire.client.engine.messages import decode_granted_step, encode_plan
 from quire.client.engine.scheduling.plans import Admission, Plan
 
 
@@ -18,3 +19,14 @@ def test_breakpoints_are_sent_with_every_admission_and_a_miss_is_explained_once(
     ends = [(each.token_count, each.ttl.ToNanoseconds() / 1e9) for each in sent.breakpoints]
     assert ends == [(2, 1.5), (4, 300.0)]
     assert (sent.resumed, sent.waits_for_prefix, sent.explains_miss) == (resumed, True, not resumed)
+
+
+def test_every_reason_of_a_miss_is_read_and_one_of_a_newer_cachemgr_is_unknown() -> None:
+    def read(reason: int) -> Miss | None:
+        answer = pb.PlanStepResponse(admitted_sequence_ids=[1], admitted_cached_token_counts=[0])
+        answer.admitted_misses.add(sequence_id=1, missing_block_index=2).reason = reason
+        return decode_granted_step(answer).outcomes[0].miss
+
+    values = [f"MISS_REASON_{reason.name}" for reason in MissReason]
+    assert [read(pb.MissReason.Value(name)) for name in values] == [Miss(2, reason) for reason in MissReason]
+    assert read(99) == Miss(2, MissReason.UNKNOWN)

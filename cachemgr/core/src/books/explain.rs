@@ -142,6 +142,20 @@ mod tests {
     }
 
     #[test]
+    fn what_may_have_been_forgotten_is_not_said_to_be_never_computed() {
+        let mut bench = bench(4);
+        cache(&mut bench, "a", &[1, 2], b"");
+        assert_eq!(miss(&mut bench, &[3, 4]), Miss::NeverComputed);
+        for number in 0..3_000 {
+            cache(&mut bench, "b", &[number / 50, number % 50, 9, 9, 9, 9, 9, 9], b"");
+        }
+        assert_eq!(miss(&mut bench, &[1, 2]), Miss::Unknown, "its eviction is forgotten");
+        assert_eq!(miss(&mut bench, &[60, 61]), Miss::Unknown, "nor is it known that this was never computed");
+        cache(&mut bench, "a", &[1, 2], b"y");
+        assert_eq!(miss(&mut bench, &[1, 2]), Miss::OtherSalt, "what is known is told");
+    }
+
+    #[test]
     fn what_was_evicted_and_is_to_be_computed_again_is_counted() {
         let mut bench = bench(4);
         cache(&mut bench, "a", &[1, 2, 3, 4, 5], b"");

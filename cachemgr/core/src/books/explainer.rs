@@ -46,7 +46,10 @@ impl Explainer<'_> {
         match loss {
             _ if !was_reset && self.is_window_lost(missing, group) => Miss::WindowLost(loss),
             Some(loss) => Miss::Lost(loss),
-            None => self.find_elsewhere(tokens, root, own, with_other_tenants),
+            None => self.find_elsewhere(tokens, root, own, with_other_tenants).unwrap_or_else(|| {
+                let may_be_lost = self.pool.records.losses.may_have_forgotten(&identity(missing, group));
+                if may_be_lost { Miss::Unknown } else { Miss::NeverComputed }
+            }),
         }
     }
 
@@ -57,8 +60,14 @@ impl Explainer<'_> {
         !self.geometry.groups[usize::from(group)].is_full() && full.any(is_known)
     }
 
-    /// True if the last block of these tokens, and all before it, are there under another root.
-    fn find_elsewhere(&mut self, tokens: &[i32], root: &Hash, own: Option<TenantId>, with_other_tenants: bool) -> Miss {
+    /// The miss of a block that is there under another root, with all blocks before it; None if it is under none.
+    fn find_elsewhere(
+        &mut self,
+        tokens: &[i32],
+        root: &Hash,
+        own: Option<TenantId>,
+        with_other_tenants: bool,
+    ) -> Option<Miss> {
         let mut num_left = self.num_left;
         let mut other_tenant = None;
         for other in self.pool.records.roots.iter().filter(|other| other.hash != *root) {
@@ -69,13 +78,13 @@ impl Explainer<'_> {
             if self.is_found(other.hash, tokens, &mut num_left) {
                 if is_own {
                     self.num_left = num_left;
-                    return Miss::OtherSalt;
+                    return Some(Miss::OtherSalt);
                 }
                 other_tenant = Some(other.tenant);
             }
         }
         self.num_left = num_left;
-        other_tenant.map_or(Miss::NeverComputed, Miss::OtherTenant)
+        other_tenant.map(Miss::OtherTenant)
     }
 
     /// True if all of these full blocks are found under a root; false if that would take too many hashes.

@@ -11,6 +11,8 @@ pub enum Miss {
     /// There is none.
     None,
     NeverComputed,
+    /// Lost or never computed: the memory of losses has forgotten some.
+    Unknown,
     Lost(Loss),
     /// A layer group without a window has the block, one with a window lost it; when, if that is known.
     WindowLost(Option<Loss>),

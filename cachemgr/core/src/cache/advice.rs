@@ -100,6 +100,11 @@ impl AdviceBook {
         *self.num_waiting.entry(block).or_default() += 1;
     }
 
+    /// True if a prompt waits for a block.
+    pub fn is_any_awaited(&self) -> bool {
+        !self.num_waiting.is_empty()
+    }
+
     /// A prompt has found a block. True if it was the last that waited for it.
     pub fn was_last_waiting(&mut self, block: BlockId) -> bool {
         let Some(count) = self.num_waiting.get_mut(&block) else { return false };

@@ -12,10 +12,7 @@ use crate::cache::eviction::rings::Rings;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
 
-/// Of a block that is not kept.
-const NOT_KEPT: Millis = 0;
-
-/// The times of a kept block.
+/// The times of a block, as long as it is kept.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Keep {
     until: Millis,
@@ -23,14 +20,15 @@ struct Keep {
     entered: Millis,
     /// Milliseconds from the last use to the end.
     ttl: u32,
-    /// The tenant, while it is kept.
     owner: TenantId,
 }
 
-/// Kept blocks by block and by tenant. 32 bytes per block, and the ends. Each method's cost is O(1) per block, but for the
+/// Kept blocks by block and by tenant. 33 bytes per block, and the ends. Each method's cost is O(1) per block, but for the
 /// order of ends.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct KeepBook {
+    /// By block: true while it is kept. Apart from the times, because every block that is parked or used is looked up.
+    is_kept: Vec<bool>,
     keeps: Vec<Keep>,
     /// Kept blocks by tenant, the least recently used first.
     uses: Rings,
@@ -45,7 +43,8 @@ pub struct KeepBook {
 impl KeepBook {
     pub fn new(num_blocks: usize) -> KeepBook {
         KeepBook {
-            keeps: vec![Keep { until: NOT_KEPT, entered: FOREVER, ttl: 0, owner: 0 }; num_blocks],
+            is_kept: vec![false; num_blocks],
+            keeps: vec![Keep { until: 0, entered: FOREVER, ttl: 0, owner: 0 }; num_blocks],
             uses: Rings::new(num_blocks),
             ends: BTreeMap::new(),
             num_entries: 0,
@@ -55,7 +54,7 @@ impl KeepBook {
     }
 
     pub fn is_kept(&self, block: BlockId) -> bool {
-        self.keeps[block as usize].until != NOT_KEPT
+        self.is_kept[block as usize]
     }
 
     /// The end of a block's time, if it is kept.
@@ -90,35 +89,38 @@ impl KeepBook {
         is_known.then(|| self.uses.nodes(sentinel)).into_iter().flatten()
     }
 
-    /// A use of a tenant's blocks with a breakpoint, the last block of a table first. A shorter time than the known one
-    /// changes nothing else.
-    pub fn keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, tenant: TenantId) {
+    /// A use of a tenant's blocks with a breakpoint, the last block of a table first: they were not kept before.
+    pub fn begin(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, tenant: TenantId) {
         self.reach(tenant);
         let ttl = u32::try_from(ttl).unwrap_or(u32::MAX);
-        let mut num_new = 0;
-        let mut due: Vec<(Millis, BlockId)> = Vec::with_capacity(blocks.len());
+        let until = now + Millis::from(ttl);
+        let entries = self.ends.entry(until).or_default();
+        let num_before = entries.len();
+        entries.reserve(blocks.len());
         for &block in blocks {
             let keep = &mut self.keeps[block as usize];
-            if keep.until == NOT_KEPT {
-                num_new += 1;
-                (keep.ttl, keep.owner) = (0, tenant);
-            } else {
-                self.uses.remove(block);
+            if until < keep.entered {
+                keep.entered = until;
+                entries.push(block);
             }
-            keep.ttl = keep.ttl.max(ttl);
-            keep.until = keep.until.max(now + Millis::from(keep.ttl)).max(1);
-            if keep.until < keep.entered {
-                keep.entered = keep.until;
-                due.push((keep.until, block));
-            }
+            (keep.until, keep.ttl, keep.owner) = (until, ttl, tenant);
+            self.is_kept[block as usize] = true;
         }
-        self.counts[tenant as usize] += num_new;
+        self.num_entries += entries.len() - num_before;
+        self.counts[tenant as usize] += blocks.len();
         self.uses.append_all(blocks, self.sentinel(tenant));
-        for entries in due.chunk_by(|one, other| one.0 == other.0) {
-            self.ends.entry(entries[0].0).or_default().extend(entries.iter().map(|(_, block)| *block));
-            self.num_entries += entries.len();
-        }
         self.forget_old_entries();
+    }
+
+    /// The same of blocks that a tenant keeps. A shorter time than the known one changes nothing else.
+    pub fn renew(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, tenant: TenantId) {
+        let ttl = u32::try_from(ttl).unwrap_or(u32::MAX);
+        for &block in blocks {
+            let keep = &mut self.keeps[block as usize];
+            keep.ttl = keep.ttl.max(ttl);
+            keep.until = keep.until.max(now + Millis::from(keep.ttl)); // not before its entry
+        }
+        self.uses.move_to_end(blocks, self.sentinel(tenant));
     }
 
     /// The block is not kept any more, if it was.
@@ -126,10 +128,18 @@ impl KeepBook {
         if !self.is_kept(block) {
             return;
         }
-        let keep = &mut self.keeps[block as usize];
-        keep.until = NOT_KEPT;
-        self.counts[keep.owner as usize] -= 1;
+        self.is_kept[block as usize] = false;
+        self.counts[self.keeps[block as usize].owner as usize] -= 1;
         self.uses.remove(block);
+    }
+
+    /// A tenant's blocks that were used least recently are not kept any more. Lists them.
+    pub fn end_oldest(&mut self, tenant: TenantId, count: usize) -> Vec<BlockId> {
+        let mut ended = Vec::with_capacity(count);
+        self.uses.cut_first(self.sentinel(tenant), count, &mut ended);
+        ended.iter().for_each(|block| self.is_kept[*block as usize] = false);
+        self.counts[tenant as usize] -= ended.len();
+        ended
     }
 
     /// A kept block is being evicted.
@@ -154,11 +164,14 @@ impl KeepBook {
                     continue;
                 }
                 keep.entered = FOREVER;
+                if !self.is_kept[block as usize] {
+                    continue;
+                }
                 if keep.until > now {
                     keep.entered = keep.until;
                     self.ends.entry(keep.until).or_default().push(block);
                     self.num_entries += 1;
-                } else if keep.until != NOT_KEPT {
+                } else {
                     ended.push(block);
                 }
             }
@@ -233,6 +246,14 @@ impl KeepBook {
 mod tests {
     use super::*;
 
+    /// A use of blocks that are all kept, or all not.
+    fn keep(book: &mut KeepBook, blocks: &[BlockId], ttl: Millis, now: Millis, tenant: TenantId) {
+        match book.is_kept(blocks[0]) {
+            false => book.begin(blocks, ttl, now, tenant),
+            true => book.renew(blocks, ttl, now, tenant),
+        }
+    }
+
     fn ended(book: &mut KeepBook, now: Millis) -> Vec<BlockId> {
         let ended = book.take_ended(now);
         ended.iter().for_each(|block| book.end(*block));
@@ -248,36 +269,36 @@ mod tests {
     #[test]
     fn each_use_renews_the_longest_time_and_none_shortens_it() {
         let mut book = KeepBook::new(8);
-        book.keep(&[3], 100, 0, 0);
-        book.keep(&[4], 50, 0, 0);
+        keep(&mut book, &[3], 100, 0, 0);
+        keep(&mut book, &[4], 50, 0, 0);
         assert_eq!((book.until(3), book.until(4), book.until(5), book.num_kept(0)), (Some(100), Some(50), None, 2));
-        book.keep(&[3], 10, 40, 0);
+        keep(&mut book, &[3], 10, 40, 0);
         assert_eq!((book.until(3), ended(&mut book, 139)), (Some(140), vec![4]), "its own time, from this use on");
-        book.keep(&[3], 500, 139, 0);
+        keep(&mut book, &[3], 500, 139, 0);
         assert_eq!((book.until(3), book.ttl(3), ended(&mut book, 638)), (Some(639), 500, vec![]));
         assert_eq!((ended(&mut book, 639), book.len(), book.next_end()), (vec![3], 0, None));
-        book.keep(&[3], 10, 700, 0);
+        keep(&mut book, &[3], 10, 700, 0);
         assert_eq!((book.until(3), ended(&mut book, 710)), (Some(710), vec![3]), "nothing is left of earlier times");
     }
 
     #[test]
     fn what_was_kept_for_long_before_ends_when_it_is_due_now() {
         let mut book = KeepBook::new(8);
-        book.keep(&[3], 1000, 0, 0);
+        keep(&mut book, &[3], 1000, 0, 0);
         book.end(3);
         book.end(3);
-        book.keep(&[3], 10, 5, 0);
+        keep(&mut book, &[3], 10, 5, 0);
         assert_eq!((ended(&mut book, 14), ended(&mut book, 15)), (vec![], vec![3]));
-        book.keep(&[3], 2000, 15, 0);
+        keep(&mut book, &[3], 2000, 15, 0);
         assert_eq!((ended(&mut book, 1000), ended(&mut book, 2014), ended(&mut book, 2015)), (vec![], vec![], vec![3]));
     }
 
     #[test]
     fn the_least_recently_used_one_of_a_tenant_is_known() {
         let mut book = KeepBook::new(8);
-        [3, 2, 1].iter().for_each(|block| book.keep(&[*block], 10, 0, 2));
-        book.keep(&[5], 10, 0, 0);
-        book.keep(&[3], 10, 1, 2);
+        [3, 2, 1].iter().for_each(|block| keep(&mut book, &[*block], 10, 0, 2));
+        keep(&mut book, &[5], 10, 0, 0);
+        keep(&mut book, &[3], 10, 1, 2);
         assert_eq!(book.of_tenant(2).collect::<Vec<_>>(), [2, 1, 3]);
         assert_eq!((book.num_kept(2), book.num_kept(1), book.num_kept(9), book.len()), (3, 0, 0, 4));
         assert_eq!((book.of_tenant(1).count(), book.of_tenant(9).count()), (0, 0));
@@ -287,11 +308,11 @@ mod tests {
     fn memory_does_not_grow_with_uses() {
         let mut book = KeepBook::new(4);
         for time in 1..2000 {
-            book.keep(&[1], 1000, time, 0);
-            book.keep(&[2], 1000 + time % 7, time, 0);
+            keep(&mut book, &[1], 1000, time, 0);
+            keep(&mut book, &[2], 1000 + time % 7, time, 0);
             if time % 3 == 0 {
                 book.end(2);
-                book.keep(&[2], 1 + time % 5, time, 0);
+                keep(&mut book, &[2], 1 + time % 5, time, 0);
             }
             ended(&mut book, time);
             assert!(book.num_entries <= 9 && violations(&book, 8).is_empty(), "{:?}", violations(&book, 8));
@@ -301,7 +322,7 @@ mod tests {
     #[test]
     fn wrong_keeps_are_told() {
         let mut book = KeepBook::new(4);
-        [1, 2].iter().for_each(|block| book.keep(&[*block], 10, 0, 0));
+        [1, 2].iter().for_each(|block| keep(&mut book, &[*block], 10, 0, 0));
         assert_eq!(
             (violations(&book, 2), violations(&book, 1)),
             (vec![], vec!["tenant 0 keeps 2 blocks; its limit is 1".into()])

@@ -57,19 +57,23 @@ pub struct Loss {
     pub cause: Cause,
 }
 
-/// A table of losses by hash; an entry replaces an older one in the same place. About 60 bytes each.
+/// A table of losses by hash; an entry replaces an older one in the same place. About 60 bytes each. A place knows whether
+/// it has forgotten one.
 ///
 /// Content that was computed again stays in it until it is lost again; so an entry is valid only for content that is
 /// not in the index.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Losses {
     places: Vec<Option<Loss>>,
+    /// By place: true if an entry replaced one of other content.
+    has_forgotten: Vec<bool>,
 }
 
 impl Losses {
     pub fn new(num_blocks: usize) -> Losses {
         let (least, most) = LOSSES;
-        Losses { places: vec![None; (num_blocks / 4).clamp(least, most).next_power_of_two()] }
+        let num_places = (num_blocks / 4).clamp(least, most).next_power_of_two();
+        Losses { places: vec![None; num_places], has_forgotten: vec![false; num_places] }
     }
 
     /// The content of this hash was evicted for `asker`.
@@ -85,12 +89,19 @@ impl Losses {
 
     fn enter(&mut self, loss: Loss) {
         let place = self.place(&loss.hash);
-        self.places[place] = Some(loss);
+        let hash = loss.hash;
+        let before = self.places[place].replace(loss);
+        self.has_forgotten[place] |= before.is_some_and(|before| before.hash != hash);
     }
 
     /// The loss of the content of this hash, which is not in the index; None if it is unknown.
     pub fn find(&self, hash: &Hash) -> Option<&Loss> {
         self.places[self.place(hash)].as_ref().filter(|loss| loss.hash == *hash)
+    }
+
+    /// True if the content of this hash, of which no loss is known, may have been lost.
+    pub fn may_have_forgotten(&self, hash: &Hash) -> bool {
+        self.has_forgotten[self.place(hash)]
     }
 
     /// True if the content of this hash, which is not in the index, was evicted and not reset.
@@ -170,9 +181,11 @@ mod tests {
         other[31] ^= 1;
         let mut losses = Losses::new(8);
         losses.reset(&one, 1.0, 0);
-        assert_eq!(losses.find(&other), None);
+        losses.reset(&one, 1.5, 0);
+        assert_eq!((losses.find(&other), losses.may_have_forgotten(&other)), (None, false));
         losses.reset(&other, 2.0, 0);
         assert_eq!((losses.find(&one), losses.find(&other).unwrap().at), (None, 2.0));
+        assert_eq!([&one, &hash(2)].map(|hash| losses.may_have_forgotten(hash)), [true, false]);
     }
 
     #[test]

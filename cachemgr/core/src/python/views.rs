@@ -156,6 +156,7 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
     let reason = match miss {
         Miss::None => "none",
         Miss::NeverComputed => "never_computed",
+        Miss::Unknown => "unknown",
         Miss::BeingComputed => "being_computed",
         Miss::OtherSalt => "other_salt",
         Miss::OtherTenant(tenant) => {

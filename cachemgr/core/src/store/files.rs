@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 14;
+pub const VERSION: u32 = 16;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -766,6 +766,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (14, vec![2263639513, 1006803859]));
+        assert_eq!((VERSION, sums), (16, vec![3869495650, 4083237092]));
     }
 }

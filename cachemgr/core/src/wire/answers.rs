@@ -112,6 +112,7 @@ fn reason_of(miss: &Miss) -> MissReason {
     match miss {
         Miss::None => MissReason::None,
         Miss::NeverComputed => MissReason::NeverComputed,
+        Miss::Unknown => MissReason::Unknown,
         Miss::BeingComputed => MissReason::BeingComputed,
         Miss::OtherSalt => MissReason::OtherSalt,
         Miss::OtherTenant(_) => MissReason::OtherTenant,

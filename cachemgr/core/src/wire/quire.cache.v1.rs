@@ -1549,6 +1549,7 @@ pub enum MissReason {
     OtherSalt = 6,
     OtherTenant = 7,
     WindowEvicted = 8,
+    Unknown = 9,
 }
 impl MissReason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -1566,6 +1567,7 @@ impl MissReason {
             Self::OtherSalt => "MISS_REASON_OTHER_SALT",
             Self::OtherTenant => "MISS_REASON_OTHER_TENANT",
             Self::WindowEvicted => "MISS_REASON_WINDOW_EVICTED",
+            Self::Unknown => "MISS_REASON_UNKNOWN",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -1580,6 +1582,7 @@ impl MissReason {
             "MISS_REASON_OTHER_SALT" => Some(Self::OtherSalt),
             "MISS_REASON_OTHER_TENANT" => Some(Self::OtherTenant),
             "MISS_REASON_WINDOW_EVICTED" => Some(Self::WindowEvicted),
+            "MISS_REASON_UNKNOWN" => Some(Self::Unknown),
             _ => None,
         }
     }

@@ -65,6 +65,7 @@ LEASE_STATES = {
 MISS_REASONS = {
     "none": cache_service_pb2.MISS_REASON_NONE,
     "never_computed": cache_service_pb2.MISS_REASON_NEVER_COMPUTED,
+    "unknown": cache_service_pb2.MISS_REASON_UNKNOWN,
     "evicted": cache_service_pb2.MISS_REASON_EVICTED,
     "reset": cache_service_pb2.MISS_REASON_RESET,
     "being_computed": cache_service_pb2.MISS_REASON_BEING_COMPUTED,

@@ -73,7 +73,8 @@ class Breakpoint:
 class MissReason(Enum):
     """Why a block of a prompt was not in the prefix cache."""
 
-    NEVER_COMPUTED = "never_computed"  # Or its eviction is so old that it is forgotten.
+    NEVER_COMPUTED = "never_computed"
+    UNKNOWN = "unknown"  # Lost or never computed: cachemgr has forgotten losses.
     BEING_COMPUTED = "being_computed"
     EVICTED = "evicted"
     WINDOW_EVICTED = "window_evicted"  # Of a layer group with a window; the other groups have it.

@@ -56,6 +56,7 @@ _CACHE_USES = {
 
 _MISS_REASONS = {
     cache_service_pb2.MISS_REASON_NEVER_COMPUTED: MissReason.NEVER_COMPUTED,
+    cache_service_pb2.MISS_REASON_UNKNOWN: MissReason.UNKNOWN,
     cache_service_pb2.MISS_REASON_BEING_COMPUTED: MissReason.BEING_COMPUTED,
     cache_service_pb2.MISS_REASON_EVICTED: MissReason.EVICTED,
     cache_service_pb2.MISS_REASON_WINDOW_EVICTED: MissReason.WINDOW_EVICTED,
@@ -249,9 +250,7 @@ def _decode_outcomes(response: cache_service_pb2.PlanStepResponse, pool: str, ep
 
 
 def _decode_miss(miss: cache_service_pb2.AdmissionMiss) -> Miss:
-    reason = _MISS_REASONS.get(miss.reason)
-    if reason is None:
-        raise ProtocolViolation(f"an admission missed a block for the reason {miss.reason}")
+    reason = _MISS_REASONS.get(miss.reason, MissReason.UNKNOWN)  # a newer cachemgr may have more reasons
     lost_at_s = miss.lost_time.ToNanoseconds() / 1e9 if miss.HasField("lost_time") else None
     evicted_by = miss.evicted_by_tenant if miss.HasField("evicted_by_tenant") else None
     return Miss(miss.missing_block_index, reason, lost_at_s, evicted_by)

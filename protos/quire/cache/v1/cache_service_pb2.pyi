@@ -208,7 +208,7 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """No miss: every full block that can be found is found."""
     MISS_REASON_NEVER_COMPUTED: _MissReason.ValueType  # 2
     """The block was never computed, or only by sequences that publish nothing
-    (CACHE_USE_NONE), or its eviction is so old that it is forgotten.
+    (CACHE_USE_NONE).
     """
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
     """The block was evicted to make room."""
@@ -224,6 +224,10 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """A layer group without a window has the block. In a group with a window it was
     evicted, so that no token behind it can be computed from there.
     """
+    MISS_REASON_UNKNOWN: _MissReason.ValueType  # 9
+    """Evicted, dropped or never computed: the server has forgotten losses, and that
+    of the block could be one of these.
+    """
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """The reason why a block of a prefix is not in the cache."""
@@ -234,7 +238,7 @@ MISS_REASON_NONE: MissReason.ValueType  # 1
 """No miss: every full block that can be found is found."""
 MISS_REASON_NEVER_COMPUTED: MissReason.ValueType  # 2
 """The block was never computed, or only by sequences that publish nothing
-(CACHE_USE_NONE), or its eviction is so old that it is forgotten.
+(CACHE_USE_NONE).
 """
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
 """The block was evicted to make room."""
@@ -249,6 +253,10 @@ MISS_REASON_OTHER_TENANT: MissReason.ValueType  # 7
 MISS_REASON_WINDOW_EVICTED: MissReason.ValueType  # 8
 """A layer group without a window has the block. In a group with a window it was
 evicted, so that no token behind it can be computed from there.
+"""
+MISS_REASON_UNKNOWN: MissReason.ValueType  # 9
+"""Evicted, dropped or never computed: the server has forgotten losses, and that
+of the block could be one of these.
 """
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 

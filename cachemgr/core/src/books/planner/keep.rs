@@ -32,11 +32,6 @@ struct PromptBlocks<'a> {
 impl PromptBlocks<'_> {
     /// Those of a range of indexes, the last ones first: the needed ones and the others.
     fn split_tail_first(&self, first: usize, end: usize, prefixes: &[KeptPrefix]) -> (Vec<BlockId>, Vec<BlockId>) {
-        if let ([table], [Span::Full]) = (self.tables, &self.geometry.groups[..]) {
-            let num_needed = num_kept_blocks(prefixes).clamp(first, end);
-            let reversed = |first: usize, end: usize| table.range(first..end).iter().rev().copied().collect();
-            return (reversed(first, num_needed), reversed(num_needed, end));
-        }
         let (mut needed, mut others) = (Vec::new(), Vec::new());
         for index in (first..end).rev() {
             for (group, span) in self.geometry.groups() {
@@ -66,11 +61,36 @@ impl StepPlanner<'_> {
     ) {
         let num_kept = self.pool.parking().keeps().map_or(0, |keeps| keeps.num_kept(tenant));
         let limit = self.pool.accounts().get(tenant).share.keep_limit;
-        let (now, num_found) = (millis(self.now), found.len());
         if num_kept == 0 && (prefixes.is_empty() || limit == 0) {
             return;
         }
-        let mut end = num_found.max(num_kept_blocks(prefixes));
+        match (tables, &self.geometry.groups[..]) {
+            ([table], [Span::Full]) => self.use_table(prefixes, table, found.len()),
+            _ => self.use_tables(prefixes, tables, found),
+        }
+        self.pool.keeper().limit(tenant);
+    }
+
+    /// The same of the one table of a pool without windows.
+    fn use_table(&mut self, prefixes: &[KeptPrefix], table: &BlockTable, num_found: usize) {
+        let (now, num_needed) = (millis(self.now), num_kept_blocks(prefixes));
+        let used: Vec<BlockId> = table.range(0..num_found.max(num_needed)).iter().rev().copied().collect();
+        let (others, mut rest) = used.split_at(used.len().saturating_sub(num_needed));
+        self.pool.keeper().renew(others, now);
+        let mut prefixes = prefixes.iter().rev().peekable();
+        while let Some(longest) = prefixes.next() {
+            while prefixes.next_if(|shorter| shorter.ttl == longest.ttl).is_some() {}
+            let first = prefixes.peek().map_or(0, |shorter| shorter.num_blocks);
+            let needed;
+            (needed, rest) = rest.split_at(rest.len().saturating_sub(first));
+            self.pool.keeper().keep_held(needed, longest.ttl, now);
+        }
+    }
+
+    /// The same of tables of groups, some with a window.
+    fn use_tables(&mut self, prefixes: &[KeptPrefix], tables: &[BlockTable], found: &[Hash]) {
+        let now = millis(self.now);
+        let mut end = found.len().max(num_kept_blocks(prefixes));
         let firsts = [0].into_iter().chain(prefixes.iter().map(|prefix| prefix.num_blocks)).rev();
         let ttls = [0].into_iter().chain(prefixes.iter().rev().map(|prefix| prefix.ttl));
         for (first, ttl) in firsts.zip(ttls) {
@@ -80,7 +100,6 @@ impl StepPlanner<'_> {
             self.pool.keeper().keep(&needed, ttl, now);
             end = first;
         }
-        self.pool.keeper().limit(tenant);
     }
 
     /// Keeps those of the blocks at these indexes that a sequence's breakpoints need, and that it gets only now.
@@ -96,7 +115,7 @@ impl StepPlanner<'_> {
         for index in needed.into_iter().rev() {
             let longer = sequence.kept.iter().find(|prefix| index < prefix.num_blocks);
             if let (Some(prefix), Some(block)) = (longer, sequence.table(group).get(index)) {
-                self.pool.keeper().keep(&[block], prefix.ttl, now);
+                self.pool.keeper().keep_held(&[block], prefix.ttl, now);
             }
         }
         self.pool.keeper().limit(sequence.tenant);

@@ -51,9 +51,9 @@ impl Shelves {
         (self.num_blocks + usize::from(level)) as u32
     }
 
-    fn park(&mut self, block: BlockId, level: Level) {
-        self.rings.append(block, self.sentinel(level));
-        self.num_parked[usize::from(level)] += 1;
+    fn park(&mut self, blocks: &[BlockId], level: Level) {
+        self.rings.append_all(blocks, self.sentinel(level));
+        self.num_parked[usize::from(level)] += blocks.len();
     }
 
     fn unpark(&mut self, block: BlockId, level: Level) {
@@ -64,6 +64,18 @@ impl Shelves {
     /// The least recently parked one of a level.
     fn first(&self, level: Level) -> Option<BlockId> {
         Some(self.rings.first(self.sentinel(level))).filter(|node| (*node as usize) < self.num_blocks)
+    }
+}
+
+/// Calls with each run of blocks of one level.
+fn for_levels(blocks: &[BlockId], shelves: &mut Shelves, mut call: impl FnMut(&mut Shelves, Level, &[BlockId])) {
+    let mut rest = blocks;
+    while let Some(first) = rest.first() {
+        let level = shelves.level(*first);
+        let length = rest.iter().take_while(|block| shelves.level(**block) == level).count();
+        let (run, others) = rest.split_at(length);
+        call(shelves, level, run);
+        rest = others;
     }
 }
 
@@ -169,21 +181,15 @@ impl Parking {
     pub fn park(&mut self, blocks: &[BlockId], owner: TenantId) {
         match &mut self.shelves {
             None => self.policy.park(blocks),
-            Some(shelves) => {
-                let is_plain = |block: &BlockId| shelves.level(*block) == UNADVISED;
-                let (plain, advised): (Vec<BlockId>, Vec<BlockId>) = blocks.iter().partition(|block| is_plain(block));
-                for block in advised {
-                    shelves.park(block, shelves.level(block));
-                }
-                if !plain.is_empty() {
-                    self.policy.park(&plain);
-                }
-            }
+            Some(shelves) => for_levels(blocks, shelves, |shelves, level, run| match level {
+                UNADVISED => self.policy.park(run),
+                _ => shelves.park(run, level),
+            }),
         }
-        for block in blocks {
-            let level = self.level(*block);
-            if let Some(tenants) = &mut self.tenants {
-                tenants.park(*block, owner, level);
+        if let Some(tenants) = &mut self.tenants {
+            for &block in blocks {
+                let level = self.shelves.as_ref().map_or(UNADVISED, |shelves| shelves.level(block));
+                tenants.park(block, owner, level);
             }
         }
     }
@@ -192,14 +198,10 @@ impl Parking {
     pub fn unpark(&mut self, blocks: &[BlockId]) {
         match &mut self.shelves {
             None => self.policy.unpark(blocks),
-            Some(shelves) => {
-                for &block in blocks {
-                    match shelves.level(block) {
-                        UNADVISED => self.policy.unpark(&[block]),
-                        level => shelves.unpark(block, level),
-                    }
-                }
-            }
+            Some(shelves) => for_levels(blocks, shelves, |shelves, level, run| match level {
+                UNADVISED => self.policy.unpark(run),
+                _ => run.iter().for_each(|block| shelves.unpark(*block, level)),
+            }),
         }
         if let Some(tenants) = &mut self.tenants {
             blocks.iter().for_each(|block| tenants.rings.remove(*block));
@@ -275,34 +277,47 @@ impl Parking {
         self.keeps().is_some_and(|keeps| keeps.is_kept(block))
     }
 
-    /// A use of a tenant's blocks with a breakpoint, the last one of a table first. Lists those that were not kept before.
-    /// See KeepBook::keep.
-    pub fn keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, owner: TenantId) -> Vec<BlockId> {
+    /// A use of a tenant's blocks with a breakpoint, the last one of a table first: they were not kept before, and
+    /// are not parked.
+    pub fn begin_keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, owner: TenantId) {
         let num_blocks = self.num_blocks;
         let shelves = self.shelves.get_or_insert_with(|| Box::new(Shelves::new(num_blocks)));
         let keeps = shelves.keeps.get_or_insert_with(|| Box::new(KeepBook::new(num_blocks)));
-        let new: Vec<BlockId> = blocks.iter().copied().filter(|block| !keeps.is_kept(*block)).collect();
-        let parked: Vec<BlockId> = new.iter().copied().filter(|block| self.is_parked(*block)).collect();
-        self.unpark(&parked);
+        keeps.begin(blocks, ttl, now, owner);
+    }
+
+    /// The same of blocks that are kept: see KeepBook::renew.
+    pub fn renew_keep(&mut self, blocks: &[BlockId], ttl: Millis, now: Millis, owner: TenantId) {
         if let Some(keeps) = self.keeps_mut() {
-            keeps.keep(blocks, ttl, now, owner);
+            keeps.renew(blocks, ttl, now, owner);
         }
-        if !parked.is_empty() {
-            self.park(&parked, owner);
-        }
-        new
     }
 
     /// A tenant's kept blocks are not kept any more: their level is that of their advice.
     pub fn end_keep(&mut self, blocks: &[BlockId], owner: TenantId) {
-        let parked: Vec<BlockId> = blocks.iter().copied().filter(|block| self.is_parked(*block)).collect();
-        self.unpark(&parked);
         if let Some(keeps) = self.keeps_mut() {
             blocks.iter().for_each(|block| keeps.end(*block));
         }
-        if !parked.is_empty() {
-            self.park(&parked, owner);
+        self.park_again(blocks, owner);
+    }
+
+    /// The same of those of a tenant that were used least recently. Lists them.
+    pub fn end_oldest_keeps(&mut self, tenant: TenantId, count: usize) -> Vec<BlockId> {
+        let ended = self.keeps_mut().map_or_else(Vec::new, |keeps| keeps.end_oldest(tenant, count));
+        self.park_again(&ended, tenant);
+        ended
+    }
+
+    /// Parks by their level those blocks that are parked as kept ones.
+    fn park_again(&mut self, blocks: &[BlockId], owner: TenantId) {
+        let Some(shelves) = &mut self.shelves else { return };
+        let mut parked = Vec::with_capacity(blocks.len());
+        shelves.rings.take_all(blocks, &mut parked);
+        shelves.num_parked[usize::from(KEPT)] -= parked.len();
+        if let Some(tenants) = &mut self.tenants {
+            parked.iter().for_each(|block| tenants.rings.remove(*block));
         }
+        self.park(&parked, owner);
     }
 
     /// Kept blocks with a time that is over: see KeepBook::take_ended.
@@ -350,6 +365,9 @@ impl Parking {
     pub fn end_waits(&mut self, blocks: &[BlockId], owner: TenantId) -> Vec<BlockId> {
         let Some(shelves) = &mut self.shelves else { return Vec::new() };
         let book = &mut shelves.book;
+        if !book.is_any_awaited() {
+            return Vec::new();
+        }
         let mut is_met = |block: &BlockId| book.level(*block) == AWAITED && book.was_last_waiting(*block);
         let met: Vec<BlockId> = blocks.iter().copied().filter(|block| is_met(block)).collect();
         self.advise(&met, NOTHING, owner);

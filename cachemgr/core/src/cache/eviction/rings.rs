@@ -40,6 +40,21 @@ impl Rings {
         self.prev[sentinel as usize] = before;
     }
 
+    /// Puts nodes of a ring at its end, in order. Cost: O(1) for those that follow one another already, but for a look at
+    /// each.
+    pub fn move_to_end(&mut self, nodes: &[u32], sentinel: u32) {
+        let mut rest = nodes;
+        while !rest.is_empty() {
+            let (run, others) = self.split_run(rest);
+            let (first, last) = (run[0], run[run.len() - 1]);
+            self.close_over(first, last);
+            let end = std::mem::replace(&mut self.prev[sentinel as usize], last);
+            self.next[end as usize] = first;
+            (self.prev[first as usize], self.next[last as usize]) = (end, sentinel);
+            rest = others;
+        }
+    }
+
     /// Takes the first nodes of a ring out, at most `count` and as long as `is_taken` says so, and appends them to `taken`.
     pub fn take_first(&mut self, sentinel: u32, count: usize, is_taken: impl Fn(u32) -> bool, taken: &mut Vec<u32>) {
         let mut node = self.first(sentinel);
@@ -56,18 +71,58 @@ impl Rings {
         self.prev[node as usize] = sentinel;
     }
 
-    /// Takes a node out, wherever it is.
-    pub fn remove(&mut self, node: u32) {
-        let (before, after) = (self.prev[node as usize], self.next[node as usize]);
+    /// Takes the first nodes of a ring out, at most `count`, and appends them to `taken`. They keep their links, so that
+    /// `contains` says nothing about them until they are in a ring again.
+    pub fn cut_first(&mut self, sentinel: u32, count: usize, taken: &mut Vec<u32>) {
+        taken.extend(self.nodes(sentinel).take(count));
+        if let Some(last) = taken.last() {
+            let after = self.next[*last as usize];
+            self.next[sentinel as usize] = after;
+            self.prev[after as usize] = sentinel;
+        }
+    }
+
+    /// Takes those of these nodes out that are in a ring, and appends them to `taken`.
+    pub fn take_all(&mut self, nodes: &[u32], taken: &mut Vec<u32>) {
+        let mut rest = nodes;
+        while let Some(first) = rest.first() {
+            if !self.contains(*first) {
+                rest = &rest[1..];
+                continue;
+            }
+            let (run, others) = self.split_run(rest);
+            self.close_over(run[0], run[run.len() - 1]);
+            for &node in run {
+                (self.next[node as usize], self.prev[node as usize]) = (node, node);
+            }
+            taken.extend_from_slice(run);
+            rest = others;
+        }
+    }
+
+    /// The first of some nodes with those that follow it in its ring as they do here, and the others.
+    fn split_run<'a>(&self, nodes: &'a [u32]) -> (&'a [u32], &'a [u32]) {
+        let num_following = nodes.windows(2).take_while(|pair| self.next[pair[0] as usize] == pair[1]).count();
+        nodes.split_at(1 + num_following)
+    }
+
+    /// Connects what is before a node with what is after it or one that follows it.
+    fn close_over(&mut self, first: u32, last: u32) {
+        let (before, after) = (self.prev[first as usize], self.next[last as usize]);
         self.next[before as usize] = after;
         self.prev[after as usize] = before;
+    }
+
+    /// Takes a node out, wherever it is.
+    pub fn remove(&mut self, node: u32) {
+        self.close_over(node, node);
         (self.next[node as usize], self.prev[node as usize]) = (node, node);
     }
 
     /// True if a node that is no sentinel is in a ring, between neighbours that agree.
     pub fn contains(&self, node: u32) -> bool {
-        let (before, after) = (self.prev[node as usize], self.next[node as usize]);
-        after != node && self.next[before as usize] == node && self.prev[after as usize] == node
+        let after = self.next[node as usize];
+        after != node && self.prev[after as usize] == node && self.next[self.prev[node as usize] as usize] == node
     }
 
     /// The node after this one, the sentinel after the last.
@@ -128,6 +183,56 @@ mod tests {
             assert_eq!((taken[0], &taken[1..]), (6, expected));
             expected.iter().for_each(|node| others.remove(*node));
             assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev));
+        }
+    }
+
+    #[test]
+    fn the_first_ones_are_cut_off_and_come_back() {
+        let mut rings = Rings::new(8);
+        rings.append_all(&[3, 1, 2], 7);
+        for (count, expected, left) in [(0, &[][..], &[3, 1, 2][..]), (2, &[3, 1], &[2]), (9, &[2], &[]), (9, &[], &[])]
+        {
+            let mut taken = Vec::new();
+            rings.cut_first(7, count, &mut taken);
+            assert_eq!((&taken[..], &rings.nodes(7).collect::<Vec<_>>()[..]), (expected, left));
+        }
+        rings.append_all(&[2, 3], 7);
+        assert_eq!((rings.nodes(7).collect::<Vec<_>>(), rings.first(7)), (vec![2, 3], 2));
+        rings.move_to_end(&[2], 7);
+        rings.remove(3);
+        assert_eq!(rings.nodes(7).collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn those_in_a_ring_leave_it_from_anywhere() {
+        let (mut rings, mut others) = (Rings::new(10), Rings::new(10));
+        rings.append_all(&[1, 2, 3, 4, 5, 6], 9);
+        others.append_all(&[1, 2, 3, 4, 5, 6], 9);
+        for (nodes, expected) in
+            [(&[7, 2, 3, 8][..], &[2, 3][..]), (&[3, 2], &[]), (&[6, 5, 1], &[6, 5, 1]), (&[4], &[4])]
+        {
+            let mut taken = Vec::new();
+            rings.take_all(nodes, &mut taken);
+            assert_eq!(taken, expected);
+            expected.iter().for_each(|node| others.remove(*node));
+            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev), "{nodes:?}");
+        }
+    }
+
+    #[test]
+    fn nodes_move_to_the_end_as_one_by_one() {
+        let (mut rings, mut others) = (Rings::new(8), Rings::new(8));
+        for node in 1..7 {
+            rings.append(node, 7);
+            others.append(node, 7);
+        }
+        for nodes in [&[2, 3][..], &[2, 3], &[1, 5, 6], &[3], &[], &[6, 5, 1], &[4, 2, 3, 6, 5, 1]] {
+            rings.move_to_end(nodes, 7);
+            for node in nodes {
+                others.remove(*node);
+                others.append(*node, 7);
+            }
+            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev), "{nodes:?}");
         }
     }
 

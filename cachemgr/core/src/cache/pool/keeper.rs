@@ -21,25 +21,56 @@ pub struct Keeper<'a> {
 impl Keeper<'_> {
     /// Keeps a tenant's blocks for a time from now on, the last one of a table first. The caller calls `limit`.
     pub fn keep(&mut self, tail_first: &[BlockId], ttl: Millis, now: Millis) {
-        if let Some(first) = tail_first.first() {
-            let new = self.parking.keep(tail_first, ttl, now, self.owners[*first as usize]);
-            self.journal.touch_all(&new, self.owners);
+        let is_new = |block: &BlockId| self.parking.is_parked(*block) && !self.parking.is_kept(*block);
+        let parked: Vec<BlockId> = tail_first.iter().copied().filter(is_new).collect();
+        self.parking.unpark(&parked);
+        self.keep_held(tail_first, ttl, now);
+        if let Some(first) = parked.first() {
+            self.parking.park(&parked, self.owners[*first as usize]);
         }
     }
 
-    /// Renews the time of those of a tenant's blocks that are kept, the last one of a table first.
+    /// The same of blocks with a holder.
+    pub fn keep_held(&mut self, tail_first: &[BlockId], ttl: Millis, now: Millis) {
+        self.for_runs(tail_first, |keeper, run, is_kept, owner| {
+            if is_kept {
+                keeper.parking.renew_keep(run, ttl, now, owner);
+            } else {
+                keeper.parking.begin_keep(run, ttl, now, owner);
+                keeper.journal.touch_all(run, keeper.owners);
+            }
+        });
+    }
+
+    /// Renews the time of those of a tenant's blocks that are kept, each for its own time, the last one of a table first.
     pub fn renew(&mut self, tail_first: &[BlockId], now: Millis) {
-        let Some(keeps) = self.parking.keeps() else { return };
-        let kept: Vec<BlockId> = tail_first.iter().copied().filter(|block| keeps.is_kept(*block)).collect();
-        self.keep(&kept, 0, now); // each for its own time
+        self.for_runs(tail_first, |keeper, run, is_kept, owner| {
+            if is_kept {
+                keeper.parking.renew_keep(run, 0, now, owner);
+            }
+        });
+    }
+
+    /// Calls with each run of a tenant's blocks that are all kept or all not, and the tenant.
+    fn for_runs(&mut self, blocks: &[BlockId], mut call: impl FnMut(&mut Self, &[BlockId], bool, TenantId)) {
+        let mut rest = blocks;
+        while let Some(first) = rest.first() {
+            let is_kept = self.parking.is_kept(*first);
+            let length = rest.iter().take_while(|block| self.parking.is_kept(**block) == is_kept).count();
+            let (run, others) = rest.split_at(length);
+            call(self, run, is_kept, self.owners[*first as usize]);
+            rest = others;
+        }
     }
 
     /// Ends what a tenant keeps beyond its limit, the least recently used first.
     pub fn limit(&mut self, tenant: TenantId) {
-        let Some(keeps) = self.parking.keeps() else { return };
-        let num_over = keeps.num_kept(tenant).saturating_sub(self.accounts.get(tenant).share.keep_limit);
-        let over: Vec<BlockId> = keeps.of_tenant(tenant).take(num_over).collect();
-        self.end_all(&over);
+        let num_kept = self.parking.keeps().map_or(0, |keeps| keeps.num_kept(tenant));
+        let limit = self.accounts.get(tenant).share.keep_limit;
+        if num_kept > limit {
+            let ended = self.parking.end_oldest_keeps(tenant, num_kept - limit);
+            self.journal.touch_all(&ended, self.owners);
+        }
     }
 
     /// Keeps one block instead of another one with the same tokens, if that is kept.

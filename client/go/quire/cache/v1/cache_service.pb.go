@@ -335,7 +335,7 @@ const (
 	// No miss: every full block that can be found is found.
 	MissReason_MISS_REASON_NONE MissReason = 1
 	// The block was never computed, or only by sequences that publish nothing
-	// (CACHE_USE_NONE), or its eviction is so old that it is forgotten.
+	// (CACHE_USE_NONE).
 	MissReason_MISS_REASON_NEVER_COMPUTED MissReason = 2
 	// The block was evicted to make room.
 	MissReason_MISS_REASON_EVICTED MissReason = 3
@@ -350,6 +350,9 @@ const (
 	// A layer group without a window has the block. In a group with a window it was
 	// evicted, so that no token behind it can be computed from there.
 	MissReason_MISS_REASON_WINDOW_EVICTED MissReason = 8
+	// Evicted, dropped or never computed: the server has forgotten losses, and that
+	// of the block could be one of these.
+	MissReason_MISS_REASON_UNKNOWN MissReason = 9
 )
 
 // Enum value maps for MissReason.
@@ -364,6 +367,7 @@ var (
 		6: "MISS_REASON_OTHER_SALT",
 		7: "MISS_REASON_OTHER_TENANT",
 		8: "MISS_REASON_WINDOW_EVICTED",
+		9: "MISS_REASON_UNKNOWN",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":    0,
@@ -375,6 +379,7 @@ var (
 		"MISS_REASON_OTHER_SALT":     6,
 		"MISS_REASON_OTHER_TENANT":   7,
 		"MISS_REASON_WINDOW_EVICTED": 8,
+		"MISS_REASON_UNKNOWN":        9,
 	}
 )
 
@@ -6618,7 +6623,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1cBLOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17BLOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n" +
 	"\x18BLOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n" +
-	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\x89\x02\n" +
+	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\xa2\x02\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n" +
@@ -6629,7 +6634,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aMISS_REASON_BEING_COMPUTED\x10\x05\x12\x1a\n" +
 	"\x16MISS_REASON_OTHER_SALT\x10\x06\x12\x1c\n" +
 	"\x18MISS_REASON_OTHER_TENANT\x10\a\x12\x1e\n" +
-	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b2\xeb\x0f\n" +
+	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b\x12\x17\n" +
+	"\x13MISS_REASON_UNKNOWN\x10\t2\xeb\x0f\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
