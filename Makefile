@@ -83,7 +83,8 @@ verify-builds:
 	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(call unchanged,images,client/go deploy/grafana docs Makefile) \
 	  $(BIN)/python tests/deploy/check_images.py
 verify-tests:
-	@$(call record,verify,model) python3 tests/robustness/model/check.py
+	@$(call record,verify,model) $(BIN)/python tests/framework/unchanged.py model --without '' \
+	  $(patsubst %,--with %,$(wildcard tests/robustness/model/*.p*)) -- python3 tests/robustness/model/check.py
 	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample' $(PARALLEL)
 	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
 tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files

@@ -8,6 +8,7 @@ cd "$(dirname "$0")"
 PATH="$(IFS=: && echo "$*"):$PATH"
 messages=$(find quire -name '*.proto' | sort)
 services=$(find quire -name '*_service.proto' | sort)
+wire=../cachemgr/core/src/wire
 protoc() { python -m grpc_tools.protoc -I. "$@"; }
 
 find quire -name '*_pb2*.py*' -delete
@@ -15,7 +16,12 @@ protoc --python_out=. --mypy_out=. $messages
 protoc --grpc_python_out=. --mypy_grpc_out=. $services
 python generate_reasons.py
 if command -v protoc-gen-prost >/dev/null; then
-  protoc --prost_out=../cachemgr/core/src/wire --prost_opt=disable_comments=.,flat_output_dir=true quire/cache/v1/*.proto
+  fresh=$(mktemp -d)
+  trap 'rm -rf "$fresh"' EXIT
+  protoc --prost_out="$fresh" --prost_opt=disable_comments=.,flat_output_dir=true quire/cache/v1/*.proto
+  for file in "$fresh"/*; do # a file that is written anew, though it is equal, has the core built again
+    cmp --silent "$file" "$wire/${file##*/}" || cp "$file" "$wire/"
+  done
 fi
 if command -v protoc-gen-go >/dev/null; then
   find ../client/go/quire -name '*.pb.go' -delete

@@ -173,16 +173,24 @@ class BlockReplica:
 
     def find(self, token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> int:
         """Return what LookupPrefix finds of a prompt, in tokens."""
-        size = geometry.block_size_tokens
-        known = {(block.layer_group, block.prefix_hash) for block in self.blocks.values() if block.prefix_hash}
-        hashes = list(chain_of(token_ids[: len(token_ids) - 1], tenant=tenant, salt=salt, geometry=geometry))
-        groups = geometry.layer_groups or [attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL)]
-        for num_blocks in range(len(hashes), 0, -1):
-            firsts = [first_seen(group, num_blocks * size) // size for group in groups]
-            needed = [(number, each) for number, first in enumerate(firsts) for each in hashes[first:num_blocks]]
-            if known.issuperset(needed):
-                return num_blocks * size
-        return 0
+        hashes = chain_of(token_ids[: len(token_ids) - 1], tenant=tenant, salt=salt, geometry=geometry)
+        return num_found(hashes, self.prefixes(), geometry)
+
+    def prefixes(self) -> set[tuple[int, bytes]]:
+        """Return the layer groups and the prefix hashes of its blocks."""
+        return {(block.layer_group, block.prefix_hash) for block in self.blocks.values() if block.prefix_hash}
+
+
+def num_found(hashes: Sequence[bytes], known: set[tuple[int, bytes]], geometry: attach_pb2.PoolGeometry) -> int:
+    """Return how many tokens of a prompt's full blocks are found if these prefixes are known."""
+    size = geometry.block_size_tokens
+    groups = geometry.layer_groups or [attach_pb2.LayerGroup(kind=attach_pb2.LAYER_GROUP_KIND_FULL)]
+    for num_blocks in range(len(hashes), 0, -1):
+        firsts = [first_seen(group, num_blocks * size) // size for group in groups]
+        needed = [(number, each) for number, first in enumerate(firsts) for each in hashes[first:num_blocks]]
+        if known.issuperset(needed):
+            return num_blocks * size
+    return 0
 
 
 def chain_of(token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> list[bytes]:

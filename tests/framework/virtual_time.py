@@ -7,6 +7,9 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any
 
+MAX_TURNS = 100_000
+"""Turns of the loop in which no time passes: more of them are a task that never waits."""
+
 
 class _Selector(selectors.SelectSelector):
     """Waits for no file: the time that it would wait passes at once."""
@@ -14,11 +17,17 @@ class _Selector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self._num_turns = 0
+        """Since time passed."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("every task waits, and no timer is set")
         self.now += max(timeout, 0.0)
+        self._num_turns = 0 if timeout > 0.0 else self._num_turns + 1
+        if self._num_turns > MAX_TURNS:
+            self._num_turns = 0  # tasks are cancelled in further turns
+            raise RuntimeError(f"no time has passed in {MAX_TURNS} turns of the loop: a task never waits")
         return super().select(0)
 
 

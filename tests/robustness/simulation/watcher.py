@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 
-from replica import BlockReplica, BrokenPromise
+from replica import BlockReplica, BrokenPromise, chain_of, num_found
 from robustness.simulation.cachemgr import ADDRESS, SimulatedCachemgr
 from robustness.simulation.workload import requests
 from robustness.simulation.world import Process
 
-from quire.cache.v1 import cache_service_pb2
+from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr.catalog import AttachedPool
 from quire.cachemgr.service.messages import encode_geometry, int32_bytes
 from quire.client.cache_client import CacheClient
@@ -66,11 +67,23 @@ class SimulatedWatcher:
 
     @staticmethod
     def _wrong_finds(pool: AttachedPool, replica: BlockReplica) -> list[str]:
-        geometry, found = encode_geometry(pool.ledger.geometry), []
-        for number, request in enumerate(requests()):
-            salt, tenant = request.cache.salt, request.params.tenant
-            copied = replica.find(request.prompt, tenant=tenant, salt=salt, geometry=geometry)
-            told = pool.ledger.inspector.num_cached_tokens(int32_bytes(request.prompt), salt=salt, tenant=tenant)
+        geometry, known, found = encode_geometry(pool.ledger.geometry), replica.prefixes(), []
+        chains = _chains(geometry.SerializeToString(deterministic=True))
+        for number, (request, hashes) in enumerate(zip(requests(), chains, strict=True)):
+            copied = num_found(hashes, known, geometry)
+            told = pool.ledger.inspector.num_cached_tokens(
+                int32_bytes(request.prompt), salt=request.cache.salt, tenant=request.params.tenant
+            )
             if copied != told:
                 found.append(f"request {number}: {told} tokens are found, and {copied} in a watcher's copy")
         return found
+
+
+@lru_cache(maxsize=32)
+def _chains(geometry: bytes) -> list[list[bytes]]:
+    """The prefix hashes of all requests' prompts, in a pool of this geometry."""
+    pool = attach_pb2.PoolGeometry.FromString(geometry)
+    return [
+        chain_of(each.prompt[:-1], tenant=each.params.tenant, salt=each.cache.salt, geometry=pool)
+        for each in requests()
+    ]
