@@ -47,6 +47,7 @@ class WorkerConfig:
     revision: str | None
     trust_remote_code: bool
     fuse: bool | None
+    deterministic: bool
     products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
 
