@@ -71,6 +71,7 @@ class Schedule:
         self._draw = random.Random(seed)
         self._driver = WatchedDriver(model)
         self._has_states = model.has_recurrent_state
+        self._is_offloaded = not self._has_states and not any(self._driver.pool.windowed)
         self._alone = alone
         self._waiting = list(range(len(alone)))
         self._draw.shuffle(self._waiting)
@@ -127,7 +128,7 @@ class Schedule:
         if choice < 0.08:
             self._driver.preempt(stream)
             self._share(seq, stream)
-        elif choice < 0.14 and len(self._live) > 1 and not self._has_states:
+        elif choice < 0.14 and len(self._live) > 1 and self._is_offloaded:
             self._live.remove(disturbed)
             self._driver.offload(stream)
             self._offloaded.append(disturbed)
