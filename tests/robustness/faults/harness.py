@@ -138,7 +138,7 @@ class Children:
         return self._started[-1]
 
 
-NUMBERS = {False: ("--dtype", "float32"), True: ("--dtype", "bfloat16", "--deterministic")}
+DTYPE_FLAGS = {False: ("--dtype", "float32"), True: ("--dtype", "bfloat16", "--deterministic")}
 """A worker's flags with which a sequence has the same tokens in any step; by Harness's `deterministic`."""
 
 
@@ -296,7 +296,7 @@ class Harness:
         """
         self.folder = folder
         self._has_window = has_window
-        self._numbers = NUMBERS[deterministic]
+        self._dtype_flags = DTYPE_FLAGS[deterministic]
         self._num_ranks = num_ranks
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
@@ -395,7 +395,7 @@ class Harness:
     async def _start_worker(self, slot: int) -> Child:
         arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
-        arguments += [*self._numbers, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
+        arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")

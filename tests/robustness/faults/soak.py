@@ -34,7 +34,7 @@ import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from robustness.faults.harness import NUMBERS
+from robustness.faults.harness import DTYPE_FLAGS
 from robustness.faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, VOCAB_SIZE
 
 from quire.cache.v1 import cache_service_pb2
@@ -386,7 +386,7 @@ def main(minutes: float, period: float, seed: int, output: Path, deterministic: 
         LocalServices.start(
             model=MODEL,
             num_blocks=NUM_BLOCKS,
-            extra_worker_args=(*NUMBERS[deterministic], *WORKER_ARGS),
+            extra_worker_args=(*DTYPE_FLAGS[deterministic], *WORKER_ARGS),
             runtime_dir=output,
         ) as services,
         Live(console=console, refresh_per_second=1) as live,
