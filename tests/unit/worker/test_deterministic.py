@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import model_zoo as zoo
 import pytest
 import torch
+from click.testing import CliRunner
 from random_schedules import Schedule, make_prompts, run_alone
 from torch import nn
 
+from quire.worker.__main__ import main
 from quire.worker.attention.row_attention import KEY_STEP, num_places
 from quire.worker.device import reproducible
 from quire.worker.memory.sequence_table import SequenceTable
@@ -21,6 +24,7 @@ from quire.worker.model.preparing import prepare_model
 from quire.worker.model.row_check import choose_threads
 from quire.worker.model.thread_splits import GRAIN, Elementwise, most_threads, record_elementwise
 from quire.worker.model.tiles import TILE_ROWS, cut_tiles
+from quire.worker.run.loading import check_deterministic
 from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams
@@ -81,6 +85,28 @@ def test_blocks_of_a_deterministic_model_are_its_own() -> None:
     assert modes[Part.ARITHMETIC].how == "deterministic: 16 tokens in each forward"
     assert not modes[Part.ARITHMETIC].degraded
     assert Part.ARITHMETIC not in {mode.part for mode in plain.modes.all()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size 2: a sum over ranks has no fixed order"),
+        (("--device", "cuda:1"), "--device cuda:1: it runs on a CPU only"),
+        (("--attention", "triton"), "--attention triton: its attention is in torch"),
+        (("--fuse",), "--fuse: fused modules are not made for it"),
+    ],
+)
+def test_flags_that_are_not_deterministic_are_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--model", str(tmp_path), "--deterministic", *flags])
+    assert result.exit_code == 2
+    assert f"--deterministic excludes {reason}" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="--deterministic: it runs on a CPU only, and the device is cuda:1"):
+        check_deterministic(torch.device("cuda:1"), is_wanted=True)
+    check_deterministic(torch.device("cuda:1"), is_wanted=False)
+    check_deterministic(torch.device("cpu"), is_wanted=True)
 
 
 class LooksAtOthers(nn.Linear):

@@ -133,7 +133,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     """
     quiet_transformers()
     device = pick_device(config.device)
-    check_deterministic(config, device)
+    check_deterministic(device, is_wanted=config.deterministic)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     if config.deterministic:
@@ -202,19 +202,10 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts)
 
 
-def check_deterministic(config: WorkerConfig, device: torch.device) -> None:
-    """Raises ValueError, naming the flag, if the worker is to be deterministic and something else that is not."""
-    if not config.deterministic:
-        return
-    if device.type != "cpu":
-        raise ValueError(f"--deterministic: it runs on a CPU only, and the device is {device.type}")
-    if config.has_ranks:
-        ranks = config.tensor_parallel_size
-        raise ValueError(f"--deterministic: the sum over --tensor-parallel-size {ranks} ranks has no fixed order")
-    if config.fuse:
-        raise ValueError("--deterministic with --fuse: fused modules are not made for it; leave --fuse out")
-    if config.attention not in ("auto", "torch"):
-        raise ValueError(f"--deterministic with --attention {config.attention}: its attention is in torch")
+def check_deterministic(device: torch.device, *, is_wanted: bool) -> None:
+    """Raises ValueError if the worker is to be deterministic and the device is no CPU."""
+    if is_wanted and device.type != "cpu":
+        raise ValueError(f"--deterministic: it runs on a CPU only, and the device is {device}; choose --device cpu")
 
 
 def choose_launches(is_wanted: bool | None, device: torch.device) -> None:
