@@ -75,6 +75,7 @@ class Shape:
             max_model_len=max_model_len,
             step_kind=pick_attention("auto", device, block_size=BLOCK_SIZE),
             fused_steps=choose_steps(device, block_size=BLOCK_SIZE, wanted=None, products=flags.products),
+            deterministic=flags.deterministic,
         )
 
 
@@ -165,6 +166,21 @@ LLAMA_56M = Shape(
         max_position_embeddings=8192,
     ),
 )
+DEMO = Shape(
+    "the demo's Llama",
+    "demo",
+    _llama(
+        vocab_size=2048,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+)
 TINY = Shape(
     "tiny Llama",
     "tiny",
@@ -179,7 +195,7 @@ TINY = Shape(
         max_position_embeddings=8192,
     ),
 )
-SHAPES = {shape.short: shape for shape in (LLAMA_8B, LLAMA_1B, QWEN3_06B, QWEN3_17B, QWEN3_8B, LLAMA_56M, TINY)}
+SHAPES = {shape.short: shape for shape in (LLAMA_8B, LLAMA_1B, QWEN3_06B, QWEN3_17B, QWEN3_8B, LLAMA_56M, DEMO, TINY)}
 """All shapes, by their short names."""
 
 

@@ -1,4 +1,4 @@
-"""The worker's flags that a GPU must compare, as flags of a benchmark."""
+"""The worker's flags that a benchmark compares, as flags of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class WorkerFlags:
     wait: str = "block"
     max_graph_tokens: int | None = None
     max_whole_graph_tokens: int = DEFAULT_MAX_WHOLE_GRAPH_TOKENS
+    deterministic: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WorkerFlags:
@@ -66,11 +67,18 @@ def each_alone(given: WorkerFlags) -> list[WorkerFlags]:
     return [given, *(replace(given, **change) for change in (*changes, together))]
 
 
+def deterministic_in_turns(given: WorkerFlags) -> list[WorkerFlags]:
+    """Return the given flags with and without --deterministic, each twice: one after the other, so that a machine that
+    gets slower slows both."""
+    return [replace(given, deterministic=each) for each in (False, True, False, True)]
+
+
 OPTIONS = [
     click.Option(["--products"], type=click.Choice(PRODUCT_NAMES), help="As the worker's flag."),
     click.Option(["--dependent-launch/--no-dependent-launch"], default=None, help="As the worker's flag."),
     click.Option(["--step-graph"], type=click.Choice(STEP_GRAPH_NAMES), help="As the worker's flag."),
     click.Option(["--wait"], type=click.Choice(WAIT_NAMES), help="As the worker's flag."),
+    click.Option(["--deterministic"], is_flag=True, default=None, help="As the worker's flag."),
     click.Option(["--max-graph-tokens"], type=click.IntRange(min=0), help="As the worker's flag."),
     click.Option(["--max-whole-graph-tokens"], type=click.IntRange(min=0), help="As the worker's flag."),
 ]

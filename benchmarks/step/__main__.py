@@ -4,6 +4,7 @@
 
     quire bench step --cells "0.6B 1x1k,8B 32x1k,0.6B prompt 512" --seconds 10 --json FILE
     quire bench step --cells "0.6B 1x1k" --each-flag    with each flag of the worker that a GPU must judge
+    quire bench step --cells "56M 16x128,demo 16x128" --each-flag    on a CPU: --deterministic on and off in turns
 
 Random weights. A step's least time follows from the rates of reading and of a large matrix product, measured in the
 same run: weights read once or multiplied, keys and values read once or multiplied. Steps run as in a worker: on a GPU
@@ -44,10 +45,11 @@ from rich.progress import Progress
 from rich.table import Table
 from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, SHAPES, TINY, Shape, shape_of
-from worker_flags import DEFAULTS, WorkerFlags, each_alone
+from worker_flags import DEFAULTS, WorkerFlags, deterministic_in_turns, each_alone
 from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, rows_on, serve
 
 from quire.serving.runtime import tune_garbage_collector
+from quire.worker.device.reproducible import fix_product_order
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 
@@ -85,6 +87,8 @@ class Plan:
     read_bytes: int
     product_size: int
     flags: Sequence[WorkerFlags] = (DEFAULTS,)
+    each: Callable[[WorkerFlags], list[WorkerFlags]] = each_alone
+    """The flags that --each-flag compares."""
 
     def cells(self) -> list[dict[str, str]]:
         """The model, the cell and the flags of each step, as in the JSON."""
@@ -113,7 +117,8 @@ def cpu_plan(*, float32: bool) -> Plan:
     prompts = [Cell(1, cached, new) for cached, new in ((0, 8), (0, 32), (0, 128), (0, 256), (0, 512), (0, 1024))]
     prompts += [Cell(1, 1024, 64), Cell(1, 1024, 256), Cell(1, 1024, 512)]
     dtypes = (torch.float32,) if float32 else (torch.float32, torch.bfloat16)
-    return Plan([(LLAMA_56M, (*decodes, *prompts))], dtypes, (), 15, read_bytes=1 << 28, product_size=2048)
+    steps = [(LLAMA_56M, (*decodes, *prompts))]
+    return Plan(steps, dtypes, (), 15, read_bytes=1 << 28, product_size=2048, each=deterministic_in_turns)
 
 
 def quick_plan() -> Plan:
@@ -122,7 +127,8 @@ def quick_plan() -> Plan:
         mixed_lengths(TINY, num_requests=2, limits=(2, 6)),
     )
     cells = (Cell(2, 20), Cell(2, 20, is_mixed=True), Cell(1, 0, 9), Cell(1, 8, 5))
-    return Plan([(TINY, cells)], (torch.float32,), works, 2, read_bytes=1 << 16, product_size=32)
+    dtypes = (torch.float32,)
+    return Plan([(TINY, cells)], dtypes, works, 2, read_bytes=1 << 16, product_size=32, each=deterministic_in_turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,8 @@ class Run:
         return self.measured
 
     def _run_all(self) -> None:
+        if any(flags.deterministic for flags in self.plan.flags):
+            fix_product_order()  # before the first product
         for dtype in self.plan.dtypes:
             self.measured.ceilings[name_of(dtype)] = measure_ceilings(
                 self.device, dtype, num_bytes=self.plan.read_bytes, size=self.plan.product_size
@@ -284,7 +292,7 @@ def planned(plan: Plan, given: Mapping[str, Any]) -> Plan:
     """The plan's parts that the command's parameters choose. Raises click.BadParameter."""
     flags = WorkerFlags.of(given)
     part = only(plan, given["model"] or ()) if given["cells"] is None else chosen(plan, given["cells"])
-    return replace(part, flags=each_alone(flags) if given["each_flag"] else [flags])
+    return replace(part, flags=part.each(flags) if given["each_flag"] else [flags])
 
 
 def gpu_items(given: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
@@ -454,7 +462,12 @@ OPTIONS = [
         type=click.Path(path_type=Path, dir_okay=False),
         help="A file with the figures so far, written again after each cell.",
     ),
-    click.Option(["--each-flag"], is_flag=True, help="Also with each of these flags that a GPU must judge, and all."),
+    click.Option(
+        ["--each-flag"],
+        is_flag=True,
+        help="On a GPU, also with each of these flags that it must judge, and all; on a CPU, with and without "
+        "--deterministic in turns.",
+    ),
     *worker_flags.OPTIONS,
     ALLOW_DEGRADED,
 ]

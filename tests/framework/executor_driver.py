@@ -55,6 +55,7 @@ class ExecutorDriver:
         model: PagedModel,
         *,
         block_size: int = BLOCK_SIZE,
+        max_num_seqs: int = MAX_NUM_SEQS,
         make_decode: Callable[[PagedModel, KVPool], StaticDecode] | None = None,
     ) -> None:
         self.pool = model.make_pool(num_blocks=NUM_BLOCKS, block_size=block_size)
@@ -62,7 +63,7 @@ class ExecutorDriver:
         host_pool = make_host_pool(self.pool, num_blocks=NUM_BLOCKS)
         decode = None if make_decode is None else make_decode(model, self.pool)
         self.executor = VerifyingExecutor(
-            model, self.pool, max_num_seqs=MAX_NUM_SEQS, decode=decode, host_pool=host_pool
+            model, self.pool, max_num_seqs=max_num_seqs, decode=decode, host_pool=host_pool
         )
         self.num_passed = 0
         """Table entries that were given up."""

@@ -46,6 +46,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "cuda_graphs": True,
             "dependent_launch": None,
             "max_graph_tokens": 512,
+            "deterministic": False,
             "products": "auto",
             "step_graph": "parts",
             "wait": "block",

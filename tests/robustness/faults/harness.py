@@ -141,6 +141,10 @@ class Children:
         return self._started[-1]
 
 
+DTYPE_FLAGS = {False: ("--dtype", "float32"), True: ("--dtype", "bfloat16", "--deterministic")}
+"""A worker's flags with which a sequence has the same tokens in any step; by Harness's `deterministic`."""
+
+
 async def make_model(folder: Path, *, has_window: bool) -> Path:
     """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
     model = folder / "model"
@@ -286,13 +290,16 @@ class Harness:
         small_disk: bool = False,
         num_ranks: int = 1,
         has_window: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
 
         num_ranks is of each worker, 1 or 2. With has_window the model has two layer groups, one with a window.
+        With deterministic the workers run in bfloat16 with --deterministic; else in float32.
         """
         self.folder = folder
         self._has_window = has_window
+        self._dtype_flags = DTYPE_FLAGS[deterministic]
         self._num_ranks = num_ranks
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
@@ -401,7 +408,7 @@ class Harness:
     async def _start_worker(self, slot: int) -> Child:
         arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
-        arguments += ["--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE)]
+        arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")

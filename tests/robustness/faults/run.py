@@ -52,6 +52,7 @@ class Settings:
     small_disk: bool
     num_ranks: int = 1
     has_window: bool = False
+    deterministic: bool = False
 
 
 async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
@@ -66,6 +67,7 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
                 small_disk=settings.small_disk,
                 num_ranks=settings.num_ranks,
                 has_window=settings.has_window,
+                deterministic=settings.deterministic,
             ) as harness:
                 while seeds:
                     outcome = await run_one(harness, seeds.pop(0), settings)
@@ -194,6 +196,7 @@ def run_all(seeds: list[int], settings: Settings, *, jobs: int, console: Console
 @click.option("--only", type=click.Choice(KINDS), multiple=True, help="Only these kinds of faults.")
 @click.option("--ranks", type=click.IntRange(1, 2), default=1, show_default=True, help="Of each worker.")
 @click.option("--window", is_flag=True, help="A model with two layer groups, one with a window.")
+@click.option("--deterministic", is_flag=True, help="Workers in bfloat16 with --deterministic, not in float32.")
 @click.option("--state-dir/--no-state-dir", default=None, help="Whether cachemgr keeps its state; default: if it can.")
 @click.option(
     "--output",
@@ -210,6 +213,7 @@ def main(
     times: int,
     only: tuple[str, ...],
     ranks: int,
+    deterministic: bool,
     window: bool,
     state_dir: bool | None,
     output: Path,
@@ -222,7 +226,7 @@ def main(
     if state_dir and not small_disk:
         console.print("full disks are left out: a file system can't be mounted here", style="yellow")
     kinds = tuple(FaultKind(kind) for kind in only) or (*WEIGHTS, *([FaultKind.FULL_DISK] if small_disk else []))
-    settings = Settings(output, kinds, state_dir, small_disk, ranks, window)
+    settings = Settings(output, kinds, state_dir, small_disk, ranks, window, deterministic)
     seeds = [*range(seed, seed + schedules)] if replay is None else [replay] * times
     started = time.monotonic()
     totals = run_all(seeds, settings, jobs=jobs, console=console)

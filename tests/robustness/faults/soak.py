@@ -34,6 +34,7 @@ import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from robustness.faults.harness import DTYPE_FLAGS
 from robustness.faults.workload import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, VOCAB_SIZE
 
 from quire.cache.v1 import cache_service_pb2
@@ -54,7 +55,7 @@ ENGINE_LIFE_S = 60.0
 WARM_UP = 0.25
 """The part of the run that is not judged."""
 WORKER_ARGS = (
-    *("--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE), "--host-memory", "256K"),
+    *("--threads", "1", "--block-size", str(BLOCK_SIZE), "--host-memory", "256K"),
     *("--max-num-seqs", "16", "--max-step-tokens", str(MAX_STEP_TOKENS)),
 )
 PROCESSES = ("cachemgr", "worker", "client")
@@ -376,13 +377,17 @@ def judge(console: Console, readings: list[Reading], left: list[str]) -> bool:
     show_default=True,
     help="Folder for readings.csv, plot.png and the services' logs.",
 )
-def main(minutes: float, period: float, seed: int, output: Path) -> None:
+@click.option("--deterministic", is_flag=True, help="A worker in bfloat16 with --deterministic, not in float32.")
+def main(minutes: float, period: float, seed: int, output: Path, deterministic: bool) -> None:
     """Look for leaks under mixed load."""
     console = Console()
     output.mkdir(parents=True, exist_ok=True)
     with (
         LocalServices.start(
-            model=MODEL, num_blocks=NUM_BLOCKS, extra_worker_args=WORKER_ARGS, runtime_dir=output
+            model=MODEL,
+            num_blocks=NUM_BLOCKS,
+            extra_worker_args=(*DTYPE_FLAGS[deterministic], *WORKER_ARGS),
+            runtime_dir=output,
         ) as services,
         Live(console=console, refresh_per_second=1) as live,
     ):

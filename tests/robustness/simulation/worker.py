@@ -293,6 +293,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         revision=None,
         trust_remote_code=False,
         fuse=None,
+        deterministic=False,
         products="auto",
         tensor_parallel_size=settings.num_ranks,
     )

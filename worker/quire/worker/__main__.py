@@ -90,8 +90,8 @@ def main(
         host_memory_bytes=host_memory,
         **values,  # type: ignore[arg-type]
     )
-    if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
-        raise click.UsageError("--num-blocks and --kv-cache-memory exclude each other.")
+    if config.conflict is not None:
+        raise click.UsageError(config.conflict)
     try:
         folder = find_folder(model)
     except ModelNotFound as error:

@@ -47,6 +47,7 @@ class WorkerConfig:
     revision: str | None
     trust_remote_code: bool
     fuse: bool | None
+    deterministic: bool
     products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
 
@@ -54,6 +55,22 @@ class WorkerConfig:
     def has_ranks(self) -> bool:
         """True if the worker is a group of several ranks."""
         return self.tensor_parallel_size > 1
+
+    @property
+    def conflict(self) -> str | None:
+        """The flags that exclude each other, with the reason, for people; None if there are none."""
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            return "--num-blocks and --kv-cache-memory exclude each other."
+        if not self.deterministic:
+            return None
+        if self.has_ranks:
+            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
+            return f"--deterministic excludes {ranks}: a sum over ranks has no fixed order."
+        if self.device not in ("auto", "cpu"):
+            return f"--deterministic excludes --device {self.device}: it runs on a CPU only."
+        if self.attention not in ("auto", "torch"):
+            return f"--deterministic excludes --attention {self.attention}: its attention is in torch."
+        return "--deterministic excludes --fuse: fused modules are not made for it." if self.fuse else None
 
     @property
     def model_name(self) -> str:

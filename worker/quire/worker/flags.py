@@ -243,6 +243,12 @@ OWN_FLAGS: list[Flag] = [
         help="Run the layers of a model in fewer, fused operations, if their kind is known.",
     ),
     option(
+        "--deterministic",
+        is_flag=True,
+        help="On a CPU, give a sequence the same tokens and log-probabilities, bit for bit, in any step and after each "
+        "preemption and restart. Steps of few sequences and prompts are slower.",
+    ),
+    option(
         "--products",
         type=click.Choice(PRODUCT_NAMES),
         default="auto",

@@ -20,5 +20,13 @@
     cache_layout.py     the keys, values and states that a model puts into its own cache
     cached_model.py     a model with its own attention, over a cache that is the pool
 
+    A deterministic model:
+    tiles.py            a step's tokens in forwards of one size
+    tiled_model.py      a PagedModel in tiles
+    tiled_cached.py     a CachedModel in tiles
+    tiled_experts.py    experts on whole tiles
+    thread_splits.py    how many threads divide a tile evenly
+    row_check.py        checks that a token's bits do not depend on its step
+
 A model that fails a check is refused with UnsupportedModel.
 """

@@ -136,10 +136,10 @@ def _in_order(runs: list[_Run]) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Access:
+class Access:
     """The reads and writes of the layers in one part's forward. n sequences, Q tokens of each, L keys with padding.
 
-    written     [n * Q]     slots of the tokens
+    written     [n * Q]     slots of the tokens; the last ones may have none, then nothing of them is written
     read        [n * L]     slots of the keys, those of the null block for padding; None if the tokens themselves are
                             all there is
     mask        [n, L]      int64, 0 for padding, or None without padding
@@ -158,7 +158,8 @@ class _Access:
         """Write key, value [n, H, Q, D] and return all keys and values, [n, H, L, D]."""
         k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        write_kv(k, v, k_pool, v_pool, slots=self.written)
+        num_written = len(self.written.flat)
+        write_kv(k[:num_written], v[:num_written], k_pool, v_pool, slots=self.written)
         if self.read is None:
             return key, value
         keys = self.workspace.gather("k", k_pool, self.read)
@@ -185,7 +186,7 @@ def _send(parts: Sequence[Part], device: torch.device) -> list[_Numbers]:
 
 def _access(
     part: Part, numbers: _Numbers, tokens: Tensor, batch: StepBatch, pool: KVPool, workspace: Workspace
-) -> _Access:
+) -> Access:
     num_keys = max(part.ends)
     is_padded = min(part.ends) < num_keys
     read, hidden = None, None
@@ -196,7 +197,7 @@ def _access(
         tables = batch.block_tables[0].index_select(0, numbers.seqs)
         blocks = tables.gather(1, positions.div(pool.block_size, rounding_mode="floor")).to(torch.int64)
         read = (blocks * pool.block_size + positions.remainder(pool.block_size)).masked_fill_(hidden, 0).flatten()
-    return _Access(
+    return Access(
         pool=pool,
         workspace=workspace,
         num_seqs=len(part.seqs),
@@ -212,7 +213,7 @@ class _PagedKeys:
     """The part of a cache layer from which transformers reads keys, values and lengths."""
 
     is_sliding = False
-    access: _Access
+    access: Access
     layer_idx: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -242,7 +243,7 @@ class _KeyAndStateLayer(_PagedKeys, LinearAttentionAndFullAttentionLayer):  # ty
 class PagedCache(Cache):
     """The model's cache for one part of one step."""
 
-    def __init__(self, layout: CacheLayout, access: _Access, states: Mapping[StateKey, Tensor]) -> None:
+    def __init__(self, layout: CacheLayout, access: Access, states: Mapping[StateKey, Tensor]) -> None:
         """states are [n, *shape] each; the model changes them in place."""
         layers = [self._make_layer(layout, layer_idx) for layer_idx in range(layout.num_layers)]
         super().__init__(layers=layers)

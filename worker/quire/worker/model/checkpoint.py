@@ -41,13 +41,15 @@ def load_model(
     fused_steps: FusedSteps | None = None,
     ranks: ModelRanks = ONE_PART,
     layer_groups: LayerGroupChoice = "auto",
+    deterministic: bool = False,
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
     dtype None takes the checkpoint's. max_model_len (tokens) None takes what the model was made for; a rope with
     frequencies that depend on the length (dynamic NTK, longrope) is pinned to max_model_len's; see pin_rope(). With
     fused_steps modules are fused (quire.worker.fusion.fuse), and a pool has at least their block size. With several
-    ranks each loads its part, at the same time. layer_groups as in quire.worker.memory.layer_groups.
+    ranks each loads its part, at the same time. layer_groups as in quire.worker.memory.layer_groups. deterministic as
+    for prepare_model().
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
@@ -81,6 +83,7 @@ def load_model(
         fused_steps=fused_steps,
         ranks=ranks,
         layer_groups=layer_groups,
+        deterministic=deterministic,
     )
 
 

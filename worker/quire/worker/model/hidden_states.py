@@ -22,11 +22,12 @@ from quire.worker.model.base_model import answering, base_of
 class HiddenStates:
     """The output of a causal language model's base model in one step."""
 
-    def __init__(self, model: Any, base: Any, order: Sequence[int] | None) -> None:
+    def __init__(self, model: Any, base: Any, order: Sequence[int] | None, num_rows: int | None) -> None:
         """See kept_hidden_states()."""
         self._model = model
         self._base = base
         self._order = order
+        self._num_rows = num_rows
         self._parts: list[Tensor] = []
         self._output_kind: type[Any] = tuple
 
@@ -52,17 +53,32 @@ class HiddenStates:
                 logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
             return logits
 
-        return logits_of
+        return logits_of if self._num_rows is None else _in_tiles(logits_of, self._num_rows)
+
+
+def _in_tiles(logits_of: Callable[[Tensor], Tensor], num_rows: int) -> Callable[[Tensor], Tensor]:
+    """Return the same function, run on so many tokens at a time; the last ones are padded."""
+
+    def tiled(tokens: Tensor) -> Tensor:
+        tiles = torch.split(tokens, num_rows)
+        padding = tokens.new_zeros(num_rows - len(tiles[-1]))
+        whole = [*tiles[:-1], torch.cat((tiles[-1], padding))]
+        return torch.cat([logits_of(tile) for tile in whole])[: len(tokens)]
+
+    return tiled
 
 
 @contextmanager
-def kept_hidden_states(model: Any, order: Sequence[int] | None = None) -> Iterator[HiddenStates]:
+def kept_hidden_states(
+    model: Any, order: Sequence[int] | None = None, *, num_rows: int | None = None
+) -> Iterator[HiddenStates]:
     """Keep the base model's output of the forwards in this context.
 
     `order` are indexes in the step, of the tokens in the order in which forwards have them; None: that of the step.
+    Indexes beyond those of the step are padding. With num_rows the output layer runs on so many tokens at a time.
     """
     base = base_of(model)
-    kept = HiddenStates(model, base, order)
+    kept = HiddenStates(model, base, order, num_rows)
     handle = base.register_forward_hook(kept.note)
     try:
         yield kept

@@ -26,6 +26,7 @@ class Part(StrEnum):
     PROMPTS = "prompts"
     COPIES = "copies"
     KERNELS = "kernels"
+    ARITHMETIC = "arithmetic"
 
 
 GRAPH_PARTS = (Part.DECODE, Part.SAMPLER, Part.PROMPTS)

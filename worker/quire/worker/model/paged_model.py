@@ -33,6 +33,8 @@ class PagedModel:
     """The state that the model keeps per sequence, besides keys and values."""
     takes_any_kv_dtype = True
     """True if a pool may have another dtype than the model."""
+    is_deterministic = False
+    """True if a token gets the same logits, bit for bit, in any step."""
 
     def __init__(
         self,

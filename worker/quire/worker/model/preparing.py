@@ -13,12 +13,13 @@ that fails a check is refused with UnsupportedModel, naming the class and the re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from quire.worker.attention.latent_attention import LATENT_NAME, keep_latents, latent_specs
+from quire.worker.attention.row_attention import RowAttentionStep
 from quire.worker.attention.torch_attention import ATTENTION_NAME, AttentionStep
 from quire.worker.fusion.fuse import fuse_model, unfused
 from quire.worker.fusion.modules import swap_back
@@ -32,12 +33,20 @@ from quire.worker.model.packed_linear import Packing, pack_linears
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.pinned_rope import pin_rope
 from quire.worker.model.probe import probe
+from quire.worker.model.row_check import check_rows, choose_threads
 from quire.worker.model.self_check import CHECKED_SEQS, eager_reference
 from quire.worker.model.sharding import ONE_PART, ModelRanks
+from quire.worker.model.tiled_cached import TiledCachedModel
+from quire.worker.model.tiled_experts import TILED_EXPERTS
+from quire.worker.model.tiled_model import TiledModel
+from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
+
+EXPERTS = ("grouped_mm", "eager")
+"""Ways to run a mixture of experts, the fastest first."""
 
 
 def prepare_model(
@@ -48,18 +57,20 @@ def prepare_model(
     fused_steps: FusedSteps | None = None,
     ranks: ModelRanks = ONE_PART,
     layer_groups: LayerGroupChoice = "auto",
+    deterministic: bool = False,
 ) -> PagedModel:
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
 
     fused_steps as for load_model(); a model that fails the self-check when fused runs as it is. A model that is sharded
-    over several ranks is neither fused nor packed, and keeps keys and values, not latents.
+    over several ranks is neither fused nor packed, and keeps keys and values, not latents. A deterministic model is on
+    a CPU, of one rank, and not fused; it may change the number of torch's threads.
     Raises UnsupportedModel as load_model() does.
     """
     model.set_attn_implementation("eager")
     if ranks.size == 1:  # else each has a part of the rows
         check_output_rows(model)
     pin_rope(model, max_model_len)
-    experts = _choose_experts_implementation(model)
+    experts = _choose_experts_implementation(model, (TILED_EXPERTS,) if deterministic else EXPERTS)
     paged = _prepare(
         model,
         max_model_len=max_model_len,
@@ -67,10 +78,16 @@ def prepare_model(
         fused_steps=fused_steps,
         ranks=ranks,
         layer_groups=layer_groups,
+        deterministic=deterministic,
     )
     if experts is not None:
         how, reason = experts
         paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
+    if deterministic:
+        choose_threads(paged)
+        check_rows(paged, model)
+        paged.fingerprint += ":deterministic"
+        paged.modes.note(Part.ARITHMETIC, f"deterministic: {TILE_ROWS} tokens in each forward")
     return paged
 
 
@@ -82,6 +99,7 @@ def _prepare(
     fused_steps: FusedSteps | None,
     ranks: ModelRanks,
     layer_groups: LayerGroupChoice,
+    deterministic: bool,
 ) -> PagedModel:
     try:
         specs = probe(model)
@@ -89,7 +107,7 @@ def _prepare(
         if ranks.size > 1:
             reason = f"{off.reason}; its own attention is not sharded over {ranks.size} ranks"
             raise UnsupportedModel(off.model_class, reason) from off
-        return _prepare_cached(model, off.reason, max_model_len=max_model_len)
+        return _prepare_cached(model, off.reason, max_model_len=max_model_len, deterministic=deterministic)
     if ranks.size > 1:
         return _prepare_sharded(
             model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind, layer_groups=layer_groups
@@ -106,6 +124,7 @@ def _prepare(
                 max_model_len=max_model_len,
                 fused_steps=fused_steps,
                 layer_groups=layer_groups,
+                deterministic=deterministic,
             )
         except UnsupportedModel as refused:
             without_latents = refused.reason
@@ -118,12 +137,13 @@ def _prepare(
             step_kind=step_kind,
             fused_steps=fused_steps,
             layer_groups=layer_groups,
+            deterministic=deterministic,
         )
     except UnsupportedModel as refused:
         model.set_attn_implementation("eager")
         if not keeps_states(model):
             raise
-        cached = _prepare_cached(model, refused.reason, max_model_len=max_model_len)
+        cached = _prepare_cached(model, refused.reason, max_model_len=max_model_len, deterministic=deterministic)
         cached.modes.note(Part.CACHE, "the model's own attention over the pool", degraded=refused.reason)
         return cached
     if without_latents:
@@ -141,15 +161,16 @@ def _prepare_paged(
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
     layer_groups: LayerGroupChoice,
+    deterministic: bool,
 ) -> PagedModel:
     """`expanded` are the specs of the layers' attention, if the pool's differ."""
     model.set_attn_implementation(implementation)
-    paged = PagedModel(
+    paged = (TiledModel if deterministic else PagedModel)(
         model,
         specs=specs,
         max_model_len=max_model_len,
         eos_token_ids=end_token_ids(model),
-        step_kind=step_kind,
+        step_kind=RowAttentionStep if deterministic else step_kind,
         layer_groups=layer_groups,
     )
     packing = Packing(0)
@@ -211,12 +232,13 @@ def _fuse(paged: PagedModel, model: Any, specs: Mapping[int, LayerSpec], steps: 
     return True
 
 
-def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
+def _prepare_cached(model: Any, why: str, *, max_model_len: int, deterministic: bool) -> CachedModel:
     """`why` it does not run on the registered attention function. Raises UnsupportedModel with both reasons."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         layout = probe_cache(model)
-        cached = CachedModel(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
+        kind = TiledCachedModel if deterministic else CachedModel
+        cached = kind(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
         cached.modes.note(Part.MODULES, "the model's own")
         _check_against_own_attention(cached)
     except UnsupportedModel as refused:
@@ -225,7 +247,7 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int) -> CachedModel:
     return cached
 
 
-def _choose_experts_implementation(model: Any) -> tuple[str, str] | None:
+def _choose_experts_implementation(model: Any, implementations: Sequence[str]) -> tuple[str, str] | None:
     """Take the first way of running a mixture of experts that runs on this device; nothing for other models.
 
     Returns its name, and why not the ways before it.
@@ -235,7 +257,7 @@ def _choose_experts_implementation(model: Any) -> tuple[str, str] | None:
         return None
     token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
     errors = []
-    for implementation in ("grouped_mm", "eager"):
+    for implementation in implementations:
         try:
             model.set_experts_implementation(implementation)
             eager_reference(model)(token_ids[0])

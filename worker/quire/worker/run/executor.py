@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -36,6 +37,7 @@ from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatist
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenArray
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
+from quire.worker.sampling.row_by_row import sample_rows
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
 log = logging.getLogger(__name__)
@@ -569,6 +571,7 @@ class Executor:
             indices(np.concatenate(following).tolist(), batch.input_ids.device),
             num_top=max(each.num_top for _, each in asked),
             vocab_size=self._model.vocab_size,
+            row_by_row=self._model.is_deterministic,
         )
         return logits, scores
 
@@ -603,7 +606,8 @@ class Executor:
             chosen = indices(runs.chosen, logits.device)
             logits, index = logits.index_select(0, chosen), index.index_select(0, chosen)
             rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
-        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits.float(), rows, positions, masks))
+        sample = partial(sample_rows, self._sampler) if self._model.is_deterministic else self._sampler.sample
+        sampled = self._ranks.sample(len(rows), lambda: sample(logits.float(), rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 

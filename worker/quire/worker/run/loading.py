@@ -20,6 +20,7 @@ import transformers
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device
+from quire.worker.device.reproducible import fix_product_order
 from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, choose_steps
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
@@ -132,8 +133,11 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     """
     quiet_transformers()
     device = pick_device(config.device)
+    check_deterministic(device, is_wanted=config.deterministic)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
+    if config.deterministic:
+        fix_product_order()
     choose_launches(config.dependent_launch, device)
     model = load_model(
         config.model,
@@ -146,6 +150,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse, products=config.products),
         ranks=ranks,
         layer_groups=config.layer_groups,
+        deterministic=config.deterministic,
     )
     if model.fusion is not None:
         log.info("%s", model.fusion)
@@ -195,6 +200,12 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
     return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts)
+
+
+def check_deterministic(device: torch.device, *, is_wanted: bool) -> None:
+    """Raises ValueError if the worker is to be deterministic and the device is no CPU."""
+    if is_wanted and device.type != "cpu":
+        raise ValueError(f"--deterministic: it runs on a CPU only, and the device is {device}; choose --device cpu")
 
 
 def choose_launches(is_wanted: bool | None, device: torch.device) -> None:

@@ -52,20 +52,28 @@ class Scores:
 
 @torch.inference_mode()
 def score_tokens(
-    logits_of: Callable[[Tensor], Tensor], tokens: Tensor, next_token_ids: Tensor, *, num_top: int, vocab_size: int
+    logits_of: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    next_token_ids: Tensor,
+    *,
+    num_top: int,
+    vocab_size: int,
+    row_by_row: bool = False,
 ) -> Scores:
     """Log-probabilities of what follows n tokens of a step, and the num_top likeliest. No sync.
 
         tokens          [n]     int64, indexes in the step
         next_token_ids  [n]     int64
 
+    row_by_row: a token's bits do not depend on the other tokens (quire.worker.sampling.row_by_row).
     Cost: the output layer on n rows, at most MAX_PIECE_LOGITS logits at a time.
     """
     num_rows = max(1, MAX_PIECE_LOGITS // vocab_size)
     pieces: list[tuple[Tensor, ...]] = []
     for part, following in zip(torch.split(tokens, num_rows), torch.split(next_token_ids, num_rows), strict=True):
         logits = logits_of(part)
-        normalizer = logits.logsumexp(-1, keepdim=True)
+        rows = torch.split(logits, 1) if row_by_row else (logits,)
+        normalizer = torch.cat([each.logsumexp(-1, keepdim=True) for each in rows])
         top = logits.topk(min(num_top, logits.shape[1]), -1)
         chosen = logits.gather(1, following[:, None]) - normalizer
         pieces.append((chosen[:, 0], top.indices, top.values - normalizer))
