@@ -31,10 +31,12 @@ from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.drafts import VOID, DraftRows
 from quire.worker.sampling.grammars import Grammar, Grammars, load_grammars
 from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
 
 MAX_MODEL_LEN = 64
 NUM_NEW = 20
 CPU = torch.device("cpu")
+MAX_COUNT = 2**15 - 1
 END_ID = text_model.make_tokenizer().token_to_id(text_model.END)
 VOCAB_SIZE = text_model.make_tokenizer().get_vocab_size() + 5
 END_IDS = np.array([1, 2], dtype=np.int64)
@@ -433,3 +435,19 @@ def test_a_row_knows_the_drafts_before_it() -> None:
     latest, columns = rows.latest(np.array([0, 1, 3]), 2)
     assert latest.tolist() == [[-2, -2], [-2, 4], [5, 6]]
     assert columns.tolist() == [[0, 1], [1, 1], [1, 1]]
+
+
+def test_a_token_is_counted_once_for_each_accepted_draft_up_to_the_limit_of_counts() -> None:
+    """Of a sequence that repeats one token; a rejected row's token is the same one, and not counted."""
+    sampler = Sampler(max_num_seqs=2, vocab_size=8, device=CPU)
+    sampler.set_params(1, SamplingParams(frequency_penalty=0.001), output_token_ids=[3] * (MAX_COUNT - 3))
+    sampler.set_params(0, SamplingParams(frequency_penalty=0.001))
+    logits = torch.zeros(8, 8)
+    logits[:, 3] = 100.0
+    drafts = DraftRows([[3, 3, 5, 3], [3, 3]], CPU)
+    rows = [1] * 5 + [0] * 3
+    sampled = sampler.sample(logits, rows, list(range(8)), drafts=drafts)
+    assert sampled.tokens.tolist() == [3] * 8
+    assert sampler._counts[:, 3].tolist() == [3, MAX_COUNT]
+    sampler.sample(logits, rows, list(range(8)), drafts=drafts)
+    assert sampler._counts[:, 3].tolist() == [6, MAX_COUNT]
