@@ -69,7 +69,7 @@ EXAMPLES = {
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
-    VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "drafts")],
+    VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
