@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from protocol_client import LeaseHolder, Pair, RefusedError, draw_tokens
+from integration.protocol_client import LeaseHolder, Pair, RefusedError, draw_tokens
 
 from quire.cache.v1 import cache_service_pb2
 from quire.compute.v1 import worker_service_pb2
