@@ -10,6 +10,7 @@ A call that is refused raises RefusedError, which has the content of the status 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import random
@@ -415,8 +416,10 @@ class LeaseHolder:
             raise RefusedError.of_call(error) from None
 
     def keep(self, answer: worker_service_pb2.RunStepResponse) -> worker_service_pb2.RunStepResponse:
-        for seq_id, token in zip(answer.sequence_ids, answer.sampled_token_ids, strict=True):
-            self.tokens[seq_id].append(token)
+        tokens = iter(answer.sampled_token_ids)
+        counts = answer.sampled_token_counts or [1] * len(answer.sequence_ids)
+        for seq_id, count in zip(answer.sequence_ids, counts, strict=True):
+            self.tokens[seq_id] += itertools.islice(tokens, count)
         return answer
 
     def go_on(self, *seq_ids: int, num_steps: int) -> None:
