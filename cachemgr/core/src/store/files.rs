@@ -592,6 +592,42 @@ mod tests {
     }
 
     #[test]
+    fn drafts_in_flight_are_settled_after_a_restart() {
+        for limits in [LogLimits::default(), LogLimits { num_records: 1, ..LIMITS }] {
+            for num_restarts in 0..3 {
+                let folder = Folder::new(&format!("drafts-{}-{num_restarts}", limits.num_records));
+                let mut stored = create(&folder, "lineage", limits);
+                open_leases(&mut stored);
+                let admitted = StepRequest { admissions: vec![admission(1, &[1, 2, 3])], ..StepRequest::default() };
+                let drafted = StepRequest { extends: vec![draft(1, &[9, 9, 8])], ..StepRequest::default() };
+                stored.plan("a", 0, &admitted, 1.0, &key("", b"")).unwrap();
+                stored.plan("a", 0, &drafted, 1.0, &key("", b"")).unwrap();
+                for number in 1..=2 {
+                    if number <= num_restarts {
+                        stored.finish().unwrap();
+                        drop(stored);
+                        stored = recover(&folder, limits);
+                    }
+                    let extend = StepRequest { extends: vec![draft(1, &[9])], ..StepRequest::default() };
+                    let refused = &stored.plan("a", 0, &extend, 2.0, &key("", b"")).unwrap().unwrap().refusals[0];
+                    assert_eq!(refused.refusal.message, "drafts of sequence 1 are in flight");
+                    let report = report(stored.books(), "a");
+                    stored.settle("a", &StepReport { report_number: number, ..report }).unwrap();
+                }
+                stored.finish().unwrap();
+                drop(stored);
+                let stored = recover(&folder, limits);
+                let sequence = stored.books().sequence(stored.books().lease("a").unwrap().row_of(1).unwrap());
+                assert_eq!(sequence.tokens, [1, 2, 3, 9, 9, 9, 9]);
+                assert_eq!((sequence.num_computed, sequence.num_drafts), (6, 0));
+                let counters = stored.books().counters();
+                assert_eq!((counters.drafted_tokens, counters.accepted_drafts), (3, 2));
+                assert_eq!(stored.books().violations(), [""; 0]);
+            }
+        }
+    }
+
+    #[test]
     fn what_is_torn_or_damaged_is_not_read() {
         let folder = Folder::new("damaged");
         planned(&mut create(&folder, "lineage", LogLimits::default()));

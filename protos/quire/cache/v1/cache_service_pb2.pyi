@@ -759,7 +759,9 @@ class Extends(_message.Message):
         and the drafts, and samples a token after each of them, in order, as long as the
         draft is the token that was sampled in its place. So it gives one token more than
         it accepts drafts. A sequence with drafts has one token that is not computed, its
-        last one; its token_counts is 1 more than its drafts, and nothing is appended.
+        last one, which its last run sampled; its token_counts is 1 more than its drafts,
+        and nothing is appended. Otherwise it is refused (INVALID_ARGUMENT). So after a
+        step that computed nothing, and after a restore, one run is without drafts.
         Until the step's outcome is known, any change of the sequence but its release is
         refused (SEQUENCE_BUSY), and nothing behind its accepted tokens is published.
         """
