@@ -63,6 +63,9 @@ MADE_BY_PROMETHEUS = {"up"}
 COUNTER_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 # For looking closer, when something else has shown that it is worth it.
 UNSHOWN = {
+    # Of drafts: the engine that sends them decides by its own counts.
+    "quire_cache_accepted_draft_tokens_total",
+    "quire_cache_drafted_tokens_total",
     # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
     "quire_cache_kept_blocks_evicted_total",
     "quire_cache_prefix_written_tokens_total",

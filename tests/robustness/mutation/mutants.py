@@ -54,7 +54,18 @@ SUITES = ["crate", "examples", "machine", "simulation"]
 first."""
 BOOKS = [
     f"unit/cachemgr/test_{name}.py"
-    for name in ("ledger", "leases", "catalog", "state", "bounds", "watch_promise", "watch", "looking", "time")
+    for name in (
+        "ledger",
+        "leases",
+        "catalog",
+        "state",
+        "bounds",
+        "watch_promise",
+        "watch",
+        "looking",
+        "time",
+        "drafts",
+    )
 ]
 EXAMPLES = {
     CORE: BOOKS,

@@ -366,7 +366,7 @@ mod tests {
     use crate::books::pins::PinId;
     use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};
-    use crate::books::tests::{admission, geometry, report, some_request, some_share};
+    use crate::books::tests::{admission, draft, geometry, report, some_report, some_request, some_share};
     use crate::cache::accounts::Share;
     use crate::cache::eviction::policies::POLICIES;
     use crate::cache::pool::tests::Random;
@@ -470,8 +470,7 @@ mod tests {
                 format!("{:?}", stored.plan(lease_id, 0, &some_request(random), now, &key(&request_id, b"digest")))
             }
             _ if num_in_flight > 0 => {
-                let mut report = report(stored.books(), lease_id);
-                report.sampled_tokens.iter_mut().for_each(|token| *token = random.below(2) as i32);
+                let mut report = some_report(stored.books(), lease_id, random);
                 if stored.books().leases[lease_id].in_flight[0].is_doomed || random.below(8) == 0 {
                     report.outcome = [StepOutcome::Failed, StepOutcome::Skipped][random.below(2)];
                 }
@@ -563,7 +562,7 @@ mod tests {
     fn a_pin_that_a_refused_plan_ended_does_not_come_back() {
         let folder = Folder::new("refused");
         let (mut stored, _) = pinned(&folder);
-        let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
+        let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![], ..Extend::default() };
         let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
         assert!(matches!(stored.plan("a", 0, &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
         assert_eq!(stored.books().pins().all().count(), 0);
@@ -589,6 +588,42 @@ mod tests {
             assert!(recall("", b"d").unwrap().is_none());
             assert!(format!("{:?}", recall("one", b"e")).contains("RequestIdReused"));
             assert_eq!(stored.books().last_report(), 7);
+        }
+    }
+
+    #[test]
+    fn drafts_in_flight_are_settled_after_a_restart() {
+        for limits in [LogLimits::default(), LogLimits { num_records: 1, ..LIMITS }] {
+            for num_restarts in 0..3 {
+                let folder = Folder::new(&format!("drafts-{}-{num_restarts}", limits.num_records));
+                let mut stored = create(&folder, "lineage", limits);
+                open_leases(&mut stored);
+                let admitted = StepRequest { admissions: vec![admission(1, &[1, 2, 3])], ..StepRequest::default() };
+                let drafted = StepRequest { extends: vec![draft(1, &[9, 9, 8])], ..StepRequest::default() };
+                stored.plan("a", 0, &admitted, 1.0, &key("", b"")).unwrap();
+                stored.plan("a", 0, &drafted, 1.0, &key("", b"")).unwrap();
+                for number in 1..=2 {
+                    if number <= num_restarts {
+                        stored.finish().unwrap();
+                        drop(stored);
+                        stored = recover(&folder, limits);
+                    }
+                    let extend = StepRequest { extends: vec![draft(1, &[9])], ..StepRequest::default() };
+                    let refused = &stored.plan("a", 0, &extend, 2.0, &key("", b"")).unwrap().unwrap().refusals[0];
+                    assert_eq!(refused.refusal.message, "drafts of sequence 1 are in flight");
+                    let report = report(stored.books(), "a");
+                    stored.settle("a", &StepReport { report_number: number, ..report }).unwrap();
+                }
+                stored.finish().unwrap();
+                drop(stored);
+                let stored = recover(&folder, limits);
+                let sequence = stored.books().sequence(stored.books().lease("a").unwrap().row_of(1).unwrap());
+                assert_eq!(sequence.tokens, [1, 2, 3, 9, 9, 9, 9]);
+                assert_eq!((sequence.num_computed, sequence.num_drafts), (6, 0));
+                let counters = stored.books().counters();
+                assert_eq!((counters.drafted_tokens, counters.accepted_drafts), (3, 2));
+                assert_eq!(stored.books().violations(), [""; 0]);
+            }
         }
     }
 
@@ -762,6 +797,9 @@ mod tests {
             stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
             stored.pin_prefix(b"x", &[1, 2, 3], b"", 9.0).unwrap().unwrap();
             stored.plan("a", 0, &request, 1.0, &key("", b"")).unwrap();
+            stored.settle("a", &StepReport { report_number: 2, ..report(stored.books(), "a") }).unwrap();
+            let drafted = StepRequest { extends: vec![draft(1, &[9, 8])], ..StepRequest::default() };
+            stored.plan("a", 0, &drafted, 1.0, &key("two", b"d")).unwrap();
             let path = folder.0.join(policy);
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
