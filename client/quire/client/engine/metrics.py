@@ -98,6 +98,10 @@ class Measured:
         if count:
             self.inter_token.observe(at_s - last_s, count)
 
+    def further_tokens(self, count: int) -> None:
+        """Take so many tokens that came with one before them, in the same step."""
+        self.inter_token.observe(0.0, count)
+
 
 class RequestTimes:
     """A request's begin and progress, for Measured."""
