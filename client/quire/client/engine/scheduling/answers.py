@@ -278,8 +278,8 @@ class Answers:
                 continue
             if error.reason == "SEQUENCE_BUSY":
                 continue  # the outcome of its drafts is on the way to cachemgr
-            if error.reason in NO_BLOCKS and seq_id in plan.drafts:
-                self._queues.let_go(sequence)  # it may have blocks for one token, and preempts none for guesses
+            if seq_id in plan.drafts:
+                self._queues.let_go(sequence)  # its token alone may be computed; none is preempted for guesses
             elif error.reason in NO_BLOCKS:
                 needs[sequence] = error
             elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):

@@ -9,6 +9,8 @@ other, came true. A sequence that knows little takes the rates of all sequences 
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from quire.client.engine.scheduling.lookup import Drafter
 
@@ -62,79 +64,93 @@ class DrafterCounts:
     rates: Rates = field(default_factory=lambda: Rates(_OF_ALL_FORGETS))
 
 
-class Guesses:
-    """The guesses of one sequence."""
+@dataclass(slots=True)
+class _Track:
+    """A drafter of one sequence, and what became of its guesses. num_right of them came true, one after the other."""
 
-    __slots__ = ("_counts", "_drafters", "_guess", "_num_right", "_num_seen", "_rates", "drafter")
+    drafter: Drafter
+    of_all: DrafterCounts
+    rates: Rates = field(default_factory=lambda: Rates(_FORGETS))
+    guess: int | None = None
+    num_right: int = 0
+
+    def compare(self, *, is_right: bool) -> None:
+        """Count a guess."""
+        self.rates.take(self.num_right, is_right)
+        self.of_all.rates.take(self.num_right, is_right)
+        self.num_right = self.num_right + 1 if is_right else 0
+
+    def guess_next(self, tokens: abc.Sequence[int]) -> None:
+        """Guess the next token."""
+        guessed = self.drafter.propose(tokens, 1)
+        self.guess = guessed[0] if guessed else None
+
+    def chance(self, index: int) -> float:
+        """Return the chance of the guess behind so many more that come true; 0 without one."""
+        if self.guess is None:
+            return 0.0
+        num_right = self.num_right + index
+        of_all = self.of_all.rates.rate(num_right, otherwise=_FIRST_RATE, weight=1.0)
+        return self.rates.rate(num_right, otherwise=of_all, weight=_WEIGHT_OF_ALL)
+
+
+class Guesses:
+    """The guesses of one sequence, by the drafter whose guess is the most probable."""
+
+    __slots__ = ("_best", "_num_seen", "_tracks")
 
     def __init__(self, drafters: abc.Sequence[Drafter], counts: abc.Mapping[str, DrafterCounts]) -> None:
-        """The first of the drafters that knows a place is asked. counts are those of all sequences, by drafter."""
-        self._drafters = drafters
-        self._counts = counts
-        self._rates = Rates(_FORGETS)
+        """counts are those of all sequences, by drafter."""
+        self._tracks = [_Track(drafter, counts[drafter.name]) for drafter in drafters]
+        self._best = self._tracks[0]
         self._num_seen = 0
-        self._num_right = 0
-        self._guess: int | None = None
-        self.drafter = drafters[0].name
 
     def take(self, tokens: abc.Sequence[int]) -> None:
-        """Take all tokens of the sequence, of which the last ones are new, and guess the next one."""
-        num_new = len(tokens) - self._num_seen if self._num_seen else 0
-        self._num_seen = len(tokens)
-        if num_new == 1 and self._guess is not None:
-            self._compare(self._guess == tokens[-1])
-        elif num_new != 1:
-            self._num_right = 0
+        """Take all tokens of the sequence, of which the last one is new, and guess the next one."""
+        is_next = len(tokens) == self._num_seen + 1
+        for track in self._tracks:
+            if is_next and track.guess is not None:
+                track.compare(is_right=track.guess == tokens[-1])
+            else:
+                track.num_right = 0
         self._guess_next(tokens)
 
     def take_drafted(self, tokens: abc.Sequence[int], drafts: abc.Sequence[int], num_new: int) -> None:
         """Take all tokens of the sequence, of which the last num_new are what a step with drafts gave.
 
-        All but the last of these were drafts that came true. If there is a draft more, it did not.
+        All but the last of these were drafts that came true. If there is a draft more, it may have been compared.
         """
-        counts = self._counts[self.drafter]
-        counts.runs += 1
-        counts.drafted += len(drafts)
-        counts.accepted += num_new - 1
+        best = self._best
+        best.of_all.runs += 1
+        best.of_all.drafted += len(drafts)
+        best.of_all.accepted += num_new - 1
         for _ in range(num_new - 1):
-            self._compare(is_right=True)
+            best.compare(is_right=True)
         if num_new <= len(drafts):
-            self._compare(drafts[num_new - 1] == tokens[-1])
-        self._num_seen = len(tokens)
+            best.compare(is_right=drafts[num_new - 1] == tokens[-1])
+        for track in self._tracks:
+            if track is not best:
+                track.num_right = 0
         self._guess_next(tokens)
 
-    def _compare(self, is_right: bool) -> None:
-        self._rates.take(self._num_right, is_right)
-        self._counts[self.drafter].rates.take(self._num_right, is_right)
-        self._num_right = self._num_right + 1 if is_right else 0
-
     def _guess_next(self, tokens: abc.Sequence[int]) -> None:
-        guessed = self.propose(tokens, 1)
-        self._guess = guessed[0] if guessed else None
+        self._num_seen = len(tokens)
+        for track in self._tracks:
+            track.guess_next(tokens)
+        if len(self._tracks) > 1:
+            self._best = max(self._tracks, key=lambda track: track.chance(0))
 
     def propose(self, tokens: abc.Sequence[int], most: int) -> abc.Sequence[int]:
         """Return at most so many guesses behind the tokens of the sequence."""
-        for drafter in self._drafters:
-            if guessed := drafter.propose(tokens, most):
-                self.drafter = drafter.name
-                return guessed
-        return ()
+        return self._best.drafter.propose(tokens, most)
 
     @property
     def next_chance(self) -> float:
         """The chance that the guess of the next token is right; 0 without one."""
-        return 0.0 if self._guess is None else self._chance_behind(self._num_right)
+        return self._best.chance(0)
 
     def chances(self, most: int) -> list[float]:
         """Return for the next so many guesses the chance that it is right, and all before it."""
-        made, chance = [], 1.0
-        if self._guess is None:
+        if self._best.guess is None:
             return []
-        for index in range(most):
-            chance *= self._chance_behind(self._num_right + index)
-            made.append(chance)
-        return made
-
-    def _chance_behind(self, num_right: int) -> float:
-        of_all = self._counts[self.drafter].rates.rate(num_right, otherwise=_FIRST_RATE, weight=1.0)
-        return self._rates.rate(num_right, otherwise=of_all, weight=_WEIGHT_OF_ALL)
+        return list(accumulate((self._best.chance(index) for index in range(most)), mul))

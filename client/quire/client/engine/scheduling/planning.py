@@ -174,7 +174,7 @@ class Planning:
 
     def _cut_drafts(self, num_decodes: int) -> None:
         """Keep as many drafts as leave prompts their share of the step."""
-        left = self._limits.num_places - num_decodes
+        left = self._limits.max_decode_tokens - num_decodes
         for seq_id, drafts in self._drafts.items():
             token_ids = drafts.token_ids[: max(0, left)]
             left -= len(token_ids)

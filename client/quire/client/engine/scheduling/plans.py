@@ -73,7 +73,12 @@ class SchedulerLimits:
     @property
     def num_places(self) -> int:
         """Sequences that may run at once: all of them may decode, and prompts still get their share of a step."""
-        return min(self.max_running_sequences, self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE)
+        return min(self.max_running_sequences, self.max_decode_tokens)
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a step that are not kept for prompts: a token of each sequence that decodes, and their drafts."""
+        return self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE
 
     @property
     def max_tokens_per_sequence(self) -> int:

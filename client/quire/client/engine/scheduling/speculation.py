@@ -198,7 +198,7 @@ class Speculation:
             chances,
             num_others,
             self._costs,
-            budget=max(0, limits.num_places - num_others - len(candidates)),
+            budget=max(0, limits.max_decode_tokens - num_others - len(candidates)),
             least_gain=_LEAST_GAIN if is_new else 1.0,
         )
         if not any(counts) and not waiting and self._steps_without > _PROBE_EVERY:
