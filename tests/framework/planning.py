@@ -166,6 +166,8 @@ class StepRequest:
     """Tokens to compute, parallel to extend_ids."""
     appends: Mapping[int, bytes] = field(default_factory=dict)
     """Tokens to append before computing, by sequence, TOKEN_BYTES each."""
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Drafts by sequence."""
     restores: Sequence[Restore] = ()
     admissions: Sequence[Admission] = ()
     admission_token_budget: int = 0
@@ -227,6 +229,10 @@ def message_of_extends(request: StepRequest) -> pb.Extends:
         appends = [np.frombuffer(request.appends.get(seq_id, b""), "<i4") for seq_id in request.extend_ids]
         extends.append_token_counts.extend(map(len, appends))
         extends.append_token_ids.extend(np.concatenate(appends).tolist() if appends else ())
+    if request.drafts:
+        drafts = [request.drafts.get(seq_id, ()) for seq_id in request.extend_ids]
+        extends.draft_token_counts.extend(map(len, drafts))
+        extends.draft_token_ids.extend(token for each in drafts for token in each)
     return extends
 
 
@@ -297,6 +303,7 @@ GRANTED = {
     "run_samples": "run_samples",
     "given_run_indexes": "given_run_indexes",
     "given_digests": "given_token_digests",
+    "run_draft_counts": "run_draft_counts",
 }
 """Short names for the fields of StepGrant."""
 ANSWERED = {
@@ -406,6 +413,7 @@ def report_of(
     token_counts: Sequence[int] = (),
     sampled_ids: Sequence[int] = (),
     sampled_tokens: Sequence[int] = (),
+    sampled_counts: Sequence[int] = (),
     report_number: int = 0,
 ) -> _core.StepReport:
     """A report of a step, as a worker would have sent it."""
@@ -418,5 +426,6 @@ def report_of(
         computed_token_counts=token_counts,
         sampled_sequence_ids=sampled_ids,
         sampled_token_ids=sampled_tokens,
+        sampled_token_counts=sampled_counts,
     )
     return _core.StepReport(report.SerializeToString())

@@ -39,6 +39,8 @@ class Geometry:
     """Blocks of the host tier; 0: no host tier."""
     layer_groups: tuple[LayerGroup, ...] = ()
     """The full ones first. Empty: one full group with all layers."""
+    max_drafts: int = 0
+    """The limit of drafts of a sequence in a step; 0: the worker verifies none."""
 
     @property
     def max_tokens(self) -> int:

@@ -50,6 +50,11 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
         "Tokens of admissions of both kinds that had been computed before: their blocks were evicted.",
         lambda pool: pool.recomputed_token_count,
     ),
+    "quire_cache_drafted_tokens": ("Drafts that steps verified.", lambda pool: pool.drafted_token_count),
+    "quire_cache_accepted_draft_tokens": (
+        "Drafts that steps accepted: they are the tokens that would have been sampled one by one.",
+        lambda pool: pool.accepted_draft_token_count,
+    ),
     "quire_cache_forks": ("Sequences made by forks.", lambda pool: pool.fork_count),
     "quire_cache_blocks_copied": (
         "Blocks copied because a shared or published one was to be written.",

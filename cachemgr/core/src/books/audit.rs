@@ -317,8 +317,8 @@ fn occurrences<'a>(blocks: &Range<BlockId>, lists: impl Iterator<Item = &'a [Blo
 fn bounds(sequence: &Sequence) -> impl Debug {
     let Sequence { seq_id, number, tenant, root, tables, tokens, released, .. } = sequence;
     let Sequence { num_tokens, num_cached, num_computed, num_scheduled, num_published, .. } = sequence;
-    let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_withheld, sequence.cache_use);
-    let tables = (tables, &sequence.in_host, tokens, root, sequence.last_hash());
+    let positions = (sequence.num_writable, sequence.sampled_position, sequence.num_drafts, sequence.num_withheld);
+    let tables = (tables, &sequence.in_host, tokens, root, sequence.last_hash(), sequence.cache_use);
     (
         seq_id,
         number,
@@ -466,7 +466,11 @@ mod tests {
     fn a_block_that_a_reservation_keeps_is_shared_whatever_the_tokens_before_it_are() {
         let rewrite = |trims: bool, extends: bool| {
             let trims = if trims { vec![Trim { seq_id: 2, num_tokens: 1 }] } else { vec![] };
-            let extends = if extends { vec![Extend { seq_id: 2, num_tokens: 1, append: vec![8] }] } else { vec![] };
+            let extends = if extends {
+                vec![Extend { seq_id: 2, num_tokens: 1, append: vec![8], ..Extend::default() }]
+            } else {
+                vec![]
+            };
             StepRequest { trims, extends, ..StepRequest::default() }
         };
         for (of_the_fork, steps) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
@@ -525,6 +529,7 @@ mod tests {
             token_counts: vec![],
             sampled_ids: vec![],
             sampled_tokens: vec![],
+            sampled_counts: vec![],
             report_number: 0,
         }
     }

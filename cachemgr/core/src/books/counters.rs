@@ -29,6 +29,9 @@ pub struct Counters {
     /// Tokens with keys and values that reported steps computed, and tokens that these steps added to sequences.
     pub computed_tokens: u64,
     pub generated_tokens: u64,
+    /// Drafts that these steps verified, and those of them that they accepted.
+    pub drafted_tokens: u64,
+    pub accepted_drafts: u64,
     /// Since the books are here: they are not stored.
     #[serde(skip)]
     pub expired_leases: u64,

@@ -24,6 +24,8 @@ pub struct Geometry {
     pub model_fingerprint: Vec<u8>,
     /// The model keeps a state per sequence that no block holds: nothing is shared by prefix.
     pub has_recurrent_state: bool,
+    /// The limit of drafts of a sequence in a step; 0: the worker verifies none.
+    pub max_drafts: usize,
     /// By layer group, the full ones first; one at least.
     pub groups: Vec<Span>,
 }

@@ -398,6 +398,7 @@ pub(crate) mod tests {
             vocab_size: 100,
             model_fingerprint: b"f".to_vec(),
             has_recurrent_state: false,
+            max_drafts: 4,
             groups: vec![Span::Full],
         }
     }
@@ -448,7 +449,12 @@ pub(crate) mod tests {
         }
 
         pub(crate) fn extend(&mut self, seq_id: i32, num_tokens: i64, append: &[i32]) -> GrantedStep {
-            let extends = vec![Extend { seq_id, num_tokens, append: append.to_vec() }];
+            let extends = vec![Extend { seq_id, num_tokens, append: append.to_vec(), ..Extend::default() }];
+            self.plan(StepRequest { extends, ..StepRequest::default() })
+        }
+
+        pub(crate) fn draft(&mut self, seq_id: i32, drafts: &[i32]) -> GrantedStep {
+            let extends = vec![draft(seq_id, drafts)];
             self.plan(StepRequest { extends, ..StepRequest::default() })
         }
 
@@ -503,19 +509,50 @@ pub(crate) mod tests {
         }
     }
 
-    /// A report of the lease's first step in flight: everything computed, and token 9 sampled by each run that samples.
+    /// A report of the lease's first step in flight: everything computed, and token 9 sampled by each run that samples. So
+    /// drafts are accepted as far as they are 9.
     pub(crate) fn report(books: &Books, lease_id: &str) -> StepReport {
+        report_with(books, lease_id, |drafts| {
+            let num_accepted = drafts.iter().take_while(|draft| **draft == 9).count();
+            vec![9; num_accepted + 1]
+        })
+    }
+
+    /// As above, with random tokens, and a random number of accepted drafts.
+    pub(crate) fn some_report(books: &Books, lease_id: &str, random: &mut Random) -> StepReport {
+        report_with(books, lease_id, |drafts| {
+            let num_accepted = random.below(drafts.len() + 1);
+            [&drafts[..num_accepted], &[random.below(2) as i32]].concat()
+        })
+    }
+
+    /// A report of the lease's first step in flight, with the tokens that runs with these drafts sample.
+    fn report_with(books: &Books, lease_id: &str, mut sample: impl FnMut(&[i32]) -> Vec<i32>) -> StepReport {
         let step = books.leases[lease_id].in_flight.front().unwrap();
-        let sampled = || step.runs.iter().filter(|run| run.samples).map(|run| run.seq_id);
-        StepReport {
+        let mut report = StepReport {
             step_number: step.step_number,
             outcome: StepOutcome::Computed,
             seq_ids: step.runs.iter().map(|run| run.seq_id).collect(),
             token_counts: step.runs.iter().map(|run| run.sampled_position as i32).collect(),
-            sampled_ids: sampled().collect(),
-            sampled_tokens: sampled().map(|_| 9).collect(),
+            sampled_ids: vec![],
+            sampled_tokens: vec![],
+            sampled_counts: vec![],
             report_number: 0,
+        };
+        for (index, run) in step.runs.iter().enumerate().filter(|(_, run)| run.samples) {
+            let drafts = step.drafts.get(&index).map_or(&[][..], Vec::as_slice);
+            let tokens = sample(drafts);
+            report.token_counts[index] -= (drafts.len() + 1 - tokens.len()) as i32;
+            report.sampled_ids.push(run.seq_id);
+            report.sampled_counts.extend((!step.drafts.is_empty()).then_some(tokens.len() as i32));
+            report.sampled_tokens.extend(tokens);
         }
+        report
+    }
+
+    /// An extend with drafts.
+    pub(crate) fn draft(seq_id: i32, drafts: &[i32]) -> Extend {
+        Extend { seq_id, num_tokens: 1 + drafts.len() as i64, append: vec![], drafts: drafts.to_vec() }
     }
 
     pub(crate) fn admission(seq_id: i64, tokens: &[i32]) -> Admission {
@@ -623,7 +660,11 @@ pub(crate) mod tests {
         let extend = |seq_id: i64| {
             let num_appended = [0, 0, 0, 3][random.below(4)];
             let append = random.tokens(num_appended, 2);
-            Extend { seq_id: seq_id as i32, num_tokens: 1 + random.below(2) as i64, append }
+            let num_drafts = [0, 0, 0, 0, 1, 3][random.below(6)];
+            if append.is_empty() && num_drafts > 0 {
+                return draft(seq_id as i32, &random.tokens(num_drafts, 2));
+            }
+            Extend { seq_id: seq_id as i32, num_tokens: 1 + random.below(2) as i64, append, ..Extend::default() }
         };
         let extends = extended.into_iter().map(extend).collect();
         let admit = |seq_id| {
@@ -776,7 +817,7 @@ pub(crate) mod tests {
 
     #[test]
     fn whatever_is_asked_the_books_are_right() {
-        let (mut reasons, mut most_kept) = (BTreeSet::new(), [0; SHAPES.len()]);
+        let (mut reasons, mut most_kept, mut num_accepted) = (BTreeSet::new(), [0; SHAPES.len()], 0);
         let shapes = SHAPES.into_iter().flat_map(|groups| POLICIES.map(|policy| (policy, groups)));
         let shapes: Vec<_> = shapes.filter(|(policy, groups)| groups.len() == 1 || *policy == "lru").collect();
         for (seed, (policy, groups)) in (0..40).flat_map(|seed| shapes.iter().map(move |shape| (seed, *shape))) {
@@ -788,7 +829,7 @@ pub(crate) mod tests {
                 bench.0.open_lease(lease_id, tenant, 30.0);
             }
             let (mut findable, mut written) = (BTreeSet::new(), 0);
-            for _ in 0..300 {
+            for _ in 0..400 {
                 let lease_id = ["a", "b", "c"][random.below(3)];
                 now += random.below(3) as f64 / 2.0;
                 if with_shares && random.below(4) == 0 {
@@ -805,8 +846,7 @@ pub(crate) mod tests {
                     most_kept[shape] = num_kept.max(most_kept[shape]);
                     reasons.extend(plan.refusals.iter().map(|refused| refused.refusal.reason.name()));
                 } else if num_in_flight > 0 {
-                    let mut report = bench.report(lease_id);
-                    report.sampled_tokens.iter_mut().for_each(|token| *token = random.below(2) as i32);
+                    let mut report = some_report(&bench.0, lease_id, &mut random);
                     let step = &bench.0.leases[lease_id].in_flight[0];
                     if step.is_doomed || random.below(8) == 0 {
                         report.outcome = [StepOutcome::Failed, StepOutcome::Skipped][random.below(2)];
@@ -821,6 +861,7 @@ pub(crate) mod tests {
                 findable.extend((1..13).filter(|block| bench.0.pool().index().is_findable(*block)));
             }
             assert!(findable.len() > 4, "it gets somewhere: {findable:?} {groups:?}");
+            num_accepted += bench.0.counters().accepted_drafts;
             let accounts = bench.0.pool().accounts();
             let of_tenants = (0..accounts.len()).map(|tenant| accounts.get(tenant as TenantId).tokens.written);
             assert_eq!((bench.0.counters().written_tokens, of_tenants.sum::<u64>()), (written, written));
@@ -831,6 +872,7 @@ pub(crate) mod tests {
             assert_eq!((bench.0.num_offloaded(), bench.0.host().counts().free), (0, 6));
             assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
         }
+        assert!(num_accepted > 400, "{num_accepted} drafts");
         assert!(most_kept.iter().all(|most| *most > 3), "{most_kept:?}");
         let of_the_host_tier = ["OUT_OF_HOST_BLOCKS", "SEQUENCE_OFFLOADED", "SEQUENCE_BUSY"];
         for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG", "PREFIX_BEING_COMPUTED"]

@@ -56,6 +56,8 @@ pub struct Extend {
     pub num_tokens: i64,
     /// Tokens to append before computing.
     pub append: Vec<i32>,
+    /// Guesses at the tokens after the last one, which is computed with them.
+    pub drafts: Vec<i32>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -259,6 +261,8 @@ pub struct GrantedStep {
     pub run_samples: Vec<bool>,
     pub given_run_indexes: Vec<u32>,
     pub given_digests: Vec<u8>,
+    /// Empty if no run has drafts.
+    pub run_draft_counts: Vec<u32>,
     pub refusals: Vec<RefusedItem>,
     pub admitted_ids: Vec<i32>,
     pub admitted_cached_counts: Vec<u32>,
@@ -292,6 +296,7 @@ impl GrantedStep {
             &self.restore_targets,
             &self.run_starts,
             &self.run_token_counts,
+            &self.run_draft_counts,
             &self.admitted_cached_counts,
             &self.admitted_written_counts,
             &self.admitted_kept_counts,
@@ -308,6 +313,12 @@ impl GrantedStep {
         if let Err(refusal) = answer {
             self.refusals.push(RefusedItem { item, seq_id, refusal });
         }
+    }
+
+    /// The client gives the tokens of the next run, which have this digest.
+    pub fn give(&mut self, digest: &[u8]) {
+        self.given_run_indexes.push(self.run_seq_ids.len() as u32);
+        self.given_digests.extend_from_slice(digest);
     }
 
     /// Adds a write to the block table of a layer group.

@@ -227,7 +227,7 @@ mod tests {
     fn what_is_used_of_a_reservation_is_not_reserved_any_more_in_the_same_plan() {
         let mut bench = bench();
         bench.settle();
-        let extends = vec![Extend { seq_id: 1, num_tokens: 2, append: vec![7] }];
+        let extends = vec![Extend { seq_id: 1, num_tokens: 2, append: vec![7], ..Extend::default() }];
         let admissions = vec![admission(2, &[4, 5, 6])];
         let plan = bench.plan(StepRequest { extends, admissions, ..StepRequest::default() });
         assert_eq!((reasons(&plan), num_reserved(&bench)), (vec![], 1));
@@ -547,7 +547,7 @@ mod tests {
         assert_eq!(messages(&plan), ["sequence 2 needs 2 blocks; its tenant holds 1, and may hold 2"]);
         assert_eq!(plan.admitted_ids, [1, 3]);
         bench.settle();
-        let extends = |seq_id| Extend { seq_id, num_tokens: 3, append: vec![7, 7] };
+        let extends = |seq_id| Extend { seq_id, num_tokens: 3, append: vec![7, 7], ..Extend::default() };
         let plan = bench.plan(StepRequest { extends: vec![extends(3)], ..StepRequest::default() });
         assert_eq!(reasons(&plan), []);
         bench.settle();

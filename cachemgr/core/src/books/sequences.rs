@@ -45,6 +45,9 @@ pub struct Sequence {
     pub num_computed: usize,
     /// Tokens that are computed or that a step in flight computes.
     pub num_scheduled: usize,
+    /// Drafts that a step in flight verifies: they count as scheduled, and as promised. The sequence does not change until
+    /// the outcome is known, unless it is released.
+    pub num_drafts: usize,
     /// Leading blocks with hashes in the index.
     pub num_published: usize,
     /// Leading blocks that a reset of the cache was about: they are not published again.
@@ -113,6 +116,7 @@ impl Sequence {
             num_cached: num_cached_blocks * block_size,
             num_computed: num_published * block_size,
             num_scheduled: num_cached_blocks * block_size,
+            num_drafts: 0,
             num_published,
             num_withheld: 0,
             num_writable,
@@ -154,6 +158,7 @@ impl Sequence {
             num_cached: self.num_cached.min(num_scheduled),
             num_computed: self.num_computed.min(num_scheduled),
             num_scheduled,
+            num_drafts: 0,
             num_published,
             num_withheld: self.num_withheld.min(num_published),
             num_writable: 0,
@@ -189,6 +194,7 @@ impl Sequence {
             num_cached: self.num_cached,
             num_computed: self.num_computed,
             num_scheduled: self.num_scheduled,
+            num_drafts: 0,
             num_published: 0,
             num_withheld: self.num_withheld.max(num_dropped),
             num_writable: 0,
@@ -238,10 +244,12 @@ impl Sequence {
 
     /// True if this computes just the token that the worker sampled last, the sequence's last one.
     pub fn is_decode(&self, extend: &Extend) -> bool {
-        extend.num_tokens == 1
-            && extend.append.is_empty()
-            && self.sampled_position == Some(self.num_scheduled)
-            && self.num_tokens == self.num_scheduled + 1
+        extend.num_tokens == 1 && extend.append.is_empty() && self.takes_drafts()
+    }
+
+    /// True if the one token that is left to compute, its last one, is the one that the worker sampled last.
+    pub fn takes_drafts(&self) -> bool {
+        self.sampled_position == Some(self.num_scheduled) && self.num_tokens == self.num_scheduled + 1
     }
 
     /// True if the slot of the next token to schedule is its own to write.
@@ -290,6 +298,25 @@ impl Sequence {
         self.tokens.push(token);
     }
 
+    /// A step computes the token that was sampled last and so many drafts after it, and samples as many tokens as it
+    /// accepts drafts, and one more.
+    pub fn send_drafts(&mut self, num_drafts: usize) {
+        self.num_drafts = num_drafts;
+        self.num_scheduled += 1 + num_drafts;
+        self.num_tokens = self.num_scheduled + 1;
+        self.sampled_position = None;
+    }
+
+    /// The step with its drafts was computed: those that it accepted become known, the others are no more. The token that
+    /// it sampled after them is promised. Blocks stay in the tables, for the next step.
+    pub fn accept_drafts(&mut self, accepted: &[i32]) {
+        self.num_scheduled -= self.num_drafts - accepted.len();
+        self.num_drafts = 0;
+        self.tokens.extend_from_slice(accepted);
+        self.num_tokens = self.num_scheduled + 1;
+        self.sampled_position = Some(self.num_scheduled);
+    }
+
     /// Keeps the first tokens, with promised ones, and their advice. Blocks stay in the table.
     pub fn truncate(&mut self, num_tokens: usize, block_size: usize, index: &PrefixIndex) {
         let num_full = num_tokens / block_size;
@@ -314,6 +341,7 @@ impl Sequence {
     /// Removes the tokens that steps in flight were to compute and sample: back to the reported state.
     pub fn forget_uncomputed(&mut self) {
         self.num_scheduled = self.num_computed;
+        self.num_drafts = 0;
         self.oldest_state = self.oldest_state.min(self.num_computed);
         self.num_tokens = self.num_known();
         self.num_writable = 0;

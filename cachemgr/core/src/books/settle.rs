@@ -32,9 +32,25 @@ pub struct StepReport {
     /// Tokens with valid KV.
     pub token_counts: Vec<i32>,
     pub sampled_ids: Vec<i32>,
+    /// Sequence by sequence.
     pub sampled_tokens: Vec<i32>,
+    /// Of each sequence, whose sum is the number of tokens. Empty: 1 of each.
+    pub sampled_counts: Vec<i32>,
     /// 0: of no report.
     pub report_number: u64,
+}
+
+impl StepReport {
+    /// The sequences with sampled tokens, and their tokens.
+    fn sampled(&self) -> impl Iterator<Item = (i32, &[i32])> {
+        let counts = self.sampled_counts.iter().map(|count| *count as usize).chain(std::iter::repeat(1));
+        let mut rest = &self.sampled_tokens[..];
+        self.sampled_ids.iter().zip(counts).map(move |(seq_id, count)| {
+            let (tokens, others) = rest.split_at(count);
+            rest = others;
+            (*seq_id, tokens)
+        })
+    }
 }
 
 impl Books {
@@ -88,11 +104,12 @@ impl Settlement<'_> {
             tokens = self.tokens_by_run(step, report)?;
             refuse_doomed(step)?;
         }
-        let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");
+        let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");
         self.lease.settled_step = report.step_number;
         self.lease.known_step = self.lease.known_step.max(report.step_number);
         self.count(report.outcome);
         if report.outcome == StepOutcome::Computed {
+            self.accept_drafts(&mut step, report);
             self.enter_computed(&step, &tokens)?;
         } else if !step.runs.is_empty() && !step.is_doomed {
             self.doom_in_flight();
@@ -100,30 +117,50 @@ impl Settlement<'_> {
         Ok(Some(step))
     }
 
-    /// The token that each run sampled, 0 for a run that samples none.
+    /// The last token that each run sampled, 0 for a run that samples none.
     fn tokens_by_run(&self, step: &StepInFlight, report: &StepReport) -> Result<Vec<i32>> {
         let vocab_size = self.geometry.vocab_size;
         if let Some(token) = report.sampled_tokens.iter().find(|token| **token as u32 as usize >= vocab_size) {
             let limit = format!("0 to {}", vocab_size - 1);
             return refused(invalid("step_report.sampled_token_ids", token, limit));
         }
-        if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied()) {
+        let is_plain = step.drafts.is_empty() && report.sampled_counts.is_empty();
+        if is_plain && step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied()) {
             return Ok(report.sampled_tokens.clone());
         }
-        let token_of: HashMap<i32, i32> =
-            report.sampled_ids.iter().copied().zip(report.sampled_tokens.iter().copied()).collect();
-        if token_of.len() < report.sampled_ids.len() {
+        let tokens_of: HashMap<i32, &[i32]> = report.sampled().collect();
+        if tokens_of.len() < report.sampled_ids.len() {
             return refused(invalid(
                 "step_report.sampled_sequence_ids",
                 "a sequence twice",
                 "each sequence at most once",
             ));
         }
-        if let Some(missing) = step.first_waiting(&token_of) {
+        if let Some(missing) = step.first_waiting(&tokens_of) {
             let limit = format!("a token for sequence {missing}");
             return refused(invalid("step_report.sampled_sequence_ids", "incomplete", limit));
         }
-        Ok(step.runs.iter().map(|run| token_of.get(&run.seq_id).copied().unwrap_or(0)).collect())
+        let last_of = |(index, run): (usize, &Run)| {
+            let Some(tokens) = tokens_of.get(&run.seq_id) else { return Ok(0) };
+            let accepted = step.accepted_drafts(index, report.token_counts[index]).unwrap_or_default();
+            last_after(accepted, tokens, run.seq_id)
+        };
+        step.runs.iter().enumerate().map(last_of).collect()
+    }
+
+    /// Shortens the runs with drafts, and their sequences, to the drafts that the step accepted.
+    fn accept_drafts(&mut self, step: &mut StepInFlight, report: &StepReport) {
+        for (index, drafts) in std::mem::take(&mut step.drafts) {
+            let run = &mut step.runs[index];
+            let num_rejected = run.sampled_position - report.token_counts[index] as usize;
+            let accepted = &drafts[..drafts.len() - num_rejected];
+            run.sampled_position -= num_rejected;
+            run.end = run.end.min(run.sampled_position);
+            self.table.get_mut(run.row).accept_drafts(accepted);
+            self.counters.drafted_tokens += drafts.len() as u64;
+            self.counters.accepted_drafts += accepted.len() as u64;
+            self.counters.generated_tokens += accepted.len() as u64;
+        }
     }
 
     fn count(&mut self, outcome: StepOutcome) {
@@ -226,13 +263,34 @@ impl Settlement<'_> {
 
 /// Refuses a report that does not fit the plan.
 fn refuse_unplanned(step: &StepInFlight, report: &StepReport) -> Result<()> {
-    let planned = step.runs.iter().map(|run| (run.seq_id, run.sampled_position as i32));
-    let reported = report.seq_ids.iter().copied().zip(report.token_counts.iter().copied());
-    if report.seq_ids.len() == report.token_counts.len() && planned.eq(reported) {
+    let is_planned = |(index, run): (usize, &Run)| {
+        let num_computed = report.token_counts[index];
+        let is_whole = run.sampled_position as i32 == num_computed;
+        run.seq_id == report.seq_ids[index] && (is_whole || step.accepted_drafts(index, num_computed).is_some())
+    };
+    let num_runs = step.runs.len();
+    let is_parallel = report.seq_ids.len() == num_runs && report.token_counts.len() == num_runs;
+    if is_parallel && step.runs.iter().enumerate().all(is_planned) {
         return Ok(());
     }
     let limit = format!("the runs of step {}", step.step_number);
     refused(invalid("step_report.sequence_ids", "other runs", limit))
+}
+
+/// The last of the tokens that a run sampled: the others are its accepted drafts. Refused if they are not.
+fn last_after(accepted: &[i32], tokens: &[i32], seq_id: i32) -> Result<i32> {
+    match tokens.split_last() {
+        Some((last, others)) if others == accepted => Ok(*last),
+        Some((_, others)) if others.len() == accepted.len() => {
+            let value = format!("other tokens for sequence {seq_id}");
+            refused(invalid("step_report.sampled_token_ids", value, "its accepted drafts, and one token after them"))
+        }
+        _ => {
+            let limit = format!("{}, 1 more than its accepted drafts", accepted.len() + 1);
+            let value = format!("{} for sequence {seq_id}", tokens.len());
+            refused(invalid("step_report.sampled_token_counts", value, limit))
+        }
+    }
 }
 
 /// Refuses a report of COMPUTED for a step after one that computed nothing.
@@ -252,6 +310,7 @@ mod tests {
     use super::*;
     use crate::books::plans::StepRequest;
     use crate::books::tests::{Bench, admission};
+    use crate::cache::groups::Span;
     use crate::errors::Reason;
 
     /// Sequence 1 samples with its first step, sequence 2 does not.
@@ -446,5 +505,129 @@ mod tests {
         bench.settle();
         assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"", b""), 2);
         assert_eq!((bench.0.violations(), bench.0.num_rows()), (vec![], 1));
+    }
+
+    /// Sequence 1 with tokens 1, 2, 3, 9, of which the last one is not computed, and these drafts in flight.
+    fn drafting(drafts: &[i32]) -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.settle();
+        assert_eq!(bench.draft(1, drafts).refusals.len(), 0);
+        bench
+    }
+
+    #[test]
+    fn a_sequence_is_as_long_as_its_drafts_were_accepted() {
+        for (drafts, tokens, num_cached) in [
+            (&[9, 9, 9][..], &[9; 5][..], 6),
+            (&[9, 9, 8], &[9; 4], 6),
+            (&[9, 8, 9], &[9; 3], 4),
+            (&[8, 9, 9], &[9; 2], 4),
+            (&[8], &[9; 2], 4),
+        ] {
+            let mut bench = drafting(drafts);
+            let blocks = bench.blocks(1);
+            bench.settle();
+            let tokens = [&[1, 2, 3][..], tokens].concat();
+            let (last, sequence) = (tokens.len() - 1, bench.sequence(1));
+            assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.num_drafts), (&tokens, tokens.len(), 0));
+            assert_eq!((sequence.num_computed, sequence.num_scheduled), (last, last));
+            assert_eq!(bench.blocks(1), blocks, "its blocks stay for the next step");
+            assert_eq!(bench.0.num_cached_tokens(&[&[1, 2, 3][..], &[9; 20]].concat(), b"", b""), num_cached);
+            let counters = bench.0.counters();
+            assert_eq!((counters.drafted_tokens, counters.accepted_drafts), (drafts.len() as u64, last as u64 - 4));
+            assert_eq!((counters.computed_tokens, counters.generated_tokens), (last as u64, tokens.len() as u64 - 3));
+            assert_eq!(bench.0.violations(), [""; 0]);
+            let plan = bench.extend(1, 1, &[]);
+            assert_eq!(
+                (plan.run_starts, plan.given_run_indexes),
+                (vec![last as u32], vec![]),
+                "the worker knows its token"
+            );
+            bench.settle();
+            assert_eq!(bench.draft(1, &[7]).refusals.len(), 0);
+            bench.settle();
+            assert_eq!((bench.tokens(1), bench.0.violations()), ([&tokens[..], &[9, 9]].concat(), vec![]));
+        }
+    }
+
+    #[test]
+    fn a_report_has_to_fit_the_drafts() {
+        type Change = fn(&mut StepReport);
+        let changes: [(Change, &str); 9] = [
+            (|report| report.token_counts[0] = 3, "the runs of step 2"),
+            (|report| report.token_counts[0] = 7, "the runs of step 2"),
+            (|report| report.token_counts[0] = -1, "the runs of step 2"),
+            (
+                |report| report.token_counts[0] = 4,
+                "step_report.sampled_token_counts is 2 for sequence 1; must be 1, 1 more",
+            ),
+            (
+                |report| report.token_counts[0] = 6,
+                "step_report.sampled_token_counts is 2 for sequence 1; must be 3, 1 more",
+            ),
+            (|report| report.sampled_tokens[0] = 7, "step_report.sampled_token_ids is other tokens for sequence 1"),
+            (|report| report.sampled_tokens[1] = 100, "step_report.sampled_token_ids is 100; must be 0 to 99"),
+            (|report| report.sampled_ids[0] = 2, "must be a token for sequence 1"),
+            (
+                |report| (report.sampled_tokens, report.sampled_counts) = (vec![9], vec![]),
+                "step_report.sampled_token_counts is 1 for sequence 1; must be 2, 1 more than its accepted drafts",
+            ),
+        ];
+        for (change, message) in changes {
+            let mut bench = drafting(&[9, 8]);
+            let mut report = bench.report("a");
+            change(&mut report);
+            let told = refusal_of(&mut bench, &report);
+            assert!(told.contains(message), "{message}: {told}");
+        }
+        let mut bench = bench();
+        let mut report = bench.report("a");
+        (report.sampled_tokens, report.sampled_counts) = (vec![9, 9], vec![2]);
+        assert!(refusal_of(&mut bench, &report).contains("is 2 for sequence 1; must be 1, 1 more"), "without drafts");
+    }
+
+    #[test]
+    fn drafts_of_a_step_that_computed_nothing_are_gone() {
+        for outcome in [StepOutcome::Failed, StepOutcome::Skipped] {
+            let mut bench = drafting(&[9, 9]);
+            bench.plan(StepRequest::default());
+            bench.0.settle("a", &StepReport { outcome, ..bench.report("a") }).unwrap();
+            let sequence = bench.sequence(1);
+            assert_eq!((&sequence.tokens[..], sequence.num_tokens, sequence.num_drafts), (&[1, 2, 3, 9][..], 4, 0));
+            assert_eq!((sequence.num_computed, sequence.num_scheduled, sequence.sampled_position), (3, 3, None));
+            assert_eq!((bench.0.counters().drafted_tokens, bench.0.violations()), (0, vec![]));
+            assert_eq!(bench.draft(1, &[9]).refusals.len(), 1, "the worker has not kept the token");
+            assert_eq!(bench.extend(1, 1, &[]).given_run_indexes, [0]);
+        }
+    }
+
+    #[test]
+    fn drafts_behind_a_failure_are_gone_with_the_token_before_them() {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench.draft(1, &[9, 9]);
+        let failed = StepReport { outcome: StepOutcome::Failed, ..bench.report("a") };
+        bench.0.settle("a", &failed).unwrap();
+        let sequence = bench.sequence(1);
+        assert_eq!((sequence.num_tokens, sequence.num_scheduled, sequence.num_drafts), (3, 0, 0));
+        let report = bench.report("a");
+        assert!(refusal_of(&mut bench, &report).contains("step_report.outcome is COMPUTED"));
+        assert_eq!(bench.extend(1, 3, &[]).refusals.len(), 0, "it is not busy");
+        assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    #[test]
+    fn a_window_passes_by_accepted_tokens() {
+        for (drafts, num_passed) in [(&[9, 9, 9, 9][..], vec![2]), (&[8, 9, 9, 9], vec![])] {
+            let mut bench = Bench::with_groups(20, &[Span::Full, Span::Sliding(3)]);
+            bench.admit(1, &[1, 2, 3]);
+            bench.settle();
+            bench.draft(1, drafts);
+            assert_eq!(bench.plan(StepRequest::default()).passed_counts, [0; 0], "they are in flight");
+            bench.settle();
+            assert_eq!(bench.plan(StepRequest::default()).passed_counts, num_passed);
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
     }
 }

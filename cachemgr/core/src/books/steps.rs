@@ -45,6 +45,8 @@ pub struct Heir {
 pub struct StepInFlight {
     pub step_number: u64,
     pub runs: Vec<Run>,
+    /// The drafts of the runs that have some, by index of the run. Such a run computes a token and then its drafts.
+    pub drafts: BTreeMap<usize, Vec<i32>>,
     /// Forks that also take a run's sampled token, by index of the run.
     pub also: BTreeMap<usize, Vec<Row>>,
     pub heirs: Vec<Heir>,
@@ -120,8 +122,15 @@ impl StepInFlight {
         self.runs.iter_mut().for_each(|run| run.receives = false);
     }
 
+    /// The drafts of a run that are accepted if it has so many computed tokens; None if it can't have so many.
+    pub fn accepted_drafts(&self, index: usize, num_computed: i32) -> Option<&[i32]> {
+        let drafts = self.drafts.get(&index).map_or(&[][..], Vec::as_slice);
+        let num_rejected = self.runs[index].sampled_position.checked_sub(usize::try_from(num_computed).ok()?)?;
+        drafts.get(..drafts.len().checked_sub(num_rejected)?)
+    }
+
     /// A sequence not among these, with a sampled token that a run waits for.
-    pub fn first_waiting(&self, token_of: &HashMap<i32, i32>) -> Option<i32> {
+    pub fn first_waiting<T>(&self, token_of: &HashMap<i32, T>) -> Option<i32> {
         let is_wanted = |index: usize| self.also.get(&index).is_some_and(|forks| !forks.is_empty());
         let waits =
             |(index, run): &(usize, &Run)| (run.receives || is_wanted(*index)) && !token_of.contains_key(&run.seq_id);

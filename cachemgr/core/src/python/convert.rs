@@ -49,6 +49,7 @@ pub fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
         num_host_blocks: size("num_host_blocks")?,
         max_sequences: size("max_sequences")?,
         max_sequence_tokens: size("max_sequence_tokens")?,
+        max_drafts: size("max_drafts")?,
         vocab_size: size("vocab_size")?,
         model_fingerprint: geometry.getattr("model_fingerprint")?.extract::<String>()?.into_bytes(),
         has_recurrent_state: geometry.getattr("has_recurrent_state")?.extract()?,

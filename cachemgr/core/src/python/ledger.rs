@@ -293,7 +293,13 @@ impl PyLedger {
     ) -> PyResult<PyGrantedStep> {
         let (request, digest, hashes) = request.take()?;
         let geometry = self.stored.books().geometry();
-        let items = requests::step_request(request, geometry.max_sequences, geometry.max_tokens(), names_tenants);
+        let items = requests::step_request(
+            request,
+            geometry.max_sequences,
+            geometry.max_tokens(),
+            geometry.max_drafts,
+            names_tenants,
+        );
         let items = StepRequest { hashes, ..items.map_err(|refused| to_python(py, refused))? };
         let key = RequestKey { request_id: &request.request_id, digest };
         let lease_id = &request.lease_id;

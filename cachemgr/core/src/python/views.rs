@@ -30,6 +30,7 @@ pub struct SequenceView {
     pub num_scheduled: usize,
     pub num_published: usize,
     pub num_promised: usize,
+    pub num_drafts: usize,
     pub sampled_position: i64,
     /// The most tokens it will ever have, guaranteed; 0: best effort.
     pub reserved_tokens: usize,
@@ -199,6 +200,7 @@ pub fn sequence_view(books: &Books, row: Row) -> SequenceView {
         num_scheduled: sequence.num_scheduled,
         num_published: sequence.num_published,
         num_promised: sequence.num_promised(),
+        num_drafts: sequence.num_drafts,
         sampled_position: position(sequence.sampled_position),
         reserved_tokens: sequence.reserved_tokens,
         num_blocks: sequence.blocks().count(),

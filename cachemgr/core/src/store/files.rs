@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 14;
+pub const VERSION: u32 = 15;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -366,7 +366,7 @@ mod tests {
     use crate::books::pins::PinId;
     use crate::books::plans::{Extend, StepRequest};
     use crate::books::settle::{StepOutcome, StepReport};
-    use crate::books::tests::{admission, geometry, report, some_request, some_share};
+    use crate::books::tests::{admission, draft, geometry, report, some_report, some_request, some_share};
     use crate::cache::accounts::Share;
     use crate::cache::eviction::policies::POLICIES;
     use crate::cache::pool::tests::Random;
@@ -470,8 +470,7 @@ mod tests {
                 format!("{:?}", stored.plan(lease_id, 0, &some_request(random), now, &key(&request_id, b"digest")))
             }
             _ if num_in_flight > 0 => {
-                let mut report = report(stored.books(), lease_id);
-                report.sampled_tokens.iter_mut().for_each(|token| *token = random.below(2) as i32);
+                let mut report = some_report(stored.books(), lease_id, random);
                 if stored.books().leases[lease_id].in_flight[0].is_doomed || random.below(8) == 0 {
                     report.outcome = [StepOutcome::Failed, StepOutcome::Skipped][random.below(2)];
                 }
@@ -563,7 +562,7 @@ mod tests {
     fn a_pin_that_a_refused_plan_ended_does_not_come_back() {
         let folder = Folder::new("refused");
         let (mut stored, _) = pinned(&folder);
-        let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![] };
+        let extend = || Extend { seq_id: 1, num_tokens: 1, append: vec![], ..Extend::default() };
         let twice = StepRequest { extends: vec![extend(), extend()], ..StepRequest::default() };
         assert!(matches!(stored.plan("a", 0, &twice, 6.0, &key("", b"")), Err(Failure::Refused(_))));
         assert_eq!(stored.books().pins().all().count(), 0);
@@ -762,10 +761,13 @@ mod tests {
             stored.settle("a", &StepReport { report_number: 1, ..report(stored.books(), "a") }).unwrap();
             stored.pin_prefix(b"x", &[1, 2, 3], b"", 9.0).unwrap().unwrap();
             stored.plan("a", 0, &request, 1.0, &key("", b"")).unwrap();
+            stored.settle("a", &StepReport { report_number: 2, ..report(stored.books(), "a") }).unwrap();
+            let drafted = StepRequest { extends: vec![draft(1, &[9, 8])], ..StepRequest::default() };
+            stored.plan("a", 0, &drafted, 1.0, &key("two", b"d")).unwrap();
             let path = folder.0.join(policy);
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (14, vec![2263639513, 1006803859]));
+        assert_eq!((VERSION, sums), (15, vec![945402159, 2428142492]));
     }
 }

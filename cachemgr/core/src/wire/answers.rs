@@ -69,7 +69,7 @@ pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
         run_samples: plan.run_samples.clone(),
         given_run_indexes: signed(&plan.given_run_indexes),
         given_token_digests: plan.given_digests.clone(),
-        run_draft_counts: Vec::new(),
+        run_draft_counts: signed(&plan.run_draft_counts),
     };
     grant.encode_to_vec()
 }
@@ -212,6 +212,8 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         expired_lease_count: counters.expired_leases as i64,
         written_token_count: counters.written_tokens as i64,
         kept_block_count: books.pool().parking().keeps().map_or(0, |keeps| keeps.len()) as i32,
+        drafted_token_count: counters.drafted_tokens as i64,
+        accepted_draft_token_count: counters.accepted_drafts as i64,
         evicted_kept_block_count: books.pool().parking().keeps().map_or(0, |keeps| keeps.num_evicted()) as i64,
         layer_groups: group_statistics(books.pool()),
         refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),

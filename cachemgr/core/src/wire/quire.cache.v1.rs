@@ -898,6 +898,8 @@ pub struct Sequence {
     pub tenant: ::prost::alloc::string::String,
     #[prost(message, repeated, tag="15")]
     pub group_block_tables: ::prost::alloc::vec::Vec<GroupBlockTable>,
+    #[prost(int32, tag="16")]
+    pub draft_token_count: i32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GroupBlockTable {
@@ -1354,6 +1356,10 @@ pub struct PoolStatistics {
     pub kept_block_count: i32,
     #[prost(int64, tag="47")]
     pub evicted_kept_block_count: i64,
+    #[prost(int64, tag="48")]
+    pub drafted_token_count: i64,
+    #[prost(int64, tag="49")]
+    pub accepted_draft_token_count: i64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LayerGroupStatistics {

@@ -33,8 +33,8 @@ pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
     if request.request_id.is_empty() { Vec::new() } else { Sha256::digest(body).to_vec() }
 }
 
-/// The items of a plan for a pool with so many sequences, of so many tokens each. Refused (INVALID_ARGUMENT) for lists
-/// that do not fit together and values out of range.
+/// The items of a plan for a pool with so many sequences, of so many tokens each, whose worker verifies so many drafts of
+/// each. Refused (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
 ///
 /// Moves the lists of tokens and ids out of the message. `names_tenants`: the caller may name the tenant of an
 /// admission.
@@ -42,6 +42,7 @@ pub fn step_request(
     request: &mut PlanStepRequest,
     max_sequences: usize,
     max_tokens: usize,
+    max_drafts: usize,
     names_tenants: bool,
 ) -> Result<StepRequest> {
     check_bytes("request_id", request.request_id.len(), MAX_REQUEST_ID_BYTES)?;
@@ -62,7 +63,7 @@ pub fn step_request(
             .collect::<Result<_>>()?,
         trims: trimmed.iter().zip(trim_counts).map(trim).collect(),
         forks: request.forks.iter().map(fork).collect::<Result<_>>()?,
-        extends: extend_all(&extends)?,
+        extends: extend_all(&extends, max_drafts)?,
         restores: request.restores.iter().map(restore).collect::<Result<_>>()?,
         admissions: std::mem::take(&mut request.admissions)
             .into_iter()
@@ -164,34 +165,62 @@ fn fork(fork: &messages::Fork) -> Result<Fork> {
     })
 }
 
-fn extend_all(extends: &messages::Extends) -> Result<Vec<Extend>> {
-    let mut appends = appends(extends)?;
+fn extend_all(extends: &messages::Extends, max_drafts: usize) -> Result<Vec<Extend>> {
     let (seq_ids, counts) = (&extends.sequence_ids, &extends.token_counts);
-    check_parallel("extends.token_counts", counts.len(), "extends.sequence_ids", seq_ids.len())?;
+    let num_sequences = seq_ids.len();
+    let mut appends = parts("append", &extends.append_token_counts, &extends.append_token_ids, num_sequences)?;
+    let mut drafts = parts("draft", &extends.draft_token_counts, &extends.draft_token_ids, num_sequences)?;
+    check_parallel("extends.token_counts", counts.len(), "extends.sequence_ids", num_sequences)?;
+    check_drafts(extends, max_drafts)?;
     let extend = |(seq_id, count): (&i32, &i32)| Extend {
         seq_id: *seq_id,
         num_tokens: (*count).into(),
         append: appends.next().map(<[i32]>::to_vec).unwrap_or_default(),
+        drafts: drafts.next().map(<[i32]>::to_vec).unwrap_or_default(),
     };
     Ok(seq_ids.iter().zip(counts).map(extend).collect())
 }
 
-/// The tokens appended to each of the sequences, in their order; empty if no tokens are appended.
-fn appends(extends: &messages::Extends) -> Result<impl Iterator<Item = &[i32]>> {
-    let (counts, mut rest) = (&extends.append_token_counts, &extends.append_token_ids[..]);
+/// A sequence with drafts computes one token and all of them, and nothing is appended.
+fn check_drafts(extends: &messages::Extends, max_drafts: usize) -> Result<()> {
+    for (index, num_drafts) in extends.draft_token_counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+        if *num_drafts as usize > max_drafts {
+            return refused("extends.draft_token_counts", num_drafts, format!("0 to {max_drafts}"));
+        }
+        let (num_tokens, num_appended) = (extends.token_counts[index], extends.append_token_counts.get(index));
+        if num_tokens != num_drafts + 1 {
+            let limit = format!("{}, 1 more than the drafts", num_drafts + 1);
+            return refused("extends.token_counts", num_tokens, limit);
+        }
+        if let Some(num_appended) = num_appended.filter(|count| **count > 0) {
+            return refused("extends.append_token_counts", num_appended, "0 of a sequence with drafts");
+        }
+    }
+    Ok(())
+}
+
+/// The parts of a list of tokens that belong to each of the sequences, in their order; none if there are no tokens and no
+/// counts. `kind`: of the tokens, as fields name it.
+fn parts<'a>(
+    kind: &str,
+    counts: &'a [i32],
+    tokens: &'a [i32],
+    num_sequences: usize,
+) -> Result<impl Iterator<Item = &'a [i32]>> {
+    let mut rest = tokens;
     if !counts.is_empty() || !rest.is_empty() {
-        let num_sequences = extends.sequence_ids.len();
-        check_parallel("extends.append_token_counts", counts.len(), "extends.sequence_ids", num_sequences)?;
-        let num_appended: i64 = counts.iter().copied().map(i64::from).sum();
-        if counts.iter().any(|count| *count < 0) || num_appended != rest.len() as i64 {
-            let limit = format!("the {} append_token_ids, none negative", rest.len());
-            return refused("extends.append_token_counts", format!("{num_appended} in sum"), limit);
+        let field = format!("extends.{kind}_token_counts");
+        check_parallel(&field, counts.len(), "extends.sequence_ids", num_sequences)?;
+        let num_tokens: i64 = counts.iter().copied().map(i64::from).sum();
+        if counts.iter().any(|count| *count < 0) || num_tokens != rest.len() as i64 {
+            let limit = format!("the {} {kind}_token_ids, none negative", rest.len());
+            return refused(&field, format!("{num_tokens} in sum"), limit);
         }
     }
     Ok(counts.iter().map(move |count| {
-        let (tokens, after) = rest.split_at(*count as usize);
-        rest = after;
-        tokens
+        let (part, others) = rest.split_at(*count as usize);
+        rest = others;
+        part
     }))
 }
 
@@ -322,9 +351,9 @@ pub fn step_report(message: messages::StepReport, max_sequences: usize) -> Resul
         Ok(messages::StepOutcome::Skipped) => StepOutcome::Skipped,
         _ => return refused("step_report.outcome", message.outcome, "COMPUTED, FAILED or SKIPPED"),
     };
-    let (num_counts, num_tokens) = (message.computed_token_counts.len(), message.sampled_token_ids.len());
+    let num_counts = message.computed_token_counts.len();
     check_parallel("step_report.computed_token_counts", num_counts, "sequence_ids", runs)?;
-    check_parallel("step_report.sampled_token_ids", num_tokens, "sampled_sequence_ids", sampled)?;
+    check_sampled(&message)?;
     Ok(StepReport {
         step_number,
         outcome,
@@ -332,8 +361,25 @@ pub fn step_report(message: messages::StepReport, max_sequences: usize) -> Resul
         token_counts: message.computed_token_counts,
         sampled_ids: message.sampled_sequence_ids,
         sampled_tokens: message.sampled_token_ids,
+        sampled_counts: message.sampled_token_counts,
         report_number: number("step_report.report_number", message.report_number)?,
     })
+}
+
+/// One sampled token of each sequence, or as many as there are counted.
+fn check_sampled(message: &messages::StepReport) -> Result<()> {
+    let (sampled, counts) = (message.sampled_sequence_ids.len(), &message.sampled_token_counts);
+    let num_tokens = message.sampled_token_ids.len();
+    if counts.is_empty() {
+        return check_parallel("step_report.sampled_token_ids", num_tokens, "sampled_sequence_ids", sampled);
+    }
+    check_parallel("step_report.sampled_token_counts", counts.len(), "sampled_sequence_ids", sampled)?;
+    let num_counted: i64 = counts.iter().copied().map(i64::from).sum();
+    if counts.iter().any(|count| *count < 1) || num_counted != num_tokens as i64 {
+        let limit = format!("the {num_tokens} sampled_token_ids, each at least 1");
+        return refused("step_report.sampled_token_counts", format!("{num_counted} in sum"), limit);
+    }
+    Ok(())
 }
 
 /// The number of a step or of a report, if it is not negative.

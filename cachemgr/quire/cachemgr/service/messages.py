@@ -37,6 +37,8 @@ from quire.serving.errors import to_message
 
 MAX_BLOCKS = 2**24
 """The most blocks of a pool. Its books take about 100 bytes a block, allocated when it is attached."""
+MAX_DRAFTS = 64
+"""The most drafts of a sequence in a step, also if its worker could verify more."""
 MAX_POOL_NAME_LENGTH = 128
 MAX_TEXT_LENGTH = 1_024
 """The most characters of a worker's texts about its pool. They are kept, and shown to every client."""
@@ -180,6 +182,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         "max_sequence_tokens": (message.max_sequence_tokens, 1, 2**31 - 1),
         "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
         "host_block_count": (message.host_block_count, 0, 0 if message.has_recurrent_state else MAX_BLOCKS),
+        "max_draft_count": (message.max_draft_count, 0, 0 if message.has_recurrent_state else MAX_DRAFTS),
     }
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
@@ -198,6 +201,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         has_recurrent_state=message.has_recurrent_state,
         num_host_blocks=message.host_block_count,
         layer_groups=decode_layer_groups(message),
+        max_drafts=message.max_draft_count,
     )
 
 
@@ -243,6 +247,7 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
             )
             for group in geometry.layer_groups
         ],
+        max_draft_count=geometry.max_drafts,
     )
 
 
@@ -307,6 +312,7 @@ def encode_sequence(sequence: SequenceView, lease_id: str, *, with_blocks: bool)
         host_block_count=len(sequence.host_blocks),
         cache_use=cache_service_pb2.CacheUse.ValueType(sequence.cache_use),
         tenant=sequence.tenant,
+        draft_token_count=sequence.num_drafts,
         group_block_tables=[
             cache_service_pb2.GroupBlockTable(passed_block_count=num_passed, block_count=num_blocks)
             for num_passed, num_blocks in (sequence.tables if with_blocks and sequence.has_groups else ())

@@ -1654,12 +1654,13 @@ class Sequence(_message.Message):
     CACHE_USE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     GROUP_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     lease_id_prefix: _builtins.str
     """The first 8 characters of its lease's id."""
     sequence_id: _builtins.int
     """Its id in the lease."""
     token_count: _builtins.int
-    """The known tokens, plus one if one is being sampled."""
+    """The known tokens, plus one if one is being sampled, plus its drafts in flight."""
     computed_token_count: _builtins.int
     """Of these, tokens with valid KV: reported computed by the worker, or found in
     the prefix cache.
@@ -1680,6 +1681,8 @@ class Sequence(_message.Message):
     """How it uses the prefix cache."""
     tenant: _builtins.str
     """Its tenant: the one that its admission named, else the lease's."""
+    draft_token_count: _builtins.int
+    """Its drafts in flight: of a step whose outcome is not known."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order; with several layer groups, one group after the other.
@@ -1714,10 +1717,11 @@ class Sequence(_message.Message):
         cache_use: Global___CacheUse.ValueType = ...,
         tenant: _builtins.str = ...,
         group_block_tables: _abc.Iterable[Global___GroupBlockTable] | None = ...,
+        draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "group_block_tables", b"group_block_tables", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_ids", b"block_ids", "cache_use", b"cache_use", "cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "draft_token_count", b"draft_token_count", "group_block_tables", b"group_block_tables", "host_block_count", b"host_block_count", "host_block_ids", b"host_block_ids", "lease_id_prefix", b"lease_id_prefix", "offloaded", b"offloaded", "reserved_token_count", b"reserved_token_count", "scheduled_token_count", b"scheduled_token_count", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3087,6 +3091,8 @@ class PoolStatistics(_message.Message):
     WRITTEN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     EVICTED_KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -3175,6 +3181,10 @@ class PoolStatistics(_message.Message):
     """Blocks that breakpoints keep."""
     evicted_kept_block_count: _builtins.int
     """Kept blocks that were evicted before their end, because no other block could be."""
+    drafted_token_count: _builtins.int
+    """Drafts of steps that are reported COMPUTED."""
+    accepted_draft_token_count: _builtins.int
+    """Of these, drafts that were accepted."""
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -3236,10 +3246,12 @@ class PoolStatistics(_message.Message):
         written_token_count: _builtins.int = ...,
         kept_block_count: _builtins.int = ...,
         evicted_kept_block_count: _builtins.int = ...,
+        drafted_token_count: _builtins.int = ...,
+        accepted_draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "drafted_token_count", b"drafted_token_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

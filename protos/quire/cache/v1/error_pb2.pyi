@@ -149,9 +149,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     sequence_id.
     """
     ERROR_REASON_SEQUENCE_BUSY: _ErrorReason.ValueType  # 44
-    """A token of the sequence is still being sampled. The sequence can be restored
-    when the steps that were in flight at its offload are reported. Retry in a later
-    plan. Metadata: sequence_id.
+    """A token of the sequence is still being sampled: it can be restored when the steps
+    that were in flight at its offload are reported. Or drafts of it are in flight: it
+    can only be released until their step is reported. Retry in a later plan.
+    Metadata: sequence_id.
     """
     ERROR_REASON_OUT_OF_BLOCKS: _ErrorReason.ValueType  # 50
     """Too few free blocks now. Metadata: sequence_id, needed, free (free and
@@ -281,9 +282,10 @@ ERROR_REASON_SEQUENCE_OFFLOADED: ErrorReason.ValueType  # 43
 sequence_id.
 """
 ERROR_REASON_SEQUENCE_BUSY: ErrorReason.ValueType  # 44
-"""A token of the sequence is still being sampled. The sequence can be restored
-when the steps that were in flight at its offload are reported. Retry in a later
-plan. Metadata: sequence_id.
+"""A token of the sequence is still being sampled: it can be restored when the steps
+that were in flight at its offload are reported. Or drafts of it are in flight: it
+can only be released until their step is reported. Retry in a later plan.
+Metadata: sequence_id.
 """
 ERROR_REASON_OUT_OF_BLOCKS: ErrorReason.ValueType  # 50
 """Too few free blocks now. Metadata: sequence_id, needed, free (free and

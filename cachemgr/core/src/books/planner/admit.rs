@@ -348,7 +348,7 @@ mod tests {
         bench.plan(StepRequest { admissions: vec![short], ..StepRequest::default() });
         bench.trim(2, 1);
         let plan = bench.plan(StepRequest {
-            extends: vec![Extend { seq_id: 2, num_tokens: 1, append: vec![2] }],
+            extends: vec![Extend { seq_id: 2, num_tokens: 1, append: vec![2], ..Extend::default() }],
             admissions: vec![admission(3, &[1, 2, 3])],
             ..StepRequest::default()
         });

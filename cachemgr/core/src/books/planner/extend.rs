@@ -25,15 +25,19 @@ impl StepPlanner<'_> {
                 sequence.is_decode(extend) && sequence.has_slot()
             };
             match row.filter(is_ready) {
-                Some(row) => ready.push((row, 1)),
+                Some(row) => ready.push((row, extend)),
                 None => match self.extend(extend)? {
-                    Ok(row) => ready.push((row, extend.num_tokens as usize)),
+                    Ok(row) => ready.push((row, extend)),
                     Err(refusal) => self.plan.answer(PlanItem::Extend, seq_id, Err(refusal)),
                 },
             }
         }
-        for (row, num_tokens) in ready {
-            self.schedule(row, num_tokens);
+        for (row, extend) in ready {
+            if extend.drafts.is_empty() {
+                self.schedule(row, extend.num_tokens as usize);
+            } else {
+                self.schedule_drafts(row, &extend.drafts);
+            }
         }
         Ok(())
     }
@@ -48,14 +52,16 @@ impl StepPlanner<'_> {
         if extend.num_tokens < 1 {
             return Ok(Err(invalid("extends.token_counts", extend.num_tokens, "at least 1")));
         }
-        let (num_appended, num_wanted) = (extend.append.len(), extend.num_tokens as usize);
+        let (num_appended, num_wanted, num_drafts) =
+            (extend.append.len(), extend.num_tokens as usize, extend.drafts.len());
         let sequence = self.table.get(row);
         let end = sequence.num_scheduled + num_wanted;
         refuse_if!(refuse_append(sequence, &extend.append, self.geometry));
+        refuse_if!(refuse_drafts(sequence, &extend.drafts, self.geometry));
         let num_most = end.max(sequence.num_known() + num_appended);
         refuse_if!(self.room_for(sequence.tenant).refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
-        refuse_if!(refuse_uncomputable(sequence, num_wanted, num_appended));
-        let num_tokens = sequence.num_tokens + num_appended;
+        refuse_if!(refuse_uncomputable(sequence, num_wanted - num_drafts, num_appended));
+        let num_tokens = sequence.num_tokens + num_appended + num_drafts;
         if let Err(refusal) = self.make_writable(row, end, num_tokens)? {
             return Ok(Err(refusal));
         }
@@ -157,18 +163,34 @@ impl StepPlanner<'_> {
             sequence.num_tokens = end + 1;
             sequence.sampled_position = Some(end);
         }
-        let plan = &mut self.plan;
         if is_given {
-            plan.given_run_indexes.push(plan.run_seq_ids.len() as u32);
-            plan.given_digests.extend_from_slice(&digest_of(&sequence.tokens[start..end])[..DIGEST_BYTES]);
+            self.plan.give(&digest_of(&sequence.tokens[start..end])[..DIGEST_BYTES]);
         }
-        plan.run_seq_ids.push(sequence.seq_id);
+        self.enter_run(row, start, end, samples);
+    }
+
+    /// Puts a run of the token that the sequence's last step sampled and of drafts after it into the plan.
+    fn schedule_drafts(&mut self, row: Row, drafts: &[i32]) {
+        let sequence = self.table.get_mut(row);
+        let start = sequence.num_scheduled;
+        sequence.send_drafts(drafts.len());
+        let (index, end) = (self.plan.run_seq_ids.len(), sequence.num_scheduled);
+        self.plan.give(&digest_of(drafts)[..DIGEST_BYTES]);
+        self.plan.run_draft_counts.resize(index, 0);
+        self.plan.run_draft_counts.push(drafts.len() as u32);
+        self.step.drafts.insert(index, drafts.to_vec());
+        self.enter_run(row, start, end, true);
+    }
+
+    /// A run of the positions from `start` to before `end`.
+    fn enter_run(&mut self, row: Row, start: usize, end: usize, samples: bool) {
+        let (sequence, plan) = (self.table.get(row), &mut self.plan);
+        let seq_id = sequence.seq_id;
+        plan.run_seq_ids.push(seq_id);
         plan.run_starts.push(start as u32);
-        plan.run_token_counts.push(num_tokens as u32);
+        plan.run_token_counts.push((end - start) as u32);
         plan.run_samples.push(samples);
-        let (seq_id, receives) = (sequence.seq_id, samples);
-        self.step.runs.push(Run { row, seq_id, sampled_position: end, end, samples, receives });
-        let sequence = self.table.get(row);
+        self.step.runs.push(Run { row, seq_id, sampled_position: end, end, samples, receives: samples });
         if sequence.cache_use.writes() {
             self.step.expect_fill(row, sequence, start, end, self.geometry.block_size);
         }
@@ -202,6 +224,19 @@ fn refuse_append(sequence: &Sequence, append: &[i32], geometry: &Geometry) -> Op
     refuse_foreign_tokens(seq_id.into(), append, geometry)
 }
 
+/// Drafts come after the token that the worker sampled last, if that is all that is left to compute.
+fn refuse_drafts(sequence: &Sequence, drafts: &[i32], geometry: &Geometry) -> Option<Refusal> {
+    if drafts.is_empty() {
+        return None;
+    }
+    let seq_id = sequence.seq_id;
+    if !sequence.takes_drafts() {
+        let limit = format!("0: what is left to compute of sequence {seq_id} is not just the token sampled last");
+        return Some(invalid("extends.draft_token_counts", drafts.len(), limit).with("sequence_id", seq_id));
+    }
+    refuse_foreign_tokens(seq_id.into(), drafts, geometry)
+}
+
 /// Only known tokens can be computed, or the one token that is being sampled.
 fn refuse_uncomputable(sequence: &Sequence, num_tokens: usize, num_appended: usize) -> Option<Refusal> {
     let (seq_id, start) = (sequence.seq_id, sequence.num_scheduled);
@@ -219,8 +254,8 @@ fn refuse_uncomputable(sequence: &Sequence, num_tokens: usize, num_appended: usi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::books::plans::StepRequest;
-    use crate::books::tests::{Bench, admission};
+    use crate::books::plans::{Admission, GrantedStep, StepRequest};
+    use crate::books::tests::{Bench, admission, draft};
 
     #[test]
     fn a_block_that_a_fork_writes_on_is_not_published_for_its_released_parent() {
@@ -229,7 +264,7 @@ mod tests {
         bench.fork(1, &[2], 3);
         let plan = bench.plan(StepRequest {
             releases: vec![1],
-            extends: vec![Extend { seq_id: 2, num_tokens: 2, append: vec![8] }],
+            extends: vec![Extend { seq_id: 2, num_tokens: 2, append: vec![8], ..Extend::default() }],
             admissions: vec![admission(3, &[1, 2, 3, 4, 5])],
             ..StepRequest::default()
         });
@@ -251,5 +286,101 @@ mod tests {
         assert_eq!((plan.write_seq_ids.len(), bench.0.pool().counters().num_allocated), (0, allocated));
         assert_eq!(bench.extend(1, 1, &[]).write_first_indexes, [2]);
         assert_eq!((bench.sequence(1).num_writable, bench.sequence(1).num_scheduled), (6, 5));
+    }
+
+    /// Sequence 1 of a prompt of three tokens, and a fourth one that is being sampled.
+    fn drafting() -> Bench {
+        let mut bench = Bench::new(8);
+        bench.admit(1, &[1, 2, 3]);
+        bench
+    }
+
+    #[test]
+    fn drafts_are_computed_behind_the_token_that_was_sampled_last() {
+        for is_reported in [true, false] {
+            let mut bench = drafting();
+            if is_reported {
+                bench.settle();
+            }
+            let extends = vec![draft(1, &[9, 9, 8])];
+            let admissions = vec![admission(2, &[5])];
+            let plan = bench.plan(StepRequest { extends, admissions, ..StepRequest::default() });
+            assert_eq!(
+                (plan.run_seq_ids, plan.run_starts, plan.run_token_counts),
+                (vec![1, 2], vec![3, 0], vec![4, 1])
+            );
+            assert_eq!((plan.run_samples, plan.run_draft_counts), (vec![true, true], vec![3, 0]));
+            assert_eq!(plan.given_run_indexes, [0, 1]);
+            assert_eq!(plan.given_digests[..DIGEST_BYTES], digest_of(&[9, 9, 8])[..DIGEST_BYTES]);
+            assert_eq!((plan.write_seq_ids, plan.write_first_indexes), (vec![1, 2], vec![2, 0]));
+            let sequence = bench.sequence(1);
+            assert_eq!((sequence.num_scheduled, sequence.num_tokens, sequence.num_drafts), (7, 8, 3));
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn while_drafts_are_in_flight_a_sequence_can_only_be_released() {
+        let mut bench = drafting();
+        bench.draft(1, &[9]);
+        let before = bench.0.state(None);
+        for plan in
+            [bench.extend(1, 1, &[]), bench.draft(1, &[9]), bench.trim(1, 2), bench.offload(1), bench.fork(1, &[2], 2)]
+        {
+            let [refused] = &plan.refusals[..] else { panic!("{:?}", plan.refusals) };
+            assert_eq!(refused.refusal.reason, Reason::SequenceBusy, "{refused:?}");
+            assert_eq!(refused.refusal.message, "drafts of sequence 1 are in flight");
+        }
+        assert_ne!(bench.0.state(None), before, "the plans are steps");
+        assert_eq!(bench.0.leases["a"].in_flight.len(), 7);
+        assert_eq!(bench.release(&[1]).released_ids, [1]);
+        bench.settle();
+        assert_eq!((bench.0.num_rows(), bench.0.violations()), (0, vec![]));
+        assert_eq!(
+            bench.0.num_cached_tokens(&[1, 2, 3, 9, 9, 9], b"", b""),
+            4,
+            "a fifth token was accepted, not a sixth"
+        );
+    }
+
+    #[test]
+    fn drafts_need_the_token_sampled_last_and_nothing_else_to_compute() {
+        let told = |plan: GrantedStep| plan.refusals[0].refusal.message.clone();
+        let limit = "must be 0: what is left to compute of sequence 1 is not just the token sampled last";
+        let mut bench = Bench::new(8);
+        bench.plan(StepRequest {
+            admissions: vec![Admission { max_compute: 2, ..admission(1, &[1, 2, 3]) }],
+            ..StepRequest::default()
+        });
+        let before = bench.0.state(None);
+        assert_eq!(told(bench.draft(1, &[9])), format!("extends.draft_token_counts is 1; {limit}"), "a prompt's token");
+        assert_eq!(bench.0.state(Some("a")), before);
+        bench.settle();
+        bench.extend(1, 1, &[]);
+        assert_eq!(
+            told(bench.draft(1, &[9, 100])),
+            "token 100 at index 1 of sequence 1 is not in the vocabulary, 0 to 99"
+        );
+        bench.trim(1, 3);
+        assert_eq!(told(bench.draft(1, &[9])), format!("extends.draft_token_counts is 1; {limit}"), "all is computed");
+        assert_eq!(told(bench.draft(2, &[9])), "the lease holds no sequence 2");
+    }
+
+    #[test]
+    fn drafts_need_room() {
+        let mut bench = Bench::new(3);
+        bench.admit(1, &[1, 2, 3]);
+        assert_eq!(
+            bench.draft(1, &[9; 3]).refusals[0].refusal.message,
+            "sequence 1 would have 7 tokens; the pool's limit is 6"
+        );
+        bench.admit(2, &[5]);
+        let before = bench.0.state(None);
+        assert_eq!(
+            bench.draft(1, &[9]).refusals[0].refusal.message,
+            "sequence 1 needs 1 blocks; 0 are free or evictable, 0 retired"
+        );
+        assert_eq!(bench.0.state(Some("a")), before);
+        assert_eq!(bench.extend(1, 1, &[]).refusals.len(), 0);
     }
 }

@@ -153,6 +153,9 @@ impl<'a> StepPlanner<'a> {
         if !self.lease.reserved.is_empty() {
             self.lease.update_reservations(self.pool, self.table, self.geometry);
         }
+        if !self.plan.run_draft_counts.is_empty() {
+            self.plan.run_draft_counts.resize(self.plan.run_seq_ids.len(), 0);
+        }
         self.lease.next_step += 1;
         self.lease.in_flight.push_back(self.step);
         self.plan.counts = self.pool.counts();
@@ -177,14 +180,19 @@ impl<'a> StepPlanner<'a> {
     }
 }
 
-/// The row of a sequence in the pool. Refused if there is none, or if it is in the host tier.
+/// The row of a sequence in the pool that a plan may change. Refused if there is none, if it is in the host tier, or if
+/// drafts of it are in flight.
 fn find_in_pool(seq_id: i64, lease: &Lease, table: &SequenceTable) -> std::result::Result<Row, Refusal> {
     let row = lease.row_of(seq_id).ok_or_else(|| sequence_not_found(seq_id))?;
-    if !table.get(row).is_offloaded() {
+    let sequence = table.get(row);
+    let (reason, message) = if sequence.is_offloaded() {
+        (Reason::SequenceOffloaded, format!("sequence {seq_id} is in the host tier"))
+    } else if sequence.num_drafts > 0 {
+        (Reason::SequenceBusy, format!("drafts of sequence {seq_id} are in flight"))
+    } else {
         return Ok(row);
-    }
-    let message = format!("sequence {seq_id} is in the host tier");
-    Err(Refusal::new(Reason::SequenceOffloaded, message).with("sequence_id", seq_id))
+    };
+    Err(Refusal::new(reason, message).with("sequence_id", seq_id))
 }
 
 fn refuse_new(seq_id: i64, lease: &Lease, table: &SequenceTable, geometry: &Geometry) -> Option<Refusal> {
@@ -236,7 +244,7 @@ mod tests {
                 Fork { parent_id: 1, child_ids: vec![3], num_tokens: 3 },
                 Fork { parent_id: 1, child_ids: vec![4], num_tokens: 4 },
             ],
-            extends: vec![Extend { seq_id: 3, num_tokens: 1, append: vec![] }],
+            extends: vec![Extend { seq_id: 3, num_tokens: 1, append: vec![], ..Extend::default() }],
             admissions: vec![admission(2, &[4, 5, 7])],
             ..StepRequest::default()
         });

@@ -2950,7 +2950,7 @@ type Sequence struct {
 	LeaseIdPrefix string `protobuf:"bytes,1,opt,name=lease_id_prefix,json=leaseIdPrefix,proto3" json:"lease_id_prefix,omitempty"`
 	// Its id in the lease.
 	SequenceId int32 `protobuf:"varint,2,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
-	// The known tokens, plus one if one is being sampled.
+	// The known tokens, plus one if one is being sampled, plus its drafts in flight.
 	TokenCount int32 `protobuf:"varint,3,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
 	// Of these, tokens with valid KV: reported computed by the worker, or found in
 	// the prefix cache.
@@ -2979,8 +2979,10 @@ type Sequence struct {
 	// The parts of block_ids (host_block_ids, if it is offloaded) by layer group, in
 	// the groups' order. Empty in lists, and in pools with one group.
 	GroupBlockTables []*GroupBlockTable `protobuf:"bytes,15,rep,name=group_block_tables,json=groupBlockTables,proto3" json:"group_block_tables,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Its drafts in flight: of a step whose outcome is not known.
+	DraftTokenCount int32 `protobuf:"varint,16,opt,name=draft_token_count,json=draftTokenCount,proto3" json:"draft_token_count,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Sequence) Reset() {
@@ -3116,6 +3118,13 @@ func (x *Sequence) GetGroupBlockTables() []*GroupBlockTable {
 		return x.GroupBlockTables
 	}
 	return nil
+}
+
+func (x *Sequence) GetDraftTokenCount() int32 {
+	if x != nil {
+		return x.DraftTokenCount
+	}
+	return 0
 }
 
 // A sequence's block table of one layer group.
@@ -5699,8 +5708,12 @@ type PoolStatistics struct {
 	KeptBlockCount int32 `protobuf:"varint,46,opt,name=kept_block_count,json=keptBlockCount,proto3" json:"kept_block_count,omitempty"`
 	// Kept blocks that were evicted before their end, because no other block could be.
 	EvictedKeptBlockCount int64 `protobuf:"varint,47,opt,name=evicted_kept_block_count,json=evictedKeptBlockCount,proto3" json:"evicted_kept_block_count,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Drafts of steps that are reported COMPUTED.
+	DraftedTokenCount int64 `protobuf:"varint,48,opt,name=drafted_token_count,json=draftedTokenCount,proto3" json:"drafted_token_count,omitempty"`
+	// Of these, drafts that were accepted.
+	AcceptedDraftTokenCount int64 `protobuf:"varint,49,opt,name=accepted_draft_token_count,json=acceptedDraftTokenCount,proto3" json:"accepted_draft_token_count,omitempty"`
+	unknownFields           protoimpl.UnknownFields
+	sizeCache               protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
@@ -6027,6 +6040,20 @@ func (x *PoolStatistics) GetEvictedKeptBlockCount() int64 {
 	return 0
 }
 
+func (x *PoolStatistics) GetDraftedTokenCount() int64 {
+	if x != nil {
+		return x.DraftedTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetAcceptedDraftTokenCount() int64 {
+	if x != nil {
+		return x.AcceptedDraftTokenCount
+	}
+	return 0
+}
+
 // Counters of one layer group since its pool's epoch was attached, and its present
 // state.
 type LayerGroupStatistics struct {
@@ -6316,7 +6343,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
 	"sequenceId\"K\n" +
 	"\x13GetSequenceResponse\x124\n" +
-	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\x84\x05\n" +
+	"\bsequence\x18\x01 \x01(\v2\x18.quire.cache.v1.SequenceR\bsequence\"\xb0\x05\n" +
 	"\bSequence\x12&\n" +
 	"\x0flease_id_prefix\x18\x01 \x01(\tR\rleaseIdPrefix\x12\x1f\n" +
 	"\vsequence_id\x18\x02 \x01(\x05R\n" +
@@ -6336,7 +6363,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x10host_block_count\x18\f \x01(\x05R\x0ehostBlockCount\x125\n" +
 	"\tcache_use\x18\r \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x12\x16\n" +
 	"\x06tenant\x18\x0e \x01(\tR\x06tenant\x12M\n" +
-	"\x12group_block_tables\x18\x0f \x03(\v2\x1f.quire.cache.v1.GroupBlockTableR\x10groupBlockTables\"`\n" +
+	"\x12group_block_tables\x18\x0f \x03(\v2\x1f.quire.cache.v1.GroupBlockTableR\x10groupBlockTables\x12*\n" +
+	"\x11draft_token_count\x18\x10 \x01(\x05R\x0fdraftTokenCount\"`\n" +
 	"\x0fGroupBlockTable\x12,\n" +
 	"\x12passed_block_count\x18\x01 \x01(\x05R\x10passedBlockCount\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -6533,7 +6561,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xcd\x10\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xba\x11\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -6579,7 +6607,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\flayer_groups\x18, \x03(\v2$.quire.cache.v1.LayerGroupStatisticsR\vlayerGroups\x12.\n" +
 	"\x13written_token_count\x18- \x01(\x03R\x11writtenTokenCount\x12(\n" +
 	"\x10kept_block_count\x18. \x01(\x05R\x0ekeptBlockCount\x127\n" +
-	"\x18evicted_kept_block_count\x18/ \x01(\x03R\x15evictedKeptBlockCount\x1a@\n" +
+	"\x18evicted_kept_block_count\x18/ \x01(\x03R\x15evictedKeptBlockCount\x12.\n" +
+	"\x13drafted_token_count\x180 \x01(\x03R\x11draftedTokenCount\x12;\n" +
+	"\x1aaccepted_draft_token_count\x181 \x01(\x03R\x17acceptedDraftTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\x80\x02\n" +

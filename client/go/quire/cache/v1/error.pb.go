@@ -164,9 +164,10 @@ const (
 	// The sequence is in the host tier. Restore it first, or release it. Metadata:
 	// sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_OFFLOADED ErrorReason = 43
-	// A token of the sequence is still being sampled. The sequence can be restored
-	// when the steps that were in flight at its offload are reported. Retry in a later
-	// plan. Metadata: sequence_id.
+	// A token of the sequence is still being sampled: it can be restored when the steps
+	// that were in flight at its offload are reported. Or drafts of it are in flight: it
+	// can only be released until their step is reported. Retry in a later plan.
+	// Metadata: sequence_id.
 	ErrorReason_ERROR_REASON_SEQUENCE_BUSY ErrorReason = 44
 	// Too few free blocks now. Metadata: sequence_id, needed, free (free and
 	// evictable, and not kept for others), retired (blocks that become free when the
