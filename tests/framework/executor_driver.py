@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from types import MappingProxyType
 
 import numpy as np
@@ -21,7 +21,7 @@ from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory.host_pool import make_host_pool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.model.paged_model import PagedModel
-from quire.worker.run.executor import Outcome
+from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.verify import VerifyingExecutor
 
@@ -35,6 +35,7 @@ CHUNKS = ((3, 2), (7, 26), (12,), (1,), (9, 1, 10))
 PREEMPTED, PREEMPTED_AT = 1, 6
 FORKED = (0, 2)
 NO_SAMPLING: Mapping[int, RowSampling] = MappingProxyType({})
+NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
 @dataclass
@@ -184,13 +185,20 @@ class ExecutorDriver:
             for tensor in self.pool.tensors():
                 tensor[block_id].fill_(float("nan"))
 
-    def step(self, counts: list[tuple[Stream, int]], sampling: Mapping[int, RowSampling] = NO_SAMPLING) -> Outcome:
+    def step(
+        self,
+        counts: list[tuple[Stream, int]],
+        sampling: Mapping[int, RowSampling] = NO_SAMPLING,
+        drafts: Mapping[int, list[int]] = NO_DRAFTS,
+    ) -> Outcome:
         """Run so many tokens of each; one that has then computed all its tokens gets the next one.
 
-        sampling has new parameters by sequence id.
+        sampling has new parameters, and drafts the tokens to verify behind a stream's last one, both by sequence id.
         """
         grant, given = self._grant, {}
-        for index, (stream, num) in enumerate(counts):
+        for index, (stream, num_tokens) in enumerate(counts):
+            guesses = drafts.get(stream.seq_id, [])
+            num = num_tokens + len(guesses)
             start, end = stream.num_computed, stream.num_computed + num
             if stream.seq_id not in grant.fork_child_ids:
                 self._pass_blocks(stream)
@@ -201,20 +209,30 @@ class ExecutorDriver:
             grant.run_sequence_ids.append(stream.seq_id)
             grant.run_starts.append(start)
             grant.run_token_counts.append(num)
-            grant.run_samples.append(end == len(stream.tokens))
+            grant.run_samples.append(start + num_tokens == len(stream.tokens))
+            grant.run_draft_counts.append(len(guesses))
             if num > 1 or stream.sampled_at != start:
                 grant.given_run_indexes.append(index)
-                given[index] = np.array(stream.tokens[start:end], dtype=np.int32)
-        result = self.executor.execute(AcceptedStep(grant, given, sampling))
+                given[index] = np.array(guesses or stream.tokens[start:end], dtype=np.int32)
+        if not any(grant.run_draft_counts):
+            grant.ClearField("run_draft_counts")
+        self.result = self.executor.execute(AcceptedStep(grant, given, sampling))
         self._grant = self._next_grant()
-        if result.outcome is Outcome.COMPUTED:
-            tokens = dict(zip(result.sampled_ids, result.sampled_tokens, strict=True))
+        if self.result.outcome is Outcome.COMPUTED:
+            tokens = _tokens_by_sequence(self.result)
             for stream, num in counts:
                 stream.num_computed += num
-                if stream.seq_id in tokens:
+                if sampled := tokens.get(stream.seq_id):
+                    stream.num_computed += len(sampled) - 1
                     stream.sampled_at = stream.num_computed
-                    stream.tokens.append(tokens[stream.seq_id])
-        return result.outcome
+                    stream.tokens += sampled
+        return self.result.outcome
+
+
+def _tokens_by_sequence(result: StepResult) -> dict[int, list[int]]:
+    tokens = iter(result.sampled_tokens)
+    counts = result.sampled_counts or [1] * len(result.sampled_ids)
+    return {seq_id: list(islice(tokens, count)) for seq_id, count in zip(result.sampled_ids, counts, strict=True)}
 
 
 def make_prompts() -> list[list[int]]:

@@ -56,6 +56,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_step_tokens": 64,
+            "max_draft_tokens": 8,
             "threads": 1,
             "trust_remote_code": False,
             "tensor_parallel_size": 1,

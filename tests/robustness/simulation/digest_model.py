@@ -205,7 +205,7 @@ class DigestModel(PagedModel):
             outputs = self._through_states(batch, outputs)
         if self._kept is not None:
             self._kept.outputs = outputs
-        return torch.from_numpy(self.function.logits(outputs[batch.last_indices.numpy()]))
+        return torch.from_numpy(self.function.logits(outputs[batch.logit_indices.numpy()]))
 
     def _memory_of(self, pool: KVPool) -> list[Digests]:
         """The slots of each layer, [B * S]: the same memory as that of the pool's tensors."""

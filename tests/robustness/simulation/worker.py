@@ -69,6 +69,7 @@ class WorkerSettings:
     num_host_blocks: int = 0
     max_num_seqs: int = 8
     max_step_tokens: int = 64
+    max_draft_tokens: int = 8
     eos_token_ids: tuple[int, ...] = ()
     layer_groups: LayerGroupChoice = "auto"
     mean_step_s: float = 0.01
@@ -286,6 +287,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         max_model_len=settings.function.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_step_tokens=settings.max_step_tokens,
+        max_draft_tokens=settings.max_draft_tokens,
         threads=1,
         step_timeout_s=None,
         profile=None,

@@ -40,6 +40,7 @@ class WorkerConfig:
     max_model_len: int | None
     max_num_seqs: int
     max_step_tokens: int
+    max_draft_tokens: int
     threads: int
     step_timeout_s: float | None
     profile: Path | None

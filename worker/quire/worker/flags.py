@@ -205,6 +205,13 @@ OWN_FLAGS: list[Flag] = [
         help="Tokens one step may compute.",
     ),
     option(
+        "--max-draft-tokens",
+        type=click.IntRange(0, 64),
+        default=8,
+        metavar="TOKENS",
+        help="Drafts of one sequence that a step may verify. A model that keeps states verifies none.",
+    ),
+    option(
         "--threads",
         type=click.IntRange(min=1),
         default=default_threads,

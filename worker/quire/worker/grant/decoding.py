@@ -59,7 +59,8 @@ class AcceptedStep:
 
     grant: grant_pb2.StepGrant
     given_tokens: Mapping[int, TokenArray] = field(default_factory=dict)
-    """Token ids by index of the run they are for; the other runs go on from their last sampled token."""
+    """Token ids by index of the run they are for; the other runs go on from their last sampled token. Those of a run
+    with drafts are the drafts: it goes on from its last sampled token, too."""
     sampling: Mapping[int, RowSampling] = field(default_factory=dict)
     """New sampling parameters, by sequence."""
     scored: Mapping[int, ScoredTokens] = field(default_factory=dict)
@@ -97,6 +98,7 @@ def decode_step(
     max_sequence_tokens: int,
     max_step_tokens: int,
     max_logprobs: int,
+    max_drafts: int = 0,
     followed: Mapping[int, Following | Refused] = MappingProxyType({}),
 ) -> AcceptedStep:
     """Decode the client's additions, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
@@ -108,6 +110,7 @@ def decode_step(
     num_tokens = sum(grant.run_token_counts)
     if num_tokens > max_step_tokens:
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
+    check_drafts(grant, max_drafts=max_drafts)
     tokens: dict[int, Sequence[int]] = {}
     sampling: dict[int, RowSampling] = {}
     scored: dict[int, ScoredTokens] = {}
@@ -128,17 +131,53 @@ def decode_step(
             sampling[seq_id] = replace(sampling[seq_id], following=following)
         if entry.next_token_ids or entry.HasField("prompt_logprob_count"):
             check = _InputCheck(seq_id, vocab_size)
-            scored[run] = decode_scored(entry, check, count=grant.run_token_counts[run], max_logprobs=max_logprobs)
+            count = 0 if num_drafts(grant, run) else grant.run_token_counts[run]
+            scored[run] = decode_scored(entry, check, count=count, max_logprobs=max_logprobs)
     check_generated(grant, sampling)
     given = match_given_tokens(grant, tokens)
     return AcceptedStep(grant, given, sampling, {run: each for run, each in scored.items() if each.next_token_ids.size})
+
+
+def check_drafts(grant: grant_pb2.StepGrant, *, max_drafts: int) -> None:
+    """Raises Refused (INVALID_ARGUMENT) for drafts that this worker can't verify."""
+    counts, num_runs = grant.run_draft_counts, len(grant.run_sequence_ids)
+    if counts and len(counts) != num_runs:
+        raise invalid(
+            "grant.run_draft_counts", f"{len(counts)} counts", f"empty, or {num_runs} counts as there are runs"
+        )
+    given = frozenset(grant.given_run_indexes)
+    for run, (seq_id, count) in enumerate(zip(grant.run_sequence_ids, counts, strict=False)):
+        of_sequence = f"for sequence {seq_id}"
+        if not 0 <= count <= max_drafts:
+            raise invalid("grant.run_draft_counts", f"{count} {of_sequence}", f"0 to {max_drafts}")
+        if not count:
+            continue
+        if grant.run_token_counts[run] != count + 1:
+            value = f"{grant.run_token_counts[run]} {of_sequence}"
+            raise invalid("grant.run_token_counts", value, f"{count + 1}, the token sampled last and its drafts")
+        if not grant.run_samples[run]:
+            raise invalid("grant.run_samples", f"false {of_sequence}", "true, as it has drafts")
+        if run not in given:
+            raise invalid(
+                "grant.given_run_indexes", f"without run {run} {of_sequence}", f"with run {run}: it has drafts"
+            )
+
+
+def num_drafts(grant: grant_pb2.StepGrant, run: int) -> int:
+    """Return the number of drafts of a run."""
+    return grant.run_draft_counts[run] if grant.run_draft_counts else 0
+
+
+def num_given(grant: grant_pb2.StepGrant, run: int) -> int:
+    """Return the number of tokens that the client gives for one of the given runs: its drafts alone, if it has some."""
+    return num_drafts(grant, run) or grant.run_token_counts[run]
 
 
 def match_given_tokens(grant: grant_pb2.StepGrant, tokens: dict[int, Sequence[int]]) -> dict[int, TokenArray]:
     """Token ids by run, exactly those of the plan. Raises Refused."""
     given = {}
     for position, run in enumerate(grant.given_run_indexes):
-        seq_id, count = grant.run_sequence_ids[run], grant.run_token_counts[run]
+        seq_id, count = grant.run_sequence_ids[run], num_given(grant, run)
         given_ids = tokens.pop(seq_id, ())
         if len(given_ids) != count:
             value = f"{len(given_ids)} tokens for sequence {seq_id}"

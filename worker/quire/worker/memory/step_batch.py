@@ -10,6 +10,7 @@ one transfer:
     last        B           the last token of each sequence in the packed batch
     seq_lens    B           int32, tokens in the pool after this step
     cu_seqlens  B + 1       int32, first token of each sequence in the packed batch, then T
+    logits      L           the tokens with logits, in a step with drafts
 
 and these of a step with tokens from the host:
 
@@ -40,6 +41,23 @@ _ZERO: Int64s = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """The drafts of a step's runs, [B] int64 each: a run with some runs its row's last sampled token, and then these.
+
+    given       drafts that are run; 0 for other runs
+    verified    the first of them, behind which a token is sampled, too
+    """
+
+    given: Int64s
+    verified: Int64s
+
+    @property
+    def num_logits(self) -> Int64s:
+        """Tokens of each run with logits, [B]: they are the run's first ones, if it has drafts."""
+        return 1 + self.verified
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The batch of one forward. Sizes: T tokens, B sequences, G layer groups, M the most blocks one of them needs.
 
@@ -54,6 +72,11 @@ class StepBatch:
 
     seq_lens_host and counts_host (B each; counts are tokens run in this step) are the same numbers without a sync;
     rows_host are the rows.
+
+    In a step with drafts, drafts are their numbers, and there is
+
+        draft_logits    [L]     int64, the tokens with logits: of a sequence with drafts its first one, and the drafts
+                                that are verified; of another sequence its last one
     """
 
     input_ids: Tensor
@@ -69,6 +92,8 @@ class StepBatch:
     rows_host: tuple[int, ...]
     keeps_hidden_states: bool = False
     """The batch needs the model's own forward, because hidden states are read."""
+    drafts: DraftCounts | None = None
+    draft_logits: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,12 +103,18 @@ class StepBatch:
     def num_seqs(self) -> int:
         return len(self.counts_host)
 
+    @property
+    def logit_indices(self) -> Tensor:
+        """The tokens with logits, [L] int64: L = B in a step without drafts."""
+        return self.last_indices if self.draft_logits is None else self.draft_logits
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:
     """The runs of one step in columns, [B] int64: run i is of the tokens before ends[i] from starts[i] on.
 
-    given has the token ids of some runs by index; the others run their rows' last sampled tokens.
+    given has the token ids of some runs by index; the others run their rows' last sampled tokens, and so do those with
+    drafts, before the drafts that are given.
     """
 
     rows: Int64s
@@ -91,6 +122,23 @@ class Runs:
     counts: Int64s
     ends: Int64s
     given: Mapping[int, Sequence[int] | _Ints]
+    drafts: DraftCounts | None = None
+
+    def begins_given(self, run: int) -> bool:
+        """True if the run's first token is given."""
+        return run in self.given and (self.drafts is None or not self.drafts.given[run])
+
+    def tokens_with_logits(self, firsts: Int64s) -> tuple[Int64s, ...]:
+        """The places of these tokens in the packed batch, if the step has drafts; firsts are those of the runs, [B]."""
+        if self.drafts is None:
+            return ()
+        begins, num_logits = firsts + self.counts - 1 - self.drafts.given, self.drafts.num_logits
+        return (begins.repeat(num_logits) + offsets_in_runs(num_logits),)
+
+
+def offsets_in_runs(counts: Int64s) -> Int64s:
+    """Return 0 .. count - 1 for each count, one after the other."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
 
 
 def build_step_batch(
@@ -101,22 +149,25 @@ def build_step_batch(
     starts: Sequence[int] | Int64s,
     counts: Sequence[int] | Int64s,
     token_ids: TokenIdsOfRuns,
+    drafts: DraftCounts | None = None,
 ) -> StepBatch:
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
+    The token ids of a run with drafts are the drafts: its last sampled token is before them.
 
     Flushes the table first. Raises ValueError, before anything is sent, if the lists differ in length, a row occurs
     twice, a count is not positive or not the number of tokens, a sequence does not hold the blocks of all its tokens in
     some group, or None is given for a row with its last sampled token at another position than starts[i].
     Cost: O(T) on the host, one transfer, no sync.
     """
-    runs = check_runs(table, block_size, rows, starts, counts, token_ids)
+    runs = check_runs(table, block_size, rows, starts, counts, token_ids, drafts)
     table.flush()
     cu_seqlens = np.concatenate((_ZERO, runs.counts.cumsum()))
     firsts = cu_seqlens[:-1]
     positions = np.arange(cu_seqlens[-1]) + (runs.starts - firsts).repeat(runs.counts)
     slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
     from_host = _tokens_from_host(runs, cu_seqlens) if runs.given else ()
-    device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *given = _to_device(
+    logits = runs.tokens_with_logits(firsts)
+    device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *others = _to_device(
         [
             positions,
             slots.reshape(-1),
@@ -124,10 +175,12 @@ def build_step_batch(
             cu_seqlens[1:] - 1,
             _int32s(runs.ends),
             _int32s(cu_seqlens),
+            *logits,
             *from_host,
         ],
         table.device,
     )
+    given = others[len(logits) :]
     input_ids = _merge(*given, last_token=table.last_token) if given else table.last_token.index_select(0, device_rows)
     max_blocks = -(-int(runs.ends.max()) // block_size)
     return StepBatch(
@@ -142,16 +195,18 @@ def build_step_batch(
         seq_lens_host=tuple(runs.ends.tolist()),
         counts_host=tuple(runs.counts.tolist()),
         rows_host=tuple(rows),
+        drafts=drafts,
+        draft_logits=others[0] if logits else None,
     )
 
 
 def _tokens_from_host(runs: Runs, cu_seqlens: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """The token ids of a step that the host has, the places of the others, and their rows."""
     tokens = np.zeros(cu_seqlens[-1], dtype=np.int64)
-    for run, ids in runs.given.items():
-        tokens[cu_seqlens[run] : cu_seqlens[run + 1]] = ids
     is_sampled = np.ones(len(runs.rows), dtype=np.bool_)
-    is_sampled[list(runs.given)] = False
+    for run, ids in runs.given.items():
+        tokens[cu_seqlens[run + 1] - len(ids) : cu_seqlens[run + 1]] = ids
+        is_sampled[run] = not runs.begins_given(run)
     return tokens, cu_seqlens[:-1][is_sampled], runs.rows[is_sampled]
 
 
@@ -167,6 +222,7 @@ def check_runs(
     starts: Sequence[int] | Int64s,
     counts: Sequence[int] | Int64s,
     token_ids: TokenIdsOfRuns,
+    drafts: DraftCounts | None = None,
 ) -> Runs:
     """Return the runs in columns. Raise what build_step_batch raises of these arguments."""
     if not len(rows) or not len(rows) == len(starts) == len(counts) == len(token_ids):
@@ -178,7 +234,7 @@ def check_runs(
         raise ValueError("a row occurs twice in one step")
     row_column, first, count = (np.asarray(values, dtype=np.int64) for values in (rows, starts, counts))
     given = {run: ids for run, ids in enumerate(token_ids) if ids is not None}
-    runs = Runs(row_column, first, count, first + count, given)
+    runs = Runs(row_column, first, count, first + count, given, drafts)
     held = table.held(row_column)
     _check_tokens(runs, held.last_token_positions)
     _check_blocks(runs, held, block_size)
@@ -189,15 +245,15 @@ def _check_tokens(runs: Runs, last_positions: Int64s) -> None:
     """Raise ValueError if a run does not have the tokens of its positions."""
     num_ids, positions = np.ones(len(runs.rows), dtype=np.int64), last_positions
     if runs.given:
-        given, positions = list(runs.given), last_positions.copy()
-        num_ids[given] = [len(ids) for ids in runs.given.values()]
+        given, positions = [run for run in runs.given if runs.begins_given(run)], last_positions.copy()
+        num_ids[list(runs.given)] = [len(ids) + (not runs.begins_given(run)) for run, ids in runs.given.items()]
         positions[given] = np.where((runs.starts >= 0) & (runs.counts > 0), runs.starts, NO_TOKEN)[given]
     is_right = (runs.counts == num_ids) & (runs.starts == positions)
     if is_right.all():
         return
     run = int(is_right.argmin())
     where = f"row {runs.rows[run]}: start={runs.starts[run]}"
-    if run in runs.given or runs.starts[run] < 0 or runs.counts[run] != 1:
+    if runs.begins_given(run) or runs.starts[run] < 0 or runs.counts[run] != num_ids[run]:
         raise ValueError(f"{where}, count={runs.counts[run]} with {num_ids[run]} tokens")
     expected = None if positions[run] == NO_TOKEN else positions[run]
     raise ValueError(f"{where}, but its last sampled token takes position {expected}")

@@ -108,10 +108,10 @@ class StepTokens:
         self._place = slot, turn, num_seqs
         self._arrival = Arrival(ring.state.device, spins=spins)
 
-    def wait(self) -> tuple[Tensor, None, None, None]:
+    def wait(self) -> tuple[Tensor, None, None, None, None]:
         """The tokens [n] int64, as Sampled.tensors() has them. Raises RingOutOfStep, or the device's error."""
         self._arrival.wait()
-        return torch.from_numpy(self._ring.read(*self._place)), None, None, None
+        return torch.from_numpy(self._ring.read(*self._place)), None, None, None, None
 
 
 def _changes_by_sequence(table: SequenceTable, rows: Sequence[int]) -> tuple[Int64s, Int64s, Int64s]:

@@ -38,7 +38,7 @@ from quire.worker.attention.torch_attention import Slots, Workspace, write_kv
 from quire.worker.device.transfer import indices
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.state_slots import StateKey, StateSlots
-from quire.worker.memory.step_batch import StepBatch
+from quire.worker.memory.step_batch import StepBatch, offsets_in_runs
 from quire.worker.model.cache_layout import CacheLayout
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.paged_model import PagedModel
@@ -281,7 +281,7 @@ def _lend(layer: Any, key: StateKey, state: Tensor) -> None:
 def run_cached(
     model: Any, batch: StepBatch, pool: KVPool, *, layout: CacheLayout, states: StateSlots, workspace: Workspace
 ) -> Tensor:
-    """Run a step of a model with its own attention; return logits [B, vocab_size] float32 of each one's last token.
+    """Run a step of a model with its own attention; return logits [L, vocab_size] float32 of its logit_indices.
 
     Raises StateNotKept; then, and if the model fails, `states` are as before. Cost: a forward for every run of several
     tokens and at least one for all others; in each the layers copy the keys and values of its sequences.
@@ -303,8 +303,8 @@ def run_cached(
         for key, state in own.items():
             after[key].index_copy_(0, numbers.seqs, state)
         if part.is_last:
-            logits = result.new_empty(batch.num_seqs, result.shape[-1]) if logits is None else logits
-            logits.index_copy_(0, numbers.seqs, result)
+            logits = result.new_empty(len(batch.logit_indices), result.shape[-1]) if logits is None else logits
+            logits.index_copy_(0, _logit_rows(part, numbers, batch), result)
     states.store(batch.rows_host, batch.seq_lens_host, before=before, after=after)
     assert logits is not None
     return logits
@@ -321,7 +321,9 @@ def _run_part(
     states: Mapping[StateKey, Tensor],
     workspace: Workspace,
 ) -> Tensor:
-    """Logits [n, vocab_size] float32 of each sequence's last token in the part."""
+    """Logits [n, vocab_size] float32 of each sequence's last token in the part; of a run with drafts, of all its tokens
+    that get logits.
+    """
     offsets = torch.arange(part.count, device=batch.input_ids.device)
     tokens = (numbers.firsts[:, None] + offsets).flatten()
     access = _access(part, numbers, tokens, batch, pool, workspace)
@@ -330,12 +332,32 @@ def _run_part(
     if layout.takes_positions:
         arguments["position_ids"] = batch.positions.index_select(0, tokens).view(shape)
     if layout.takes_logits_to_keep:
-        arguments["logits_to_keep"] = 1
+        arguments["logits_to_keep"] = _num_kept(part, batch)
     if layout.layers and access.mask is not None:
         arguments["attention_mask"] = access.mask
     output = model(input_ids=batch.input_ids.index_select(0, tokens).view(shape), use_cache=True, **arguments)
-    logits: Tensor = output.logits[:, -1].float()
+    num_kept, num_logits = _num_kept(part, batch), _num_logits(part, batch)
+    logits: Tensor = output.logits[:, -num_kept:][:, :num_logits].flatten(0, 1).float()
     return logits
+
+
+def _num_kept(part: Part, batch: StepBatch) -> int:
+    """Return how many tokens at the end of each of the part's sequences the output layer runs on."""
+    return 1 if batch.drafts is None else 1 + int(batch.drafts.given[part.seqs[0]])
+
+
+def _num_logits(part: Part, batch: StepBatch) -> int:
+    """Return how many of these, the first ones, have logits in the step."""
+    return 1 if batch.drafts is None else int(batch.drafts.num_logits[part.seqs[0]])
+
+
+def _logit_rows(part: Part, numbers: _Numbers, batch: StepBatch) -> Tensor:
+    """The rows of the step's logits that the part makes. A sequence with drafts is a part of its own."""
+    if batch.drafts is None:
+        return numbers.seqs
+    num_logits = batch.drafts.num_logits
+    firsts, seqs = num_logits.cumsum() - num_logits, list(part.seqs)
+    return indices(firsts[seqs].repeat(num_logits[seqs]) + offsets_in_runs(num_logits[seqs]), numbers.seqs.device)
 
 
 class CachedModel(PagedModel):

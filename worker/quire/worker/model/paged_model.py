@@ -115,10 +115,11 @@ class PagedModel:
         self.states = StateSlots(self.state_specs, max_num_seqs=max_num_seqs, device=self.device)
 
     def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
-        """Run one step: write the batch's keys and values to the pool, return logits of each sequence's last token.
+        """Run one step: write the batch's keys and values to the pool, return logits of its logit_indices: of each
+        sequence's last token, in a step without drafts.
 
-        Returns [B, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over T
-        packed tokens; the output layer runs on B of them. No sync, except in models that make one.
+        Returns [L, vocab_size] float32, on the model's device, not normalised. Cost: one forward of the model over T
+        packed tokens; the output layer runs on L of them. No sync, except in models that make one.
         """
         with torch.inference_mode():
             return self.forward_unconverted(batch, pool).float()
@@ -126,7 +127,7 @@ class PagedModel:
     def forward_unconverted(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Return the logits of forward() in the dtype in which the model's output layer gives them."""
         with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
-            output = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices)
+            output = self._model(**self._arguments(batch), logits_to_keep=batch.logit_indices)
             logits: Tensor = output.logits[0]
             return logits
 
@@ -143,9 +144,9 @@ class PagedModel:
             return self._base(**self._arguments(batch))
 
     def forward_head(self, batch: StepBatch, output: Any) -> Tensor:
-        """Return logits as forward(), of what forward_base() gave for the batch. Cost: the output layer on B tokens."""
+        """Return logits as forward(), of what forward_base() gave for the batch. Cost: the output layer on L tokens."""
         with torch.inference_mode(), answering(self._base, output):
-            logits: Tensor = self._model(**self._arguments(batch), logits_to_keep=batch.last_indices).logits[0].float()
+            logits: Tensor = self._model(**self._arguments(batch), logits_to_keep=batch.logit_indices).logits[0].float()
         return logits
 
     @property

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,16 +24,17 @@ from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
 from quire.worker.device.profiling import StepProfiler, phase
 from quire.worker.device.transfer import Moment, Readback, indices
-from quire.worker.grant.decoding import AcceptedStep
+from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
-from quire.worker.memory.sequence_table import Int64s, SequenceTable
-from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
+from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, offsets_in_runs
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
 from quire.worker.run.prompt_graphs import StaticPrompts
 from quire.worker.run.ranks import ONE_RANK, OneRank, RankLostError, RankStatistics
+from quire.worker.sampling.drafts import DraftRows
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenArray
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
@@ -40,6 +42,12 @@ from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+COUNTS = 4
+"""The place of Sampled.counts among its tensors."""
+
+MAX_SAMPLED_ROWS = 256
+"""Rows of logits that there is always room for. A step has more for more sequences alone, not for their drafts."""
 MAX_SPIN_S = 0.002
 """Of a step that a thread may wait for without giving up its core: a longer one is worth the wake-up."""
 
@@ -88,6 +96,8 @@ class StepResult:
     sampled_ids: list[int] = field(default_factory=list)
     """Sequences for which a token was sampled."""
     sampled_tokens: list[int] = field(default_factory=list)
+    sampled_counts: list[int] = field(default_factory=list)
+    """Tokens of each sequence among these, one after the other; empty if each has one."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     grammar_failures: list[GrammarFailure] = field(default_factory=list)
@@ -102,6 +112,21 @@ class StepResult:
     gap_s: float | None = None
     """From the end of the computed step before to this step's forward; None if it continues no sequence with the token
     sampled last: then there may have been nothing to do between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDrafts:
+    """The rows of a step with drafts: how many each of n sequences has, and the position of its first sampled token."""
+
+    num_rows: Int64s
+    first_positions: Int64s
+
+    def kept(self, sampled: Sampled) -> Sampled:
+        """Return the rows that the sequences keep, of a sample on the host."""
+        assert sampled.counts is not None
+        counts = sampled.counts.numpy()
+        firsts = self.num_rows.cumsum() - self.num_rows
+        return sampled.take(torch.from_numpy(firsts.repeat(counts) + offsets_in_runs(counts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +150,8 @@ class Sampling:
     """These, of all of them together."""
     spins: bool = False
     """See Arrival."""
+    drafts: SampledDrafts | None = None
+    """Of a step with drafts: then `sampled` has more rows than there are sequences."""
 
     def readback(self, device: torch.device) -> Readback | StepTokens:
         """Have the values brought to the host: those of `sampled`, and of `scores`."""
@@ -164,15 +191,20 @@ class LaunchedStep:
         host, num_copied = self.copies
         if self._sampling is None:
             return replace(self.result, host=host, num_copied=num_copied)
-        tokens, chosen, top_ids, top, *scores = arrived
+        tokens, chosen, top_ids, top, counts, *scores = arrived
         assert tokens is not None
-        sampled = Sampled(tokens, chosen, top_ids, top)
+        sampled = Sampled(tokens, chosen, top_ids, top, counts)
+        seq_ids, num_asked, sampled_counts = self._sampling.seq_ids, self._sampling.num_asked, []
+        if self._sampling.drafts is not None and counts is not None:
+            sampled, sampled_counts = self._sampling.drafts.kept(sampled), counts.tolist()
+            seq_ids, num_asked = _repeated(seq_ids, sampled_counts), _repeated(num_asked, sampled_counts)
         started, prepared, forwarded, ended = self._sampling.moments
         result = replace(
             self.result,
             sampled_ids=self._sampling.seq_ids,
             sampled_tokens=sampled.tokens.tolist(),
-            logprobs=read_logprobs(sampled, self._sampling.seq_ids, self._sampling.num_asked),
+            sampled_counts=sampled_counts,
+            logprobs=read_logprobs(sampled, seq_ids, num_asked),
             prompt_logprobs=self._read_scores(*scores),
             grammar_failures=self._sampling.grammar_failures,
             late_ids=self._sampling.late_ids,
@@ -185,6 +217,15 @@ class LaunchedStep:
         )
         self.on_collected(result)
         return result
+
+    def next_position(self, seq_id: int) -> int:
+        """The position that the last token of a sequence with drafts takes; waits for the step to end."""
+        assert self._sampling is not None
+        assert self._sampling.drafts is not None
+        counts = self._readback.wait()[COUNTS]
+        assert counts is not None
+        index = self._sampling.seq_ids.index(seq_id)
+        return int(self._sampling.drafts.first_positions[index] + counts[index] - 1)
 
     def _read_scores(self, *scores: Tensor | None) -> list[PromptLogprobs]:
         if self._sampling is None or not scores:
@@ -208,6 +249,7 @@ class GrantedRuns:
 
     starts, counts  [B]     the first position and the number of tokens
     chosen          [n]     indexes of the runs that sample
+    drafts          the numbers of drafts, if there are any: see DraftCounts
     """
 
     seq_ids: list[int]
@@ -215,11 +257,26 @@ class GrantedRuns:
     starts: Int64s
     counts: Int64s
     chosen: Int64s
+    drafts: DraftCounts | None = None
 
     @property
     def all_sample(self) -> bool:
         """True if each run samples."""
         return len(self.chosen) == len(self.rows)
+
+    @property
+    def sampled_positions(self) -> Int64s:
+        """The position of each run's first sampled token, if it samples."""
+        ends = self.starts + self.counts
+        return ends if self.drafts is None else ends - self.drafts.given
+
+    def chosen_logits(self) -> Int64s:
+        """The rows of the step's logits that belong to the chosen runs."""
+        if self.drafts is None:
+            return self.chosen
+        counts = self.drafts.num_logits
+        firsts = counts.cumsum() - counts
+        return firsts[self.chosen].repeat(counts[self.chosen]) + offsets_in_runs(counts[self.chosen])
 
     def those_of(self, rows: Collection[int]) -> list[tuple[int, int]]:
         """The sequences that have one of these rows, and the row."""
@@ -283,6 +340,9 @@ class Executor:
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
         self._last_ended: Moment | None = None
+        self._max_sampled_rows = max(max_num_seqs, MAX_SAMPLED_ROWS)
+        self._unsettled: dict[int, LaunchedStep] = {}
+        """Rows that had drafts in their last step: how many were accepted is known when it has ended."""
         self._spins = spins
         self._decode_s = math.inf
         """The time of the last decode step of which the tokens were read."""
@@ -330,6 +390,8 @@ class Executor:
             self._is_damaged = True
             raise PoolDamagedError(f"step {grant.step_number}: {error!r}") from error
         launched = self._try_to_compute(lease, step, started)
+        if launched.result.outcome is Outcome.COMPUTED:
+            self._note_unsettled(lease, grant, launched)
         if grant.run_sequence_ids and launched.result.outcome is not Outcome.COMPUTED:
             lease.last_failed_step = grant.step_number
         # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
@@ -404,8 +466,24 @@ class Executor:
             return Outcome.PRIOR_FAILED
         return None
 
+    def _note_unsettled(self, lease: LeaseRows, grant: grant_pb2.StepGrant, launched: LaunchedStep) -> None:
+        for seq_id, count in zip(grant.run_sequence_ids, grant.run_draft_counts, strict=False):
+            if count:
+                self._unsettled[lease.rows[seq_id]] = launched
+
+    def _settle(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
+        """Note the last tokens' positions of the sequences that a grant goes on with, if they had drafts before.
+
+        cachemgr grants it when it knows the outcome of that step, so this waits for nothing.
+        """
+        for seq_id in (*grant.run_sequence_ids, *grant.fork_parent_ids) if self._unsettled else ():
+            row = lease.rows.get(seq_id)
+            if row is not None and (launched := self._unsettled.pop(row, None)) is not None:
+                self._table.note_sampled([row], [launched.next_position(seq_id)])
+
     def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Applies the ownership changes: they do not depend on the computation afterwards."""
+        self._settle(lease, grant)
         self._host_pool.join()
         for seq_id in grant.released_sequence_ids:
             if seq_id in lease.offloaded:
@@ -477,7 +555,7 @@ class Executor:
             )
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
-        device, runs = self._model.device, _granted_runs(step.grant, lease.rows)
+        device, runs = self._model.device, _granted_runs(step.grant, lease.rows, most_rows=self._max_sampled_rows)
         draws = self._draws(step, runs)
         if draws is not None and (tokens := self._run_whole(step, runs, draws)) is not None:
             ended = Moment(device)
@@ -485,7 +563,7 @@ class Executor:
         with phase("prepare batch"):
             batch = self._build_batch(step, runs, draws)
         prepared = Moment(device)
-        making = self._grammars.begin(_masked_runs(step, runs.rows)) if self._grammars.follows(runs.rows) else None
+        making = self._grammars.begin(_masked_runs(step, runs)) if self._grammars.follows(runs.rows) else None
         try:
             with phase("forward"), self._ranks.computing(step):
                 logits, scores = self._forward_and_score(step, batch)
@@ -493,14 +571,19 @@ class Executor:
             masks = NO_MASKS if making is None else self._grammars.finish(making)
         forwarded = Moment(device)
         with phase("sample"):
-            sampled = self._sample(batch, logits, runs, masks) if draws is None else self._replay_sampler(batch, draws)
+            drafts = _draft_rows(step, runs, device)
+            sampled = (
+                self._sample(batch, logits, runs, masks, drafts)
+                if draws is None
+                else self._replay_sampler(batch, draws)
+            )
         last_ended, self._last_ended = self._last_ended, Moment(device)
         return Sampling(
             seq_ids=runs.seq_ids if runs.all_sample else [runs.seq_ids[run] for run in runs.chosen],
             num_asked=self._num_asked(sampled, runs),
             sampled=sampled,
             moments=(started, prepared, forwarded, self._last_ended),
-            last_ended=last_ended if len(step.given_tokens) < len(runs.rows) else None,
+            last_ended=last_ended if _continues(step) else None,
             scored=[(runs.seq_ids[run], tokens) for run, tokens in step.scored.items()],
             scores=scores,
             grammar_failures=[
@@ -508,6 +591,7 @@ class Executor:
             ],
             late_ids=[seq_id for seq_id, _ in runs.those_of(masks.late)],
             spins=self._may_spin(step),
+            drafts=None if drafts is None else SampledDrafts(drafts.counts, runs.sampled_positions[runs.chosen]),
         )
 
     def _num_asked(self, sampled: Sampled, runs: GrantedRuns) -> list[int | None]:
@@ -549,6 +633,7 @@ class Executor:
                 starts=runs.starts,
                 counts=runs.counts,
                 token_ids=token_ids,
+                drafts=runs.drafts,
             )
             return replace(batch, keeps_hidden_states=True) if step.scored else batch
         return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws)
@@ -573,7 +658,7 @@ class Executor:
         return logits, scores
 
     def _forward(self, grant: grant_pb2.StepGrant, batch: StepBatch) -> Tensor:
-        """Runs the grant's computation; logits [B, V] of each run's last token, float32 or of the output layer's
+        """Runs the grant's computation; logits [L, V] of the batch's logit_indices, float32 or of the output layer's
         dtype, valid until the next forward.
         """
         if batch.keeps_hidden_states:
@@ -591,31 +676,58 @@ class Executor:
         assert self._decode is not None
         return Sampled(self._decode.sample(batch, draws.way))
 
-    def _sample(self, batch: StepBatch, logits: Tensor, runs: GrantedRuns, masks: Masks) -> Sampled:
-        """Chooses a token for the chosen runs, of logits [B, V], and keeps it on the device for the next step.
+    def _sample(
+        self, batch: StepBatch, logits: Tensor, runs: GrantedRuns, masks: Masks, drafts: DraftRows | None
+    ) -> Sampled:
+        """Chooses a token for the chosen runs, of logits [L, V], and keeps it on the device for the next step.
 
         Penalties, biases, masks and log-probabilities are float32, whatever the logits are.
         """
-        rows, positions, index = runs.rows, runs.starts + runs.counts, batch.rows
+        rows, positions, index = runs.rows, runs.sampled_positions, batch.rows
         if not len(runs.chosen):
             return Sampled(torch.zeros(0, dtype=torch.int64))
         if not runs.all_sample:
             chosen = indices(runs.chosen, logits.device)
-            logits, index = logits.index_select(0, chosen), index.index_select(0, chosen)
+            logits = logits.index_select(0, indices(runs.chosen_logits(), logits.device))
+            index = index.index_select(0, chosen)
             rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
+        if drafts is not None:
+            return self._sample_drafts(logits, rows, positions, masks, drafts, index=index)
         sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits.float(), rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 
+    def _sample_drafts(
+        self, logits: Tensor, rows: list[int], positions: Int64s, masks: Masks, drafts: DraftRows, *, index: Tensor
+    ) -> Sampled:
+        """Choose the tokens of sequences of which some have drafts, and keep the last accepted one of each.
+
+        How many are accepted is known to the device alone: _settle() notes where the last ones are.
+        """
+        row_of = drafts.repeat(rows).tolist()
+        position_of = drafts.repeat(positions) + drafts.offsets
+        sampled = self._ranks.sample(
+            len(row_of), lambda: self._sampler.sample(logits.float(), row_of, position_of, masks, drafts)
+        )
+        kept = drafts.keep(sampled.tokens)
+        known = np.where(drafts.counts == 1, positions, NO_TOKEN)
+        self._table.store_sampled(rows, drafts.newest(sampled.tokens, kept), known, index=index)
+        return replace(sampled, counts=kept.counts)
+
     def _remove(self, row: int) -> None:
         self._table.remove(row)
+        self._unsettled.pop(row, None)
         self._sampler.clear(row)
         self._grammars.set(row, None)
         self._model.states.clear(row)
 
 
-def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> GrantedRuns:
-    """The runs of a grant. Raises KeyError for a sequence without a row."""
+def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int], *, most_rows: int) -> GrantedRuns:
+    """The runs of a grant, with drafts to verify as far as most_rows of logits allow it.
+
+    Raises KeyError for a sequence without a row.
+    """
+    given = np.array(grant.run_draft_counts, dtype=np.int64)
     seq_ids: list[int] = np.array(grant.run_sequence_ids).tolist()
     return GrantedRuns(
         seq_ids=seq_ids,
@@ -623,7 +735,35 @@ def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int]) -> Grante
         starts=np.array(grant.run_starts),
         counts=np.array(grant.run_token_counts),
         chosen=np.array(grant.run_samples).nonzero()[0],
+        drafts=DraftCounts(given, fit_drafts(given, room=most_rows - len(given))) if given.any() else None,
     )
+
+
+def fit_drafts(counts: Int64s, *, room: int) -> Int64s:
+    """Return how many of each sequence's drafts there is room for in all: the same most for each of them."""
+    most = int(counts.max(initial=0))
+    while most > 0 and np.minimum(counts, most).sum() > room:
+        most -= 1
+    return np.minimum(counts, most)
+
+
+def _draft_rows(step: AcceptedStep, runs: GrantedRuns, device: torch.device) -> DraftRows | None:
+    """The rows of logits of the runs that sample, in a step with drafts."""
+    if runs.drafts is None:
+        return None
+    verified = runs.drafts.verified
+    return DraftRows([step.given_tokens[run][: verified[run]] if verified[run] else () for run in runs.chosen], device)
+
+
+def _continues(step: AcceptedStep) -> bool:
+    """True if a run of the step begins with its sequence's last sampled token."""
+    grant = step.grant
+    return len(step.given_tokens) < len(grant.run_sequence_ids) or any(grant.run_draft_counts)
+
+
+def _repeated(values: list[T], counts: list[int]) -> list[T]:
+    """Return each value so many times; there may be none."""
+    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)] if values else values
 
 
 def _token_ids(step: AcceptedStep, runs: GrantedRuns) -> list[TokenArray | None]:
@@ -634,14 +774,18 @@ def _token_ids(step: AcceptedStep, runs: GrantedRuns) -> list[TokenArray | None]
     return token_ids
 
 
-def _masked_runs(step: AcceptedStep, rows: list[int]) -> list[MaskedRun]:
+def _masked_runs(step: AcceptedStep, runs: GrantedRuns) -> list[MaskedRun]:
     """The step's runs as grammars see them."""
-    grant = step.grant
-    runs = zip(rows, grant.run_starts, grant.run_token_counts, grant.run_samples, strict=True)
-    return [
-        MaskedRun(row, start, count, step.given_tokens.get(index), samples)
-        for index, (row, start, count, samples) in enumerate(runs)
-    ]
+    grant, verified = step.grant, None if runs.drafts is None else runs.drafts.verified.tolist()
+    masked = []
+    for index, (row, start, count) in enumerate(zip(runs.rows, grant.run_starts, grant.run_token_counts, strict=True)):
+        samples, given = grant.run_samples[index], step.given_tokens.get(index)
+        if num_drafts(grant, index) and given is not None and verified is not None:
+            drafts = tuple(given[: verified[index]].tolist())
+            masked.append(MaskedRun(row, start, 1, None, samples, drafts))
+        else:
+            masked.append(MaskedRun(row, start, count, given, samples))
+    return masked
 
 
 def read_logprobs(sampled: Sampled, seq_ids: list[int], num_asked: list[int | None]) -> list[TokenLogprobs]:

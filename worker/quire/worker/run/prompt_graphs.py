@@ -188,7 +188,7 @@ class StaticPrompts:
             self._logits = torch.zeros(NUM_SLOTS, model.vocab_size, dtype=torch.float32, device=device)
 
     def takes(self, batch: StepBatch) -> bool:
-        """True if the step has some prompt, and no more tokens and sequences, and none longer, than there is room."""
+        """True if the step has some prompt and no drafts, and room for its tokens, its sequences and their lengths."""
         return self._shape_of(batch) is not None
 
     def _shape_of(self, batch: StepBatch) -> Shape | None:
@@ -200,6 +200,7 @@ class StaticPrompts:
             or num_decodes == len(counts)
             or max(batch.seq_lens_host) > self._max_length
             or batch.keeps_hidden_states
+            or batch.drafts is not None
         ):
             return None
         num_prompt_tokens = batch.num_tokens - num_decodes

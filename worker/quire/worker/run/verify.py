@@ -9,12 +9,14 @@ group at a time.
                               that is copied back was written for the lease, and not for another since; both
                               are of one layer group                                                          I3 I5
     before its forward        the device's tables and slots are those of the grants; tokens that are not
-                              given are those sampled last                                                    I5
+                              given are those sampled last, as is the one before drafts                       I5
                               a block that was handed to another lease since is not written                   I5
                               a published block, and a slot that another run writes, is not written           I3
                               every position that a group's window shows was not passed, is in a block of the
                               group, was computed, follows from the one before it, and is what the sequence
                               computed or found there before, in any group                               I4 I5 I6
+    after it                  drafts are accepted only as far as they are the tokens sampled; the slots of the others
+                              were not computed                                                               I6
 
 A grant does not report that a sequence was trimmed, so a table here may end in blocks that another sequence has by
 now. Hence a lost block is found when its holder reads it next, and not when it is overwritten. The worker has no
@@ -29,12 +31,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import AcceptedStep
+from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.memory.host_pool import HostPool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
@@ -118,6 +121,16 @@ class GrantedRun:
     start: int
     end: int
     offset: int
+    drafts: list[int] = field(default_factory=list)
+
+
+def _tokens_by_sequence(result: StepResult) -> dict[int, list[int]]:
+    """The tokens that each sequence got in a step."""
+    ends = accumulate(result.sampled_counts or [1] * len(result.sampled_ids))
+    return {
+        seq_id: result.sampled_tokens[start:end]
+        for seq_id, (start, end) in zip(result.sampled_ids, pairwise((0, *ends)), strict=True)
+    }
 
 
 class OwnershipVerifier:
@@ -189,7 +202,7 @@ class OwnershipVerifier:
         """Checks a step before it runs: `tokens` of all runs, and for each layer group their slots, and a block table
         per run.
         """
-        runs = self._runs(grant)
+        runs = self._runs(grant, tokens)
         groups = range(len(self._masks))
         for run in runs:
             for group in groups:
@@ -208,15 +221,17 @@ class OwnershipVerifier:
     def end_step(self, grant: grant_pb2.StepGrant, result: StepResult) -> None:
         """Takes over how the step ended. One that did not compute leaves nothing that counts where it wrote."""
         runs, self._running = self._running, []
+        sampled = _tokens_by_sequence(result)
         for run in runs:
             if result.outcome is Outcome.COMPUTED:
                 self._note_computed(grant, run)
+                self._forget_rejected(grant, run, sampled.get(run.holder[1], []))
             else:
                 for position in range(run.start, run.end):
                     self._put(run.sequence, position, None)
-        for seq_id, token in zip(result.sampled_ids, result.sampled_tokens, strict=True):
+        for seq_id, tokens in sampled.items():
             sequence = self._sequences[grant.lease_id, seq_id]
-            sequence.sampled = (len(sequence.content), token)
+            sequence.sampled = (len(sequence.content), tokens[-1])
 
     # -- holders
 
@@ -275,19 +290,21 @@ class OwnershipVerifier:
 
     # -- one step
 
-    def _runs(self, grant: grant_pb2.StepGrant) -> list[GrantedRun]:
+    def _runs(self, grant: grant_pb2.StepGrant, tokens: Sequence[int]) -> list[GrantedRun]:
         runs, offset = [], 0
         for index, (seq_id, start, count) in enumerate(
             zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True)
         ):
-            holder = (grant.lease_id, seq_id)
-            runs.append(GrantedRun(holder, self._sequences[holder], index, start, start + count, offset))
-            offset += count
+            holder, end = (grant.lease_id, seq_id), offset + count
+            drafts = list(tokens[end - num_drafts(grant, index) : end])
+            runs.append(GrantedRun(holder, self._sequences[holder], index, start, start + count, offset, drafts))
+            offset = end
         return runs
 
     def _check_token(self, grant: grant_pb2.StepGrant, run: GrantedRun, tokens: Sequence[int]) -> None:
         """Checks that a token which is not given is the one sampled last."""
-        if run.index not in grant.given_run_indexes and run.sequence.sampled != (run.start, tokens[run.offset]):
+        is_given = run.index in grant.given_run_indexes and not run.drafts
+        if not is_given and run.sequence.sampled != (run.start, tokens[run.offset]):
             block_id = run.sequence.tables[0][run.start // self._block_size]
             raise self._violated("I5", grant, run.holder, block_id, "would get a token that was not sampled last")
 
@@ -398,6 +415,21 @@ class OwnershipVerifier:
         for group in range(len(self._masks)):
             for block_id in self._written(run, group):
                 self._blocks[block_id].computed_by = (grant.lease_id, grant.step_number)
+
+    def _forget_rejected(self, grant: grant_pb2.StepGrant, run: GrantedRun, sampled: Sequence[int]) -> None:
+        """Checks the tokens of a run with drafts, and forgets what it has computed for those that were not accepted."""
+        if not run.drafts:
+            return
+        accepted = list(sampled[:-1])
+        if not sampled or accepted != run.drafts[: len(accepted)]:
+            block_id = run.sequence.tables[0][run.start // self._block_size]
+            raise self._violated(
+                "I6", grant, run.holder, block_id, "has drafts accepted that are not the tokens sampled"
+            )
+        end = run.start + len(sampled)
+        for position in range(end, run.end):
+            self._put(run.sequence, position, None)
+        del run.sequence.content[end:]
 
     # -- slots
 

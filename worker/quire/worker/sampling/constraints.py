@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS
 from quire.worker.device.transfer import send, to_device
+from quire.worker.sampling.drafts import NO_DRAFT, DraftRows, Kept, newest_of
 
 NUM_REMEMBERED = MAX_BAD_WORD_TOKENS - 1
 """Last tokens of a sequence that bad words are compared with."""
@@ -103,14 +104,16 @@ class _BadWords:
     """Rows with bad words of several tokens, n, and these words, W.
 
     places, rows    [n]     int64: in the batch, in the table
-    row_of          [W]     int64: the row of the table that each word is for
+    places_host     [n]     the places on the host
+    number_of       [W]     int64: which of the n rows each word is for
     tokens_before   [W, NUM_REMEMBERED] int64, aligned to the right; _ANY_TOKEN before a word's first token
     forbidden       [W]     int64: index of the word's last token in the logits [n, vocab_size] of these rows
     """
 
     places: Tensor
     rows: Tensor
-    row_of: Tensor
+    places_host: _Ints
+    number_of: Tensor
     tokens_before: Tensor
     forbidden: Tensor
 
@@ -226,7 +229,8 @@ class ConstraintTable:
         return _BadWords(
             places=self._send(places),
             rows=self._send([rows[place] for place in places]),
-            row_of=self._send([rows[places[number]] for number, _ in each]),
+            places_host=np.array(places, dtype=np.int64),
+            number_of=self._send([number for number, _ in each]),
             tokens_before=self._send(before),
             forbidden=self._send([number * self.vocab_size + word[-1] for number, word in each]),
         )
@@ -242,7 +246,9 @@ class ConstraintTable:
     def _send(self, values: Any) -> Tensor:
         return to_device(torch.from_numpy(np.asarray(values)), self.device)
 
-    def apply(self, plan: ConstraintPlan, logits: Tensor, positions: Positions) -> Tensor:
+    def apply(
+        self, plan: ConstraintPlan, logits: Tensor, positions: Positions, drafts: DraftRows | None = None
+    ) -> Tensor:
         """Return logits [B, vocab_size] with the constraints applied; the given ones are not changed. No sync."""
         scores = logits.clone()
         flat = scores.view(-1)
@@ -253,7 +259,8 @@ class ConstraintTable:
         if plan.delayed is not None and (ends := self._forbidden_ends(plan, plan.delayed, positions)) is not None:
             flat.index_fill_(0, ends, -math.inf)
         if plan.bad_words is not None:
-            allowed = self._without_bad_words(plan.bad_words, scores.index_select(0, plan.bad_words.places))
+            last = self._last_tokens_of(plan.bad_words, drafts)
+            allowed = self._without_bad_words(plan.bad_words, last, scores.index_select(0, plan.bad_words.places))
             scores.index_copy_(0, plan.bad_words.places, allowed)
         if plan.biases is not None:
             flat.index_add_(0, plan.biases.flat, plan.biases.values)
@@ -270,8 +277,17 @@ class ConstraintTable:
             plan.forbidden_ends = key, self._send(np.concatenate(flat))
         return plan.forbidden_ends[1]
 
-    def _without_bad_words(self, words: _BadWords, scores: Tensor) -> Tensor:
-        last = self._last_tokens.index_select(0, words.row_of)
+    def _last_tokens_of(self, words: _BadWords, drafts: DraftRows | None) -> Tensor:
+        """The last tokens before each of the rows, [n, NUM_REMEMBERED]: those of the table, and drafts behind them."""
+        last = self._last_tokens.index_select(0, words.rows)
+        if drafts is None:
+            return last
+        latest, columns = drafts.latest(words.places_host, NUM_REMEMBERED)
+        drafted = self._send(latest)
+        return torch.where(drafted == NO_DRAFT, last.gather(1, self._send(columns)), drafted)
+
+    def _without_bad_words(self, words: _BadWords, last: Tensor, scores: Tensor) -> Tensor:
+        last = last.index_select(0, words.number_of)
         met = ((last == words.tokens_before) | (words.tokens_before == _ANY_TOKEN)).all(-1)
         added = torch.where(met, scores.new_full((), -math.inf), scores.new_zeros(()))
         left = scores.clone()
@@ -279,10 +295,15 @@ class ConstraintTable:
         nothing_left = left.amax(-1, keepdim=True) == -math.inf
         return torch.where(nothing_left, scores, left)
 
-    def remember(self, plan: ConstraintPlan, tokens: Tensor) -> None:
-        """Take the tokens [B] that were chosen for the batch."""
+    def remember(
+        self, plan: ConstraintPlan, tokens: Tensor, drafts: DraftRows | None = None, kept: Kept | None = None
+    ) -> None:
+        """Take the tokens [B] that were chosen for the batch, with drafts those that are kept."""
         if (words := plan.bad_words) is None:
             return
-        last = self._last_tokens.index_select(0, words.rows)
-        newest = tokens.index_select(0, words.places)[:, None]
-        self._last_tokens.index_copy_(0, words.rows, torch.cat((last[:, 1:], newest), dim=1))
+        last = self._last_tokens_of(words, drafts)
+        chosen = tokens.index_select(0, words.places)[:, None]
+        newest = torch.cat((last[:, 1:], chosen), dim=1)
+        if kept is not None:
+            newest = newest_of(newest, kept.to_newest.index_select(0, words.places))
+        self._last_tokens.index_copy_(0, words.rows, newest)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.worker.device.transfer import indices, send, to_device
 from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
+from quire.worker.sampling.drafts import MAX_DRAFTS, DraftRows, Kept, newest_of
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.row_parameters import (
@@ -42,22 +43,25 @@ from quire.worker.sampling.row_parameters import (
 TOP_P_CANDIDATES = (256, 4096)
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
-# A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
-_MAX_COUNT = 2**15 - 1
+# A token is counted up to this many times: a frequency penalty of 2 has taken 65,406 from its logit then. An int16 can
+# count the tokens of one more step with drafts.
+_MAX_COUNT = 2**15 - 1 - MAX_DRAFTS
 _LEAST_LOGIT = torch.finfo(torch.float32).min
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
+Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per row of a batch of B, on the device.
+    """One token per row of a batch of B, on the device. With drafts a sequence has several rows: see drafts.py.
 
     tokens          [B]     int64
     chosen_logprobs [B]     float32, natural log under the model's raw logits; None if no row asked for any
     top_ids         [B, K]  int64, K the most that a row asked for; None if K is 0
     top_logprobs    [B, K]  float32, falling
+    counts          [n]     int64, how many of its tokens each of n sequences keeps, the first ones; None without drafts
 
     A row that asked for none has NaN and -1 there; one that asked for fewer than K takes its first few.
     """
@@ -66,9 +70,16 @@ class Sampled:
     chosen_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+    counts: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.tokens, self.chosen_logprobs, self.top_ids, self.top_logprobs
+        return self.tokens, self.chosen_logprobs, self.top_ids, self.top_logprobs, self.counts
+
+    def take(self, index: Tensor) -> Sampled:
+        """Return some rows alone, [n] int64."""
+        tokens, *others = (None if each is None else each.index_select(0, index) for each in self.tensors()[:-1])
+        assert tokens is not None
+        return Sampled(tokens, *others)
 
 
 class Way(StrEnum):
@@ -275,18 +286,30 @@ class Sampler:
         return self._planned_draws[1]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Positions, masks: Masks = NO_MASKS) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        positions: Positions,
+        masks: Masks = NO_MASKS,
+        drafts: DraftRows | None = None,
+    ) -> Sampled:
         """Choose a token per row, of those that the masks allow; rows with penalties or bad words remember it.
 
             logits      [B, vocab_size]     float32, on the sampler's device; changed only in rows with a mask
             rows        B rows of the sequence table, distinct
             positions   B positions that the new tokens will take in their sequences
 
+        With drafts a row of the table is there once for each row of its sequence. It remembers the tokens that are kept
+        alone. The token of a row without a mask in time is VOID.
+
         Raises KeyError for a row without parameters, ValueError if sizes differ or a row comes twice. No sync on a GPU.
         Cost: O(B * vocab_size), and a sort of the rows with top_p and no top_k; on a CPU only where TOP_P_CANDIDATES
         do not reach top_p.
         """
-        if logits.shape != (len(rows), self.vocab_size) or len(positions) != len(rows) or len(set(rows)) != len(rows):
+        num_distinct = len(rows) if drafts is None else len(drafts.counts)
+        has_sizes = logits.shape == (len(rows), self.vocab_size) and len(positions) == len(rows)
+        if not has_sizes or len(set(rows)) != num_distinct:
             raise ValueError(
                 f"logits {list(logits.shape)}, {len(rows)} rows of which {len(set(rows))} distinct, "
                 f"{len(positions)} positions; the vocabulary has {self.vocab_size} tokens"
@@ -296,40 +319,60 @@ class Sampler:
         scores = logits if plan.logprobs is None or not masks.rows else logits.clone()
         masks.apply(scores, rows)
         if plan.constraints is not None:
-            scores = self._constraints.apply(plan.constraints, scores, positions)
+            scores = self._constraints.apply(plan.constraints, scores, positions, drafts)
         if plan.penalties is not None:
-            scores = self._penalize(scores, plan.penalties)
+            scores = self._penalize(scores, plan.penalties, drafts)
         if plan.draw is None:
             tokens = scores.argmax(-1)
         else:
             drawn = _draw(plan.draw, scores, positions)
             tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
         sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+        masks.void(tokens, rows)
+        kept = None if drafts is None else drafts.keep(tokens)
         if plan.penalties is not None:  # last: a step that fails adds no token
-            self._remember(tokens, plan.penalties)
+            self._remember(tokens, plan.penalties, kept)
         if plan.constraints is not None:
-            self._constraints.remember(plan.constraints, tokens)
+            self._constraints.remember(plan.constraints, tokens, drafts, kept)
         return sampled
 
-    def _penalize(self, logits: Tensor, penalties: _Penalties) -> Tensor:
+    def _penalize(self, logits: Tensor, penalties: _Penalties, drafts: DraftRows | None) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
+        before = None if drafts is None else self._before(drafts, penalties.subset.places)
+        if before is not None:
+            flat = seen.view(-1)
+            flat.index_copy_(0, before, flat.index_select(0, before) | _IN_OUTPUT)
         given = penalties.subset.take(logits)
         repeated = torch.where(given > 0, given / penalties.repetition, given * penalties.repetition)
         scores = torch.where(seen > 0, repeated, given) - (seen >= _IN_OUTPUT) * penalties.presence
         if penalties.frequency is not None:
-            scores -= self._counts.index_select(0, penalties.rows) * penalties.frequency
+            counts = self._counts.index_select(0, penalties.rows)
+            if before is not None:
+                counts.view(-1).index_add_(0, before, before.new_ones(len(before), dtype=counts.dtype))
+                counts.clamp_(max=_MAX_COUNT)
+            scores -= counts * penalties.frequency
         # The product overflows with a large penalty. Only a token that was forbidden before may have the logit -inf.
         scores.clamp_(min=_LEAST_LOGIT, max=-_LEAST_LOGIT).masked_fill_(given == -math.inf, -math.inf)
         return scores if penalties.subset.index is None else penalties.subset.put(logits.clone(), scores)
 
-    def _remember(self, tokens: Tensor, penalties: _Penalties) -> None:
+    def _before(self, drafts: DraftRows, places: Int64s) -> Tensor:
+        """The drafts before these rows, as flat indexes of [len(places), vocab_size]."""
+        index, tokens = drafts.before(places)
+        return indices(index * self.vocab_size + tokens, self.device)
+
+    def _remember(self, tokens: Tensor, penalties: _Penalties, kept: Kept | None) -> None:
         seen = self._seen.view(-1)
         index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
+        if kept is not None:
+            is_kept = penalties.subset.take(kept.is_kept)
+            newest = newest_of(index, penalties.subset.take(kept.to_newest))
+            index = torch.where(is_kept, index, newest)
         seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
         if penalties.frequency is not None:
             counts = self._counts.view(-1)
-            counted = counts.index_select(0, index)
-            counts.index_copy_(0, index, counted + (counted < _MAX_COUNT))
+            added = torch.ones_like(index, dtype=counts.dtype) if kept is None else is_kept.to(counts.dtype)
+            counts.index_add_(0, index, added)
+            counts.index_copy_(0, index, counts.index_select(0, index).clamp_(max=_MAX_COUNT))
 
     def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
         flags = np.zeros(self.vocab_size, dtype=np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from quire.cache.v1 import attach_pb2
@@ -12,6 +13,8 @@ from quire.worker.memory.layer_spec import Causal, Sliding
 from quire.worker.model.modes import Modes
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.loading import Loaded, dtype_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,16 @@ def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeomet
         has_recurrent_state=model.has_recurrent_state,
         host_block_count=loaded.host_pool.num_blocks,
         layer_groups=describe_layer_groups(pool.groups),
+        max_draft_count=count_drafts(config, model),
     )
+
+
+def count_drafts(config: WorkerConfig, model: PagedModel) -> int:
+    """Return how many drafts of a sequence a step verifies at most. A state can't be taken back to before a draft."""
+    if not model.has_recurrent_state:
+        return min(config.max_draft_tokens, config.max_step_tokens - 1)
+    log.info("no drafts are verified: the model keeps states, and a state behind a draft can't be taken back")
+    return 0
 
 
 def describe_layer_groups(groups: LayerGroups) -> list[attach_pb2.LayerGroup]:

@@ -201,6 +201,7 @@ def encode_ended(ended: EndedStep) -> worker_service_pb2.RunStepResponse:
         step_number=result.step_number,
         sequence_ids=result.sampled_ids,
         sampled_token_ids=result.sampled_tokens,
+        sampled_token_counts=result.sampled_counts,
         logprobs=[
             worker_service_pb2.TokenLogprobs(
                 sequence_id=entry.seq_id,

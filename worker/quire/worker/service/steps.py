@@ -67,6 +67,7 @@ class StepLimits:
     max_step_tokens: int
     max_logprobs: int
     max_grant_bytes: int
+    max_drafts: int = 0
 
     @classmethod
     def of(cls, geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_logprobs: int) -> Self:
@@ -77,6 +78,7 @@ class StepLimits:
             max_step_tokens=max_step_tokens,
             max_logprobs=max_logprobs,
             max_grant_bytes=max_grant_bytes(geometry),
+            max_drafts=geometry.max_draft_count,
         )
 
 
@@ -89,6 +91,8 @@ class StepCounters:
     skipped: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     copied_blocks: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
@@ -242,6 +246,7 @@ class Steps:
                 max_sequence_tokens=self.limits.max_sequence_tokens,
                 max_step_tokens=self.limits.max_step_tokens,
                 max_logprobs=self.limits.max_logprobs,
+                max_drafts=self.limits.max_drafts,
                 followed=followed,
             )
         except Refused as refused:
@@ -344,10 +349,13 @@ class Steps:
         counters.forward_s += result.forward_s
         if result.gap_s is not None:
             counters.gaps.add(result.gap_s)
-        counters.sampled_tokens += len(result.sampled_ids)
+        counters.sampled_tokens += len(result.sampled_tokens)
         if result.outcome is Outcome.COMPUTED:
             counters.computed += 1
-            counters.computed_tokens += sum(grant.run_token_counts)
+            num_rejected = int(rejected_drafts(grant, result).sum())
+            counters.computed_tokens += sum(grant.run_token_counts) - num_rejected
+            counters.drafts += sum(grant.run_draft_counts)
+            counters.accepted_drafts += sum(grant.run_draft_counts) - num_rejected
         elif result.outcome is Outcome.SKIPPED:
             counters.skipped += 1
         else:
@@ -371,12 +379,23 @@ def make_report(grant: grant_pb2.StepGrant, result: StepResult) -> attach_pb2.St
         lease_id=grant.lease_id, step_number=grant.step_number, outcome=REPORTED_OUTCOMES[result.outcome]
     )
     if result.outcome is Outcome.COMPUTED:
-        ends = np.array(grant.run_starts) + np.array(grant.run_token_counts)
+        ends = np.array(grant.run_starts) + np.array(grant.run_token_counts) - rejected_drafts(grant, result)
         report.sequence_ids.MergeFrom(grant.run_sequence_ids)
         report.computed_token_counts.extend(ends.tolist())
         report.sampled_sequence_ids.extend(result.sampled_ids)
         report.sampled_token_ids.extend(result.sampled_tokens)
+        report.sampled_token_counts.extend(result.sampled_counts)
     return report
+
+
+def rejected_drafts(grant: grant_pb2.StepGrant, result: StepResult) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return for each run of a computed step how many of its drafts were not accepted."""
+    rejected = np.zeros(len(grant.run_sequence_ids), dtype=np.int64)
+    if any(grant.run_draft_counts):
+        accepted = {seq_id: num - 1 for seq_id, num in zip(result.sampled_ids, result.sampled_counts, strict=True)}
+        rejected += grant.run_draft_counts
+        rejected -= [accepted.get(seq_id, 0) for seq_id in grant.run_sequence_ids]
+    return rejected
 
 
 def new_epoch() -> int:

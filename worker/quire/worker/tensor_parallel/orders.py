@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import AcceptedStep
+from quire.worker.grant.decoding import AcceptedStep, num_given
 from quire.worker.sampling.prompt_logprobs import ScoredTokens
 
 MAX_PARTS = 5
@@ -98,7 +98,7 @@ def read_step(order: Order) -> AcceptedStep:
     if order.kind is OrderKind.APPLY:
         return AcceptedStep(grant, skip=True)
     given_runs, given, scored_runs, scored = (np.frombuffer(part, dtype=np.int32) for part in order.parts[1:])
-    counts = [grant.run_token_counts[run] for run in given_runs.tolist()]
+    counts = [num_given(grant, run) for run in given_runs.tolist()]
     threes = scored_runs.reshape(-1, 3).tolist()
     return AcceptedStep(
         grant,
