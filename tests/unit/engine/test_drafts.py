@@ -19,7 +19,7 @@ from quire.client.engine.scheduling.lookup import AnswerLookup, PromptLookup, Re
 from quire.client.engine.scheduling.plans import SchedulerLimits, StepInFlight
 from quire.client.engine.scheduling.request_limits import check_drafts
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence, SequenceState
-from quire.client.engine.scheduling.speculation import best_counts
+from quire.client.engine.scheduling.speculation import Way, best_choice
 from quire.client.engine.scheduling.step_costs import StepCosts
 from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import InvalidRequest, ProtocolViolation
@@ -124,8 +124,7 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
             tokens.append(dice.randrange(50))
             drafter.propose(tokens, 8)
         read.append(Counting.num_read / 200)
-    assert max(read) < 150
-    assert read[1] < 3 * read[0]
+    assert max(read) < 100, "of 16 places at most, with the same hash"
 
 
 def recent() -> RecentAnswers:
@@ -207,27 +206,35 @@ def test_the_first_steps_of_a_worker_are_forgotten() -> None:
     assert costs.device_s(1) == pytest.approx(0.01)
 
 
+def best(
+    chances: list[list[float]], costs: StepCosts, *, num_others: int = 0, budget: int = 100
+) -> tuple[Way, list[int]]:
+    choice = best_choice(chances, num_others, costs, budget=budget)
+    return choice.way, list(choice.counts)
+
+
 def test_drafts_are_as_many_as_pay() -> None:
     sure, unsure = [0.99**n for n in range(1, 9)], [0.5**n for n in range(1, 9)]
     cheap, dear = costs_of(1.0, 0.001), costs_of(0.01, 1.0)
-    pick = {"budget": 100, "least_gain": 1.0}
-    assert best_counts([sure], 0, cheap, **pick) == [8]
-    assert best_counts([sure], 0, dear, **pick) == [0], "a token costs its time, wherever it is computed"
-    [few] = best_counts([unsure], 0, costs_of(1.0, 0.2), **pick)
+    assert best([sure], cheap) == (Way.TOGETHER, [8])
+    assert best([sure], dear) == (Way.AHEAD, [0]), "a token costs its time, wherever it is computed"
+    way, [few] = best([unsure], costs_of(1.0, 0.2))
+    assert way is Way.TOGETHER
     assert 1 <= few <= 3
-    both = best_counts([sure, unsure], 0, costs_of(1.0, 0.1), **pick)
+    _, both = best([sure, unsure], costs_of(1.0, 0.1))
     assert both[0] > both[1] > 0
-    assert best_counts([sure, sure], 0, cheap, budget=3, least_gain=1.0) == [2, 1]
-    assert best_counts([sure], 0, costs_of(1.0, 0.001, gap_s=20.0), **pick) == [0], "nothing runs ahead meanwhile"
-    assert best_counts([sure, *[[]] * 0], 15, cheap, **pick) == [8], "between the steps of the others"
-    assert best_counts([unsure], 15, cheap, **pick) == [0], "it would have fewer tokens than in every step"
+    assert best([sure, sure], cheap, budget=3) == (Way.TOGETHER, [2, 1])
+    assert best([sure], costs_of(1.0, 0.001, gap_s=20.0))[0] is Way.AHEAD, "nothing runs ahead meanwhile"
+    slow = costs_of(1.0, 0.001, gap_s=1.0)
+    assert best([sure], slow, num_others=15) == (Way.BETWEEN, [8])
+    assert best([unsure], slow, num_others=15)[0] is Way.AHEAD, "it would have fewer tokens than in every step"
 
 
 # The scheduler.
 
 
 def test_a_sequence_with_drafts_out_is_in_no_plan_and_others_run_ahead() -> None:
-    world = drafting(limits(max_draft_count=4))
+    world = drafting(limits(max_draft_count=4), gap_s=0.05)
     (copying,) = world.add([1, 2, 3, 4], max_tokens=40, seed=COPYING, ends=())
     others = [world.add([5, prompt], max_tokens=40, ends=(), speculative=False)[0] for prompt in range(3)]
     num_between = 0

@@ -25,6 +25,7 @@ class SpeculativeConfig:
                              what followed them in recent answers of the same tenant
     num_speculative_tokens   the most drafts of a sequence in a step, 1 to 64. The engine learns how many pay
     prompt_lookup_min        the fewest last tokens that must have occurred before, 1 to 32
+    adaptive                 drafts are as many as pay, by what came true and what steps take; False: as many as may be
     prompt_lookup_max        of several places the one that agrees in the most last tokens is taken, up to this many
     """
 
@@ -32,10 +33,13 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = _LOOKUP_MIN
     prompt_lookup_max: int = _LOOKUP_MAX
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InvalidRequest.of_field("speculative_config.method", self.method, f"one of {', '.join(METHODS)}")
+        if not isinstance(self.adaptive, bool):
+            raise InvalidRequest.of_field("speculative_config.adaptive", self.adaptive, "a bool")
         self._check("num_speculative_tokens", 1, MAX_DRAFTS)
         self._check("prompt_lookup_min", 1, _MAX_LOOKUP)
         self._check("prompt_lookup_max", self.prompt_lookup_min, _MAX_LOOKUP)

@@ -4,7 +4,8 @@ Every token that comes is compared with what was guessed for its place, whether 
 learns what drafts would give while it has none, and that costs no step anything.
 
 A guess behind many that came true is better than a first one. So each has a class: how many before it, one after the
-other, came true. A sequence that knows little takes the rates of all sequences with the same drafter.
+other, came true. A class that is little known is taken for as good as the one below it, and a sequence that knows
+little takes the rates of all sequences with the same drafter.
 """
 
 from collections import abc
@@ -18,7 +19,7 @@ _NUM_CLASSES = 7
 _FORGETS = 0.9
 _OF_ALL_FORGETS = 0.999
 _WEIGHT_OF_ALL = 4.0
-_FIRST_RATE = 0.5
+_FIRST_RATE = 0.1
 
 
 def _class_of(num_right: int) -> int:
@@ -43,10 +44,18 @@ class Rates:
         self._right[index] = self._forgets * self._right[index] + is_right
         self._taken[index] = self._forgets * self._taken[index] + 1.0
 
-    def rate(self, num_right: int, *, otherwise: float, weight: float) -> float:
-        """Return the share that came true; otherwise counts as the share of so many more."""
+    def by_class(self) -> list[float]:
+        """Return the share of each class that came true; that of the class below counts as one guess."""
+        rates, rate = [], _FIRST_RATE
+        for right, taken in zip(self._right, self._taken, strict=True):
+            rate = (right + rate) / (taken + 1.0)
+            rates.append(rate)
+        return rates
+
+    def rate(self, num_right: int, of_all: abc.Sequence[float]) -> float:
+        """Return the share that came true; that of all sequences, by class, counts as some guesses more."""
         index = _class_of(num_right)
-        return (self._right[index] + weight * otherwise) / (self._taken[index] + weight)
+        return (self._right[index] + _WEIGHT_OF_ALL * of_all[index]) / (self._taken[index] + _WEIGHT_OF_ALL)
 
 
 @dataclass(slots=True)
@@ -85,13 +94,17 @@ class _Track:
         guessed = self.drafter.propose(tokens, 1)
         self.guess = guessed[0] if guessed else None
 
-    def chance(self, index: int) -> float:
-        """Return the chance of the guess behind so many more that come true; 0 without one."""
+    def chances(self, most: int) -> list[float]:
+        """Return for the next so many guesses the chance that it is right, and all before it; without one none."""
         if self.guess is None:
-            return 0.0
-        num_right = self.num_right + index
-        of_all = self.of_all.rates.rate(num_right, otherwise=_FIRST_RATE, weight=1.0)
-        return self.rates.rate(num_right, otherwise=of_all, weight=_WEIGHT_OF_ALL)
+            return []
+        of_all = self.of_all.rates.by_class()
+        return list(accumulate((self.rates.rate(self.num_right + n, of_all) for n in range(most)), mul))
+
+    @property
+    def next_chance(self) -> float:
+        """The chance that the guess of the next token is right; 0 without one."""
+        return self.chances(1)[0] if self.guess is not None else 0.0
 
 
 class Guesses:
@@ -138,7 +151,7 @@ class Guesses:
         for track in self._tracks:
             track.guess_next(tokens)
         if len(self._tracks) > 1:
-            self._best = max(self._tracks, key=lambda track: track.chance(0))
+            self._best = max(self._tracks, key=lambda track: track.next_chance)
 
     def propose(self, tokens: abc.Sequence[int], most: int) -> abc.Sequence[int]:
         """Return at most so many guesses behind the tokens of the sequence."""
@@ -147,10 +160,8 @@ class Guesses:
     @property
     def next_chance(self) -> float:
         """The chance that the guess of the next token is right; 0 without one."""
-        return self._best.chance(0)
+        return self._best.next_chance
 
     def chances(self, most: int) -> list[float]:
         """Return for the next so many guesses the chance that it is right, and all before it."""
-        if self._best.guess is None:
-            return []
-        return list(accumulate((self._best.chance(index) for index in range(most)), mul))
+        return self._best.chances(most)

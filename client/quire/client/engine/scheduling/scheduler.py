@@ -182,8 +182,11 @@ class Scheduler:
         queues, room = self._queues, self._room
         drafts: abc.Mapping[int, Drafts] = {}
         if self._speculation is not None:
-            drafts = self._speculation.drafts(self.limits)
-            if self._speculation.waits_for_outcome:
+            is_running = bool(self._flight)
+            if not self._speculation.may_plan(self.limits, is_running=is_running):
+                return Plan()
+            drafts = self._speculation.drafts(self.limits, is_running=is_running)
+            if not self._speculation.may_plan(self.limits, is_running=is_running):
                 return Plan()
         planning = Planning(
             self.limits,

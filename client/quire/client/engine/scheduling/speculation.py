@@ -1,22 +1,20 @@
 """Which sequences get drafts in the next step, and how many: those that give most tokens a second. Pure.
 
-A sequence that has drafts does not run ahead: its last token must be known. So it is held back until no step in flight
-samples for it. Then it runs with drafts, or goes back to the others if drafts do not pay any more.
+Drafts follow a known token, so a sequence with drafts does not run ahead. There are three ways, and the one with most
+expected tokens a second is taken.
 
-For a step there are three ways, and the one with most expected tokens a second is taken.
-
-    ahead     no drafts: every sequence has one token in each step, and steps are planned while another one runs
-    together  those with drafts are half of the sequences that decode, or more: no step is planned before the one with
-              drafts has ended, so that each step has them all
-    between   they are fewer: the others run ahead, and those with drafts are in every second step
+    ahead     no drafts: each sequence has a token in each step, and steps are planned while another one runs
+    together  no step is planned while another one runs, so each step has all sequences, and any may have drafts
+    between   the others run ahead. Those with drafts are held back while their tokens are being sampled, so they are in
+              every second step. For the few that copy among many that do not
 
 The chance of each draft is what the sequence's guesses showed so far (guessing.py), the time of a step what steps of so
-many tokens took (step_costs.py). A draft is worth its time if its chance, divided by the time it adds, is more than the
-tokens a second without it.
+many tokens took (step_costs.py).
 """
 
 from collections import abc
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heapify, heappop, heappush
 
 from quire.client.engine.caching import CacheUse
@@ -31,10 +29,78 @@ from quire.client.engine.speculative import SpeculativeConfig
 _LEAST_CHANCE = 0.2
 """Of a first guess, for its sequence to be thought of at all."""
 _LEAST_GAIN = 1.05
-"""Times the tokens a second without drafts, for sequences that run ahead to be held back."""
+"""Times the tokens a second without drafts, expected of the first step with them."""
+_WEIGHT = 0.1
+"""Of one step in the average gain."""
+_FIRST_GAIN = 1.1
+_PROVEN = 64
+"""Steps together after which the next beginning is as easy as the first one."""
+_HARDEST_GAIN = 3.0
+_FORGETS = 0.999
 _PROBE_CHANCE = 0.7
 _PROBE_EVERY = 128
 """Steps between two probes: a step with drafts that do not seem to pay, when most guesses come true, to measure it."""
+
+
+_EPSILON_S = 1e-9
+
+
+class Way(Enum):
+    """How steps follow one another."""
+
+    AHEAD = "ahead"
+    TOGETHER = "together"
+    BETWEEN = "between"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way, the number of drafts of each sequence, and the tokens a second, as a multiple of those without drafts."""
+
+    way: Way
+    counts: abc.Sequence[int]
+    gain: float
+
+
+class Trial:
+    """Whether sequences run together: begun when much is expected, ended when too little has come of it.
+
+    What is expected is an estimate, and trials begin where it is too high. So after each trial that did not pay the
+    next one has to promise twice as much, and after a long time without one less again.
+    """
+
+    __slots__ = ("_gain", "_least_gain", "_num_steps", "is_on")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._gain = 0.0  # the average over the steps of this trial
+        self._least_gain = _LEAST_GAIN
+        self._num_steps = 0
+
+    @property
+    def least_gain(self) -> float:
+        """The gain that has to be expected, to begin."""
+        return self._least_gain
+
+    def expect(self, gain: float) -> None:
+        """Begin if this gain, expected of the next step, is enough."""
+        self._least_gain = max(_LEAST_GAIN, 1.0 + _FORGETS * (self._least_gain - 1.0))
+        if gain > self._least_gain:
+            self.is_on, self._gain, self._num_steps = True, _FIRST_GAIN, 0
+
+    def take(self, gain: float) -> None:
+        """Take the gain of a step together. End if they do not pay on average."""
+        self._gain += _WEIGHT * (gain - self._gain)
+        self._num_steps += 1
+        if self._num_steps == _PROVEN:
+            self._least_gain = _LEAST_GAIN
+        if self._gain <= 1.0:
+            self.is_on = False
+            self._least_gain = min(_HARDEST_GAIN, 2.0 * self._least_gain - 1.0)
+
+    def stop(self) -> None:
+        """End, whether it pays or not."""
+        self.is_on = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +111,37 @@ class Drafts:
     token_ids: abc.Sequence[int]
 
 
-def best_counts(
-    chances: abc.Sequence[abc.Sequence[float]], num_others: int, costs: StepCosts, *, budget: int, least_gain: float
-) -> list[int]:
-    """Return the number of drafts of each sequence with these chances; 0 for all if drafts do not pay.
+def best_choice(
+    chances: abc.Sequence[abc.Sequence[float]],
+    num_others: int,
+    costs: StepCosts,
+    *,
+    budget: int,
+    ways: abc.Collection[Way] = tuple(Way),
+) -> Choice:
+    """Return the best of these ways for sequences with these chances of their drafts.
 
-    num_others    sequences that decode without drafts in the same time
+    num_others    sequences that decode and have no guess
     budget        the most drafts together
-    least_gain    the least tokens a second, as a multiple of those without drafts
     """
     num_all = num_others + len(chances)
-    alone = num_all / max(1e-9, costs.device_s(num_all) + costs.gap_ahead_s)
-    together, of_together = _best_way(chances, num_all, costs.gap_alone_s, costs, budget=budget)
-    if 2 * len(chances) < num_others + len(chances):
-        ahead_s = costs.device_s(num_others) + 2 * costs.gap_ahead_s
-        together, of_together = _best_way(chances, num_all, ahead_s, costs, budget=budget, num_before=num_others)
-    return of_together if together > least_gain * alone else [0] * len(chances)
+    ahead = num_all / max(_EPSILON_S, costs.device_s(num_all) + costs.gap_ahead_s)
+    made = [Choice(Way.AHEAD, [0] * len(chances), 1.0)] if Way.AHEAD in ways else []
+    if Way.TOGETHER in ways:
+        rate, counts = _most_tokens(chances, num_all, costs.gap_alone_s, costs, budget=budget)
+        made.append(Choice(Way.TOGETHER, counts, rate / ahead))
+    if Way.BETWEEN in ways and num_others > len(chances):
+        other_s = costs.device_s(num_others) + 2 * costs.gap_ahead_s
+        rate, counts = _most_tokens(chances, num_all, other_s, costs, budget=budget, num_before=num_others)
+        made.append(Choice(Way.BETWEEN, counts, rate / ahead))
+    return max(made, key=_gain_of)
 
 
-def _best_way(
+def _gain_of(choice: Choice) -> float:
+    return choice.gain
+
+
+def _most_tokens(
     chances: abc.Sequence[abc.Sequence[float]],
     num_decodes: int,
     other_s: float,
@@ -80,7 +158,7 @@ def _best_way(
     line = [(-each[0], index) for index, each in enumerate(chances) if each]
     heapify(line)
     tokens = float(num_decodes + num_before)
-    best, best_counts_ = 0.0, counts.copy()
+    best, best_counts = tokens / max(_EPSILON_S, costs.device_s(num_decodes) + other_s), counts.copy()
     for num_drafts in range(1, budget + 1):
         if not line:
             break
@@ -89,10 +167,10 @@ def _best_way(
         counts[index] += 1
         if counts[index] < len(chances[index]):
             heappush(line, (-chances[index][counts[index]], index))
-        rate = tokens / max(1e-9, costs.device_s(num_decodes + num_drafts) + other_s)
+        rate = tokens / max(_EPSILON_S, costs.device_s(num_decodes + num_drafts) + other_s)
         if rate > best:
-            best, best_counts_ = rate, counts.copy()
-    return best, best_counts_
+            best, best_counts = rate, counts.copy()
+    return best, best_counts
 
 
 class Speculation:
@@ -108,6 +186,10 @@ class Speculation:
         self.counts = {name: DrafterCounts() for name in names}
         self._hopeful: dict[Sequence, None] = {}  # of the batch, with a guess that may be worth a draft
         self._held: dict[Sequence, None] = {}
+        self._together = Trial()
+        self._num_asked = 0  # sequences of the last step together, and their drafts
+        self._num_drafts = 0
+        self._num_accepted = 0  # of these
         self._steps_without = 0
 
     # The life of a sequence.
@@ -142,6 +224,7 @@ class Speculation:
             guesses.take(sequence.token_ids)
         else:
             guesses.take_drafted(sequence.token_ids, drafts, num_new)
+            self._num_accepted += num_new - 1
         if sequence.batch is None:
             return
         if guesses.next_chance > _LEAST_CHANCE:
@@ -151,65 +234,86 @@ class Speculation:
 
     # The next step.
 
-    def drafts(self, limits: SchedulerLimits) -> dict[int, Drafts]:
-        """Hold sequences back or let them go, and return the drafts of those that are ready for them, by id."""
-        self._steps_without += 1
+    def may_plan(self, limits: SchedulerLimits, *, is_running: bool) -> bool:
+        """Return False while a step has to end first: sequences run together, and is_running."""
         self._held = {sequence: None for sequence in self._held if sequence.is_held}
-        if not (self._hopeful or self._held):
+        if not (self._may_draft_now(limits) and self._num_decoding):
+            self._together.stop()
+        return not (self._together.is_on and is_running)
+
+    def drafts(self, limits: SchedulerLimits, *, is_running: bool) -> dict[int, Drafts]:
+        """Hold sequences back or let them go, and return the drafts of those that are ready for them, by id.
+
+        is_running: a step is in flight. Ask may_plan again afterwards: the sequences may run together from now on.
+        """
+        self._steps_without += 1
+        if not (self._hopeful or self._held or self._together.is_on):
             return {}
         if not self._may_draft_now(limits):
             self._let_go(list(self._held))
             return {}
-        hopeful = [each for each in self._hopeful if each.batch is not None and each.num_left > 1]
-        ready = [each for each in self._held if not each.num_sampling]
-        waiting = [each for each in self._held if each.num_sampling]
-        self._hopeful = dict.fromkeys(hopeful)
-        chosen = self._choose([*ready, *hopeful], waiting, limits)
-        for sequence in hopeful:
-            if chosen.get(sequence):
+        chosen = self._choose(self._candidates(), limits)
+        if not self.may_plan(limits, is_running=is_running):
+            return {}
+        made: dict[int, Drafts] = {}
+        for sequence, count in chosen.items():
+            if not sequence.is_held:
                 self._hold(sequence)
-        made = {id_of(each): drafts for each in ready if (drafts := self._drafts_of(each, chosen.get(each, 0)))}
-        self._let_go([each for each in ready if id_of(each) not in made])
+            if not sequence.num_sampling and (drafts := _drafts_of(sequence, count)):
+                made[id_of(sequence)] = drafts
+        self._let_go([each for each in self._held if id_of(each) not in made])
         if made:
             self._steps_without = 0
         return made
 
     @property
-    def waits_for_outcome(self) -> bool:
-        """True if the next step has to have the sequences that are held back, and a token of theirs is not known."""
-        num_decoding = len(self._queues.batch.members) + len(self._held)
-        return 2 * len(self._held) >= num_decoding and any(each.num_sampling for each in self._held)
+    def _num_decoding(self) -> int:
+        return len(self._queues.batch.members) + len(self._held)
 
     def _may_draft_now(self, limits: SchedulerLimits) -> bool:
         # Beams take turns with the others by rank; a suspect runs alone.
         return bool(limits.max_draft_count) and not self._queues.groups and not self._queues.suspects
 
-    def _choose(
-        self, candidates: abc.Sequence[Sequence], waiting: abc.Sequence[Sequence], limits: SchedulerLimits
-    ) -> dict[Sequence, int]:
-        candidates = sorted((each for each in candidates if each not in self._queues.followers), key=by_rank)
-        most = min(self._config.num_speculative_tokens, limits.max_draft_count)
-        chances = [_chances_of(each, most) for each in candidates]
-        num_others = len(self._queues.batch.members) + len(self._held) - len(candidates)
-        if not candidates or not self._costs.is_known:
-            return {}
-        is_new = not any(each.is_held for each in candidates)
-        counts = best_counts(
-            chances,
-            num_others,
-            self._costs,
-            budget=max(0, limits.max_decode_tokens - num_others - len(candidates)),
-            least_gain=_LEAST_GAIN if is_new else 1.0,
-        )
-        if not any(counts) and not waiting and self._steps_without > _PROBE_EVERY:
-            counts = [len(each) if each and each[0] > _PROBE_CHANCE else 0 for each in chances]
-        return dict(zip(candidates, counts, strict=True))
+    def _candidates(self) -> list[Sequence]:
+        """Return the sequences with guesses that may be drafts of the next step, or of the one behind it."""
+        hopeful = [each for each in self._hopeful if each.batch is not None and each.num_left > 1]
+        self._hopeful = dict.fromkeys(hopeful)
+        ready = [each for each in self._held if not each.num_sampling]
+        return sorted((each for each in (*ready, *hopeful) if each not in self._queues.followers), key=by_rank)
 
-    def _drafts_of(self, sequence: Sequence, count: int) -> Drafts | None:
-        if not count or sequence.guesses is None:
-            return None
-        token_ids = sequence.guesses.propose(sequence.token_ids, count)
-        return Drafts(sequence, token_ids) if token_ids else None
+    def _choose(self, candidates: abc.Sequence[Sequence], limits: SchedulerLimits) -> dict[Sequence, int]:
+        """Choose the way, and the sequences that get drafts in it, with the number of these."""
+        if not self._costs.is_known:
+            return {}
+        most = min(self._config.num_speculative_tokens, limits.max_draft_count)
+        guessing = {each: chances for each in candidates if (chances := _chances_of(each, most))}
+        num_all = self._num_decoding
+        budget = max(0, limits.max_decode_tokens - num_all)
+        if not self._config.adaptive:
+            self._together.is_on = 2 * len(guessing) >= num_all
+            return {each: len(chances) for each, chances in guessing.items()}
+        if self._together.is_on:
+            self._judge()
+        is_on = self._together.is_on
+        ways = (Way.TOGETHER,) if is_on else tuple(Way)
+        choice = best_choice([*guessing.values()], num_all - len(guessing), self._costs, budget=budget, ways=ways)
+        if not is_on:
+            self._together.expect(choice.gain if choice.way is Way.TOGETHER else 0.0)
+        if self._together.is_on or choice.gain > (1.0 if self._held else self._together.least_gain):
+            self._num_asked, self._num_drafts, self._num_accepted = num_all, sum(choice.counts), 0
+            return {each: count for each, count in zip(guessing, choice.counts, strict=True) if count}
+        if self._steps_without > _PROBE_EVERY:
+            return {each: len(chances) for each, chances in guessing.items() if chances[0] > _PROBE_CHANCE}
+        return {}
+
+    def _judge(self) -> None:
+        """Take the gain of the last step together, by the tokens that came."""
+        costs, num_all = self._costs, self._num_asked
+        together_s = costs.device_s(num_all + self._num_drafts) + costs.gap_alone_s
+        ahead_s = costs.device_s(num_all) + costs.gap_ahead_s
+        if num_all and together_s:
+            self._together.take((num_all + self._num_accepted) / num_all * ahead_s / together_s)
+        self._num_asked = 0
 
     def _hold(self, sequence: Sequence) -> None:
         self._hopeful.pop(sequence, None)
@@ -237,3 +341,10 @@ def _chances_of(sequence: Sequence, most: int) -> list[float]:
     if sequence.guesses is None or sequence.state is not SequenceState.RUNNING:
         return []
     return sequence.guesses.chances(min(most, sequence.num_left - 1))
+
+
+def _drafts_of(sequence: Sequence, count: int) -> Drafts | None:
+    if not count or sequence.guesses is None:
+        return None
+    token_ids = sequence.guesses.propose(sequence.token_ids, count)
+    return Drafts(sequence, token_ids) if token_ids else None
