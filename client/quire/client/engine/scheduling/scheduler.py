@@ -276,6 +276,8 @@ class Scheduler:
             self._postpone_late(step, seq_id)
         num_taken = len(got) + sum(counts.values()) - len(counts)
         self._counters.sampled_tokens += num_taken
+        self._counters.drafted_tokens += sum(len(step.drafts[seq_id]) for seq_id in counts)
+        self._counters.accepted_tokens += sum(counts.values()) - len(counts)
         self._counters.discarded_tokens += len(token_ids) - num_taken
         if self._queues.suspects:
             self._failures.clear_suspects(step)

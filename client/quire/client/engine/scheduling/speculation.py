@@ -329,7 +329,7 @@ class Speculation:
 
 def _may_draft(sequence: Sequence) -> bool:
     """Return whether a request's sequence may have drafts; docs/how-to/speculative-decoding.md has the reasons."""
-    return sequence.group is None and sequence.params.grammar is None and sequence.params.speculative
+    return sequence.group is None and sequence.params.speculative
 
 
 def _shares(sequence: Sequence) -> bool:
