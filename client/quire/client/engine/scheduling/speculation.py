@@ -179,6 +179,7 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig, queues: Queues, costs: StepCosts) -> None:
         """Hold back sequences of these queues, by these costs."""
         self._config = config
+        self._least_chance = _LEAST_CHANCE if config.adaptive else 0.0
         self._queues = queues
         self._costs = costs
         self._recent = RecentAnswers(size=config.prompt_lookup_min, most=config.prompt_lookup_max)
@@ -227,7 +228,7 @@ class Speculation:
             self._num_accepted += num_new - 1
         if sequence.batch is None:
             return
-        if guesses.next_chance > _LEAST_CHANCE:
+        if guesses.next_chance > self._least_chance:
             self._hopeful[sequence] = None
         else:
             self._hopeful.pop(sequence, None)
