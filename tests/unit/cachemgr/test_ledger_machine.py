@@ -54,6 +54,7 @@ from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service.messages import statistics_of
 
 VOCAB = 2
+MAX_DRAFTS = 4
 TTL_S = 10.0
 EPOCH = 7
 SALTS = (b"", b"salt")
@@ -143,6 +144,16 @@ def sample(prefix: tuple) -> int:
     return (sum(prefix) + len(prefix) // 3) % VOCAB
 
 
+def accept(prefix: tuple, num_drafts: int) -> list[int]:
+    """The tokens that a run samples whose last tokens are drafts: accepted drafts, and one more."""
+    tokens: list[int] = []
+    for end in range(len(prefix) - num_drafts, len(prefix) + 1):
+        tokens.append(sample(prefix[:end]))
+        if end == len(prefix) or prefix[end] != tokens[-1]:
+            break
+    return tokens
+
+
 class Token:
     """A token of a sequence: given by the client, or promised by a run; `known` once the ledger has seen it."""
 
@@ -180,7 +191,10 @@ class PlannedRun:
     tokens: list[Token]
     """All tokens of the sequence up to the end of the run."""
     tables: list[list[int]]
-    sampled: Token | None
+    sampled: list[Token]
+    """Those that it samples: none, or one more than its drafts, of which the last ones stay unknown."""
+    num_drafts: int = 0
+    """Its last tokens, which are guesses."""
 
 
 @dataclass
@@ -204,7 +218,7 @@ class Report:
     step_number: int
     outcome: StepOutcome
     computed: list[tuple[int, int]]
-    sampled: dict[int, int]
+    sampled: dict[int, list[int]]
 
 
 class Worker:
@@ -285,34 +299,41 @@ class Worker:
         plan = step.plan
         computed, sampled = [], {}
         given = dict(zip(plan.given_run_indexes, range(len(plan.given_run_indexes)), strict=True))
+        draft_counts = plan.run_draft_counts or [0] * len(step.runs)
         for i, run in enumerate(step.runs):
             row, start, end = lease.rows[run.seq_id], run.start, len(run.tokens)
+            assert run.num_drafts == draft_counts[i]
             if i in given:
-                values = [token.value for token in run.tokens[start:end]]
+                first = start + (run.num_drafts > 0)
+                values = [token.value for token in run.tokens[first:end]]
                 digest = bytes(plan.given_digests[16 * given[i] : 16 * given[i] + 16])
                 assert digest == sha256(pack(values)).digest()[:16], "digest of other tokens"
             else:
                 assert end - start == 1, "a run of several tokens without their ids"
+                values = []
+            if i not in given or run.num_drafts:
                 assert row.last is not None
                 assert row.last[0] == start, "the token sampled last stands elsewhere"
-                values = [row.last[1]]
+                values = [row.last[1], *values]
             prefix = (run.tag, *(token.value for token in run.tokens[:start]))
             for position, value in enumerate(values, start):
                 prefix = (*prefix, value)
                 for group in range(len(self.groups)):
                     self.write(row, group, position, (group, *prefix))
+            tokens = accept(prefix, run.num_drafts) if plan.run_samples[i] else []
+            end -= run.num_drafts - len(tokens[1:])
             computed.append((run.seq_id, end))
-            if plan.run_samples[i]:
-                row.last = (end, sample(prefix))
-                sampled[run.seq_id] = row.last[1]
+            if tokens:
+                row.last = (end, tokens[-1])
+                sampled[run.seq_id] = tokens
         for run in step.runs:
             row, expected = lease.rows[run.seq_id], (run.tag, *(token.value for token in run.tokens))
             for number, group in enumerate(self.groups):
                 for position in range(first_seen(group, run.start), len(run.tokens)):
                     found, content = self.read(row, number, position), (number, *expected[: position + 2])
                     assert found == content, f"sequence {run.seq_id} reads {found} at {position} in group {number}"
-            if run.sampled is not None and run.seq_id in sampled:
-                run.sampled.value = sampled[run.seq_id]
+            for token, value in zip(run.sampled, sampled.get(run.seq_id, ()), strict=False):
+                token.value = value
         return Report(plan.step_number, StepOutcome.COMPUTED, computed, sampled)
 
     def fence(self, lease_id: str) -> None:
@@ -342,12 +363,18 @@ class BookSequence:
     cache_use: CacheUse = CacheUse.READ_AND_WRITE
     withheld: int = 0
     """Leading blocks that a reset has dropped: they are not published at its restore."""
+    num_drafts: int = 0
+    """In flight."""
     kept: list[tuple[int, int]] = field(default_factory=list)
     """The prefixes of its breakpoints, the shorter ones first: full blocks, and milliseconds from a use to the end."""
 
     @property
     def known(self) -> int:
         return sum(token.known for token in self.tokens)
+
+    @property
+    def takes_drafts(self) -> bool:
+        return self.sampled_at == self.scheduled == len(self.tokens) - 1
 
     @property
     def tenant(self) -> int:
@@ -364,7 +391,8 @@ class BookRun:
     covers: int
     fills: range
     """Indexes of the blocks that it fills with tokens known when it was planned."""
-    sampled: Token | None
+    sampled: list[Token]
+    num_drafts: int = 0
     heirs: list[list] = field(default_factory=list)
     """Sequences after this one was offloaded, each with the part of the run that it needs."""
 
@@ -449,6 +477,8 @@ class Books:
         self.now_ms = 0
         self.written = 0
         """Tokens."""
+        self.drafted, self.accepted = 0, 0
+        """Drafts that steps verified, and accepted."""
         self.stranded: list[int] = []
         """Blocks that nobody could find any more when another one was evicted, the last one last."""
         self.pins: dict[bytes, BookPin] = {}
@@ -840,7 +870,7 @@ class Books:
         for seq_id, count in zip(request.extend_ids, request.extend_token_counts, strict=True):
             append = request.appends.get(seq_id, b"")
             tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
-            self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens))
+            self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens, request.drafts.get(seq_id, ())))
         self.budget = request.admission_token_budget or 10**9
         for restore in request.restores:
             found = self.restore(restore, request.admission_reserve)
@@ -920,6 +950,8 @@ class Books:
             return Reason.SEQUENCE_NOT_FOUND
         if old.host is not None:
             return Reason.SEQUENCE_OFFLOADED
+        if old.num_drafts:
+            return Reason.SEQUENCE_BUSY
         end, states = max(1, self.num_blocks_for(old.scheduled)), self.host_states()
         sources = [held(table[:end]) for table in old.tables]
         count = sum(map(len, sources))
@@ -1013,7 +1045,9 @@ class Books:
         sequence = self.lease.sequences.get(seq_id)
         if sequence is None:
             return Reason.SEQUENCE_NOT_FOUND
-        return sequence if sequence.host is None else Reason.SEQUENCE_OFFLOADED
+        if sequence.host is not None:
+            return Reason.SEQUENCE_OFFLOADED
+        return Reason.SEQUENCE_BUSY if sequence.num_drafts else sequence
 
     def trim(self, trim: Trim) -> Reason | None:
         sequence, count = self.in_pool(trim.seq_id), trim.num_tokens
@@ -1111,7 +1145,7 @@ class Books:
         most = min(self.shares[tenant].limit, self.geometry.num_blocks - 1 - others)
         return min(self.longest_in(most, is_reserved=reserved > 0), reserved or 10**9)
 
-    def extend(self, seq_id: int, count: int, append: list[int]) -> Reason | None:
+    def extend(self, seq_id: int, count: int, append: list[int], drafts: Sequence[int]) -> Reason | None:
         sequence = self.in_pool(seq_id)
         if isinstance(sequence, Reason):
             return sequence
@@ -1120,14 +1154,16 @@ class Books:
         start, end, known = sequence.scheduled, sequence.scheduled + count, sequence.known
         if append and known < len(sequence.tokens):
             return Reason.INVALID_ARGUMENT
-        if any(not 0 <= token < VOCAB for token in append):
+        if drafts and not sequence.takes_drafts:
+            return Reason.INVALID_ARGUMENT
+        if any(not 0 <= token < VOCAB for token in (*append, *drafts)):
             return Reason.TOKEN_OUT_OF_RANGE
         if max(end, known + len(append)) > self.max_tokens(sequence.tenant, sequence.reserved_tokens):
             return Reason.SEQUENCE_TOO_LONG
         is_last_sampled = count == 1 and start == sequence.sampled_at and start < len(sequence.tokens)
-        if end > known + len(append) and not is_last_sampled:
+        if end > known + len(append) and not is_last_sampled and not drafts:
             return Reason.NOTHING_TO_COMPUTE
-        holders, ends = self.holders(), self.ends_of_tables(len(sequence.tokens) + len(append), end)
+        holders, ends = self.holders(), self.ends_of_tables(len(sequence.tokens) + len(append) + len(drafts), end)
         is_foreign = lambda block: holders[block] > 1 or block in self.sealed  # noqa: E731
         written = [range(start // self.size, min(self.num_blocks_for(end), len(table))) for table in sequence.tables]
         foreign = [
@@ -1147,7 +1183,10 @@ class Books:
         for indexes, table in zip(written, sequence.tables, strict=True):
             for index in indexes:
                 self.forget_claims(table[index])
-        self.run(sequence, count, given=not (count == 1 and start == sequence.sampled_at))
+        if drafts:
+            self.run_drafts(sequence, drafts)
+        else:
+            self.run(sequence, count, given=not (count == 1 and start == sequence.sampled_at))
         return None
 
     def replace(self, sequence: BookSequence, number: int, foreign: list[int], grown: int, start: int) -> None:
@@ -1182,24 +1221,26 @@ class Books:
     def run(self, sequence: BookSequence, count: int, *, given: bool) -> None:
         start, end = sequence.scheduled, sequence.scheduled + count
         samples = end == len(sequence.tokens)
-        token = Token() if samples else None
         self.runs.append((sequence.seq_id, start, count, samples, given))
-        self.planned.append(
-            PlannedRun(
-                sequence.seq_id,
-                sequence.tag,
-                start,
-                sequence.tokens[:end],
-                [table[:] for table in sequence.tables],
-                token,
-            )
-        )
-        fills = range(start // self.size, min(end, sequence.known) // self.size)
-        self.step.runs.append(BookRun(sequence, end, end, fills, token))
-        sequence.scheduled = end
-        if token is not None:
-            sequence.tokens = [*sequence.tokens, token]
+        self.enter_run(sequence, sequence.tokens[:end], [Token()] if samples else [])
+        if samples:
             sequence.sampled_at = end
+
+    def run_drafts(self, sequence: BookSequence, drafts: Sequence[int]) -> None:
+        """What is sampled in the drafts' places may be other tokens."""
+        sampled = [Token() for _ in range(len(drafts) + 1)]
+        self.runs.append((sequence.seq_id, sequence.scheduled, 1 + len(drafts), True, True))
+        self.enter_run(sequence, [*sequence.tokens, *map(Token, drafts)], sampled, len(drafts))
+        sequence.num_drafts, sequence.sampled_at = len(drafts), None
+
+    def enter_run(self, sequence: BookSequence, tokens: list[Token], sampled: list[Token], num_drafts: int = 0) -> None:
+        start, end = sequence.scheduled, len(tokens)
+        tables = [table[:] for table in sequence.tables]
+        self.planned.append(PlannedRun(sequence.seq_id, sequence.tag, start, tokens, tables, sampled, num_drafts))
+        fills = range(start // self.size, min(end, sequence.known) // self.size)
+        self.step.runs.append(BookRun(sequence, end, end, fills, sampled, num_drafts))
+        sequence.scheduled = end
+        sequence.tokens = [*sequence.tokens, *sampled]
 
     def admit(self, admission: Admission, reserve: int) -> Reason | int:
         data = admission.tokens
@@ -1314,11 +1355,13 @@ class Books:
         step_touched = step.touched
         if report.outcome is StepOutcome.COMPUTED:
             assert not (step.runs and step.is_doomed)
-            for run in step.runs:
+            for run, (seq_id, end) in zip(step.runs, report.computed, strict=True):
+                if run.num_drafts:
+                    self.accept(run, end, len(report.sampled[seq_id]) - 1)
                 for sequence, covers in [(run.sequence, run.covers), *run.heirs]:
                     sequence.computed = max(sequence.computed, covers)
-                if run.sampled is not None:
-                    run.sampled.known = True
+                for token in run.sampled:
+                    token.known = True
             lease.computed += [run.sequence for run in step.runs]
             lease.computed += [heir for run in step.runs for heir, _ in run.heirs]
             # What was touched by this step stays out of reach until all of it is published.
@@ -1331,11 +1374,20 @@ class Books:
                 doomed.is_doomed, lease.known = True, doomed.number
             for sequence in lease.sequences.values():
                 sequence.tokens = [token for token in sequence.tokens if token.known]
-                sequence.scheduled = sequence.computed
+                sequence.scheduled, sequence.num_drafts = sequence.computed, 0
                 if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
                     sequence.sampled_at = None
         self.promise(*lease.sequences.values())
         self.rest()
+
+    def accept(self, run: BookRun, end: int, num_accepted: int) -> None:
+        """The sequence has the accepted drafts and one token after them."""
+        sequence = run.sequence
+        run.covers, run.sampled = min(run.covers, end), run.sampled[: num_accepted + 1]
+        sequence.tokens = sequence.tokens[: end + 1]
+        sequence.scheduled, sequence.sampled_at, sequence.num_drafts = end, end, 0
+        self.drafted += run.num_drafts
+        self.accepted += num_accepted
 
     def publish(self, lease: BookLease, sequence: BookSequence) -> None:
         if sequence.cache_use is CacheUse.NONE:
@@ -1440,6 +1492,7 @@ class LedgerMachine(RuleBasedStateMachine):
         expecting=st.sampled_from([0.0, 0.0, 0.5]),
         keeping=st.sampled_from([0.0, 0.5, 0.8]),
         keep_limits=st.sampled_from([(None, None), (3, 2), (None, 1), (0, 4)]),
+        speculating=st.sampled_from([0.3, 0.0, 0.8]),
     )
     def start(
         self,
@@ -1459,6 +1512,7 @@ class LedgerMachine(RuleBasedStateMachine):
         expecting,
         keeping,
         keep_limits,
+        speculating,
     ):
         if self.keeps:
             groups, keeping, expecting, max_sequences = (FULL,), max(keeping, 0.5), 0.0, 8
@@ -1476,6 +1530,7 @@ class LedgerMachine(RuleBasedStateMachine):
             model_fingerprint=FINGERPRINT,
             num_host_blocks=num_host,
             layer_groups=groups,
+            max_drafts=MAX_DRAFTS,
         )
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
@@ -1502,6 +1557,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """The part of the plans that name prompts that wait."""
         self.keeping = keeping
         """The part of the admissions that have breakpoints."""
+        self.speculating = speculating
+        """The part of the decoding sequences that have drafts."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
         self.now = 0.0
@@ -1529,6 +1586,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ids = sorted(book.sequences)
         away = [seq_id for seq_id in ids if book.sequences[seq_id].host is not None]
         releases, offloads, trims, forks, counts, appends, restores, admissions = [], [], [], [], {}, {}, [], []
+        drafts: dict[int, list[int]] = {}
         for _ in range(num_items):
             weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1, 2, 1 + 3 * len(away)]
             if self.keeps:
@@ -1572,7 +1630,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     )
                 )
             elif seq_id not in counts:
-                self.add_extend(sequence, seq_id, rng, counts, appends)
+                self.add_extend(sequence, seq_id, rng, counts, appends, drafts)
         expected_prompts = [
             ExpectedPrompt(pack(self.prompt(book, rng)), rng.choice([0.0, 5.0]), tenant=rng.choice([None, *TENANTS]))
             for _ in range(rng.choice([1, 1, 2]) if rng.random() < self.expecting else 0)
@@ -1587,12 +1645,17 @@ class LedgerMachine(RuleBasedStateMachine):
             extend_ids=list(counts),
             extend_token_counts=list(counts.values()),
             appends=appends,
+            drafts=drafts,
             admissions=admissions,
             admission_token_budget=rng.choice([0, 0, 0, 1, 3]),
             admission_reserve=rng.choice([0, 0, 0, 1]),
         )
 
-    def add_extend(self, sequence, seq_id, rng, counts, appends):
+    def add_extend(self, sequence, seq_id, rng, counts, appends, drafts):
+        if rng.random() < (0.5 if sequence and sequence.takes_drafts else 0.03):
+            drafts[seq_id] = self.drafts(sequence, rng)
+            counts[seq_id] = 1 + len(drafts[seq_id])
+            return
         waiting = sequence.known - sequence.scheduled if sequence else 1
         can_go_on = waiting > 0 or (sequence is not None and sequence.sampled_at == sequence.scheduled)
         if rng.random() < (0.15 if can_go_on else 0.9):
@@ -1600,6 +1663,17 @@ class LedgerMachine(RuleBasedStateMachine):
             appends[seq_id] = pack(values)
             waiting += len(values)
         counts[seq_id] = rng.choice([1, max(1, waiting), rng.randint(0, max(1, waiting)), rng.choice([1, 2, 40])])
+
+    def drafts(self, sequence, rng):
+        """Any tokens; or the right ones, and one that is not."""
+        count = rng.randint(1, MAX_DRAFTS)
+        drafts = [rng.randrange(VOCAB + (rng.random() < 0.01)) for _ in range(count)]
+        if sequence and rng.random() < 0.5 and all(token.value is not None for token in sequence.tokens):
+            right, prefix = rng.randint(0, count), sequence.prefix(len(sequence.tokens))
+            for index in range(right):
+                drafts[index] = sample(prefix)
+                prefix = (*prefix, drafts[index])
+        return drafts
 
     def prompt(self, book, rng):
         """Some prompts begin like a sequence that is there, or as one that was here before may have begun."""
@@ -1640,8 +1714,12 @@ class LedgerMachine(RuleBasedStateMachine):
         elif kind == "rewrite":
             self.rewrite(client, rng)
         for _ in range(min(num_items, 3) if kind == "decode" else 0):
-            ids = [i for i in sorted(self.books.leases[client.lease_id].sequences) if rng.random() < 0.8]
-            self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=[1] * len(ids)))
+            sequences = self.books.leases[client.lease_id].sequences
+            ids = [i for i in sorted(sequences) if rng.random() < 0.8]
+            speculating = [i for i in ids if sequences[i].takes_drafts and rng.random() < self.speculating]
+            drafts = {i: self.drafts(sequences[i], rng) for i in speculating}
+            counts = [1 + len(drafts.get(i, ())) for i in ids]
+            self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=counts, drafts=drafts))
         self.follow(client, rng)
         if self.books.index and rng.random() < self.pinning:
             self.pin(rng)
@@ -1797,6 +1875,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.books.settle(self.books.leases[client.lease_id], report)
 
     def settle(self, client, report):
+        counts = [len(tokens) for tokens in report.sampled.values()]
         self.ledger.settle(
             report_of(
                 client.lease_id,
@@ -1805,7 +1884,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 seq_ids=[seq_id for seq_id, _ in report.computed],
                 token_counts=[count for _, count in report.computed],
                 sampled_ids=list(report.sampled),
-                sampled_tokens=list(report.sampled.values()),
+                sampled_tokens=[token for tokens in report.sampled.values() for token in tokens],
+                sampled_counts=[] if set(counts) == {1} else counts,
             )
         )
 
@@ -1819,6 +1899,18 @@ class LedgerMachine(RuleBasedStateMachine):
         client = self.pick(rng, lambda client: len(client.to_report) > 1)
         if client:
             self.refused_call(Reason.INVALID_ARGUMENT, lambda: self.settle(client, client.to_report[1]))
+        client = self.pick(rng, lambda client: client.to_report and client.to_report[0].computed)
+        if client and client.lease_id in self.books.leases:
+            self.report_more(client, client.to_report[0])
+
+    def report_more(self, client, report):
+        """More drafts were accepted than there were, or than the tokens say."""
+        (seq_id, end), *others = report.computed
+        if seq_id in report.sampled:
+            longer = replace(report, computed=[(seq_id, end + 1), *others])
+            self.refused_call(Reason.INVALID_ARGUMENT, lambda: self.settle(client, longer))
+            longer = replace(longer, sampled={**report.sampled, seq_id: [*report.sampled[seq_id], VOCAB - 1]})
+            self.refused_call(Reason.INVALID_ARGUMENT, lambda: self.settle(client, longer))
 
     def do_catch_up(self, client):
         while client and client.to_run:
@@ -2009,6 +2101,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
         reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
         assert statistics_of(ledger).reserved_block_count == reserved
+        statistics = statistics_of(ledger)
+        drafted = (statistics.drafted_token_count, statistics.accepted_draft_token_count)
+        assert drafted == (books.drafted, books.accepted)
         self.tenants_agree()
         self.keeps_agree()
         self.parked_blocks_agree()
@@ -2054,6 +2149,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert sequence.is_offloaded == (book.host is not None)
             assert (sequence.num_known, sequence.num_tokens) == (book.known, len(book.tokens))
             assert (sequence.num_computed, sequence.num_scheduled) == (book.computed, book.scheduled)
+            assert sequence.num_drafts == book.num_drafts
             known = pack(token.value for token in book.tokens if token.known)
             assert self.ledger.probe.tokens(lease_id, seq_id) == known
 
