@@ -128,7 +128,7 @@ class ExecutorDriver:
 
     def offload(self, stream: Stream) -> None:
         """Move the blocks of a stream to the host tier."""
-        self._pass_blocks(stream)
+        self._pass_blocks(stream, is_leaving=True)
         self._grant.offloaded_sequence_ids.append(stream.seq_id)
         host_tables: list[list[int | None]] = [[] for _ in self.pool.groups]
         for table, host_table in zip(self._tables.pop(stream.seq_id), host_tables, strict=True):
@@ -162,17 +162,21 @@ class ExecutorDriver:
         self._grant.write_block_ids.extend(block_ids)
         table += [NULL_BLOCK] * (first - len(table)) + block_ids
 
-    def _pass_blocks(self, stream: Stream) -> None:
-        """Give up entries that no later token of the stream sees. Blocks in no other table are free again."""
+    def _pass_blocks(self, stream: Stream, *, is_leaving: bool = False) -> None:
+        """Give up entries that no later token of the stream sees. Blocks in no other table are free again.
+
+        The grant says nothing of entries of a stream that gives up all of them.
+        """
         for number, group in enumerate(self.pool.groups):
             table = self._tables[stream.seq_id][number]
             passed = group.count_passed(stream.num_computed, self._block_size)
             given_up = {block_id for block_id in table[:passed] if block_id != NULL_BLOCK}
             if not given_up:
                 continue
-            self._grant.passed_sequence_ids.append(stream.seq_id)
-            self._grant.passed_layer_groups.append(number)
-            self._grant.passed_block_counts.append(passed)
+            if not is_leaving:
+                self._grant.passed_sequence_ids.append(stream.seq_id)
+                self._grant.passed_layer_groups.append(number)
+                self._grant.passed_block_counts.append(passed)
             table[:passed] = [NULL_BLOCK] * passed
             self.num_passed += len(given_up)
             self._give_back(given_up)

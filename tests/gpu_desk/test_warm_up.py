@@ -34,6 +34,7 @@ MAX_STEP_TOKENS = 2048
 MAX_NUM_SEQS = 24
 NUM_BLOCKS = 1 + MAX_MODEL_LEN // BLOCK_SIZE
 NUM_STEPS = 40
+MAX_DRAFTS = 8
 EVERYTHING = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, num_logprobs=3)
 
 Key = tuple[Any, ...]
@@ -104,7 +105,7 @@ def save_long(name: str, folder: Path) -> Path:
 
 
 class Traffic:
-    """Steps of a lease, drawn at random: prompts, also behind a prefix, decodes, forks, copies, the host tier."""
+    """Steps of a lease, drawn at random: prompts, also behind a prefix, decodes, drafts, forks, copies, host tier."""
 
     def __init__(self, loaded: Loaded, *, seed: int) -> None:
         self.random = random.Random(seed)
@@ -120,7 +121,7 @@ class Traffic:
         ends = [self.draw_end(count) for count in counts]
         first = grant_pb2.StepGrant(lease_id="traffic", step_number=1)
         for seq_id, (count, end) in enumerate(zip(counts, ends, strict=True)):
-            write(first, seq_id, num_tokens=min(end + 2, MAX_MODEL_LEN), num_groups=self.num_groups)
+            write(first, seq_id, num_tokens=min(end + 1 + MAX_DRAFTS, MAX_MODEL_LEN), num_groups=self.num_groups)
             add_run(first, seq_id, end - count, count)
         self.move_blocks(first)
         given = {index: np.zeros(count, dtype=np.int32) for index, count in enumerate(counts)}
@@ -128,15 +129,20 @@ class Traffic:
         self.execute(AcceptedStep(first, given, {seq_id: RowSampling(params) for seq_id in range(len(counts))}))
         going_on = [seq_id for seq_id, end in enumerate(ends) if end < MAX_MODEL_LEN]
         second = grant_pb2.StepGrant(lease_id="traffic", step_number=2, known_step_number=1)
+        drafts: dict[int, int] = {}
         for seq_id in going_on:
-            add_run(second, seq_id, ends[seq_id], 1)
+            most = min(self.random.choice([0, 0, 1, MAX_DRAFTS]), MAX_MODEL_LEN - ends[seq_id] - 1)
+            drafts |= {len(second.run_sequence_ids): most} if most else {}
+            add_run(second, seq_id, ends[seq_id], 1 + most)
         for child_id, parent_id in enumerate(going_on[: MAX_NUM_SEQS - len(counts)], start=len(counts)):
             second.fork_parent_ids.append(parent_id)
             second.fork_child_ids.append(child_id)
             write(second, child_id, num_tokens=ends[parent_id] + 1, num_groups=self.num_groups)
             add_run(second, child_id, ends[parent_id], 1)
+        if drafts:
+            second.run_draft_counts.extend(drafts.get(run, 0) for run in range(len(second.run_sequence_ids)))
         if second.run_sequence_ids:
-            self.execute(AcceptedStep(second))
+            self.execute(AcceptedStep(second, {run: np.zeros(most, dtype=np.int32) for run, most in drafts.items()}))
         self.executor.fence_lease("traffic")
 
     def draw_counts(self) -> list[int]:

@@ -105,6 +105,8 @@ def lying(report: attach_pb2.StepReport, kind: Lie) -> attach_pb2.StepReport:
         case Lie.SAMPLED_FOR_NOBODY:
             lie.sampled_sequence_ids.append(NOBODY)
             lie.sampled_token_ids.append(0)
+            if report.sampled_token_counts:
+                lie.sampled_token_counts.append(1)
         case Lie.TOKEN_OUT_OF_RANGE:
             lie.sampled_token_ids[:] = [2**31 - 1] * len(report.sampled_token_ids)
         case Lie.NO_OUTCOME:

@@ -7,15 +7,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import planning
 import pytest
 import torch
-from executor_driver import FORKED, MAX_MODEL_LEN, VOCAB_SIZE, make_prompts, run_mixed
+from executor_driver import FORKED, MAX_MODEL_LEN, VOCAB_SIZE, ExecutorDriver, make_prompts, run_mixed
 from planning import Admission, Fork, Planned, Restore, StepRequest, Trim
 from robustness.simulation.digest_model import TWO_FULL_LAYERS, DigestFunction, DigestModel
+from robustness.simulation.ranks import SimulatedFollower, SimulatedLeader
 from robustness.simulation.worker import Rank, WorkerSettings, make_config, make_rank
 
 from quire.cache.v1 import grant_pb2
@@ -283,6 +285,88 @@ def test_a_model_with_states_gives_the_tokens_of_one_without_a_pool() -> None:
         assert desk.num_wrong == 0
         num_right += desk.num_right
     assert num_right > 80
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def make_ranks(settings: WorkerSettings) -> Rank:
+    """The rank that serves, with its follower if there are two."""
+    if settings.num_ranks == 1:
+        return make_rank(settings, ONE_RANK)
+    follower = SimulatedFollower()
+    return make_rank(settings, SimulatedLeader(follower, make_rank(settings, follower).executor))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rejected_drafts_in_blocks_of_all_groups_are_written_again(kind: str) -> None:
+    """The driver fills what is free with NaN, and the verifier checks what is read."""
+    function = DigestFunction(KINDS[kind], VOCAB_SIZE, MAX_MODEL_LEN)
+    driver, draw = ExecutorDriver(DigestModel(function)), random.Random(7)
+    streams = [driver.admit(prompt) for prompt in make_prompts()]
+    expected = [stream.tokens + function.expected_tokens(stream.tokens, 24) for stream in streams]
+    driver.step([(stream, len(stream.tokens)) for stream in streams])
+    num_steps = 0
+    while missing := [index for index, stream in enumerate(streams) if len(stream.tokens) + 8 < len(expected[index])]:
+        drafts = {}
+        for index in missing:
+            known = expected[index][len(streams[index].tokens) :][: draw.randint(0, 7)]
+            num_right = draw.randint(0, len(known))
+            drafts[streams[index].seq_id] = known[:num_right] + [token ^ 1 for token in known[num_right:]]
+        assert driver.step([(streams[index], 1) for index in missing], drafts=drafts) is Outcome.COMPUTED
+        num_steps += 1
+    assert num_steps < 14
+    for stream, tokens in zip(streams, expected, strict=True):
+        assert stream.tokens == tokens[: len(stream.tokens)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["greedy", *PARAMETERS])
+def test_verified_drafts_are_those_of_the_reference(name: str, num_ranks: int) -> None:
+    """Beside a sequence without drafts, with right ones, wrong ones and both. The ranks agree on what is accepted."""
+    function, prompt = DigestFunction(), [5, 9, 2, 11, 3]
+    params = PARAMETERS.get(name, SamplingParams())
+    rank = make_ranks(WorkerSettings(function=function, num_ranks=num_ranks, num_blocks=40))
+    expected = {1: function.expected_tokens(prompt, 40, params), 2: function.expected_tokens(prompt, 40)}
+    sampled: dict[int, list[int]] = {1: [], 2: []}
+    draw = random.Random(len(name))
+    accepted: set[int] = set()
+    for number in range(1, 40):
+        grant = grant_pb2.StepGrant(lease_id=LEASE, step_number=number, known_step_number=number - 1)
+        given: dict[int, Any] = {}
+        sampling = {}
+        if number == 1:
+            grant.write_sequence_ids[:], grant.write_first_indexes[:] = [1, 2], [0, 0]
+            grant.write_block_counts[:], grant.write_block_ids[:] = [16, 16], range(1, 33)
+            sampling = {1: RowSampling(params, prompt_token_ids=prompt, last_token_ids=prompt)}
+        for seq_id in (2, 1):
+            num_known, num_drafts = len(sampled[seq_id]), draw.choice((0, 1, 4, 8)) if number > 1 else 0
+            if seq_id == 2 and number > 6:
+                num_drafts = 0
+            known = expected[seq_id][num_known : num_known + num_drafts]
+            num_right = draw.randint(0, len(known))
+            drafts = known[:num_right] + [token ^ 1 for token in known[num_right:]]
+            start = len(prompt) + num_known - 1 if number > 1 else 0
+            grant.run_sequence_ids.append(seq_id)
+            grant.run_starts.append(start)
+            grant.run_token_counts.append(1 + len(drafts) if number > 1 else len(prompt))
+            grant.run_draft_counts.append(len(drafts))
+            grant.run_samples.append(True)
+            if drafts or number == 1:
+                grant.given_run_indexes.append(len(grant.run_starts) - 1)
+                given[len(grant.run_starts) - 1] = np.array(drafts or prompt, dtype=np.int32)
+        result = rank.executor.execute(AcceptedStep(grant, given, sampling))
+        assert result.outcome is Outcome.COMPUTED
+        tokens = iter(result.sampled_tokens)
+        for seq_id, count in zip(result.sampled_ids, result.sampled_counts or [1, 1], strict=True):
+            sampled[seq_id] += islice(tokens, count)
+            accepted.add(count - 1)
+        if min(map(len, sampled.values())) >= 20 or max(map(len, sampled.values())) > 35:
+            break
+    assert max(map(len, sampled.values())) > 20
+    assert len(accepted) > 3
+    for seq_id, found in sampled.items():
+        assert found == expected[seq_id][: len(found)]
 
 
 # -- wrong content ---------------------------------------------------------------------------------------------------

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import model_zoo as zoo
 import numpy as np
 import pytest
+import text_model
+import torch
 from executor_driver import ExecutorDriver, Stream, make_prompts
 
-from quire.worker.grant.decoding import RowSampling
+from quire.cache.v1 import grant_pb2
+from quire.worker.grant.decoding import AcceptedStep, RowSampling
+from quire.worker.memory import step_batch
+from quire.worker.memory.step_batch import DraftCounts
+from quire.worker.model.checkpoint import load_model
+from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
-from quire.worker.run.executor import Outcome, TokenLogprobs
+from quire.worker.run import executor
+from quire.worker.run.executor import Executor, Outcome, StepResult, TokenLogprobs
+from quire.worker.sampling import grammar_masks
 from quire.worker.sampling.constraints import Constraints
+from quire.worker.sampling.drafts import VOID, DraftRows
+from quire.worker.sampling.grammars import Grammar, Grammars, load_grammars
 from quire.worker.sampling.parameters import SamplingParams
 
 MAX_MODEL_LEN = 64
 NUM_NEW = 20
+CPU = torch.device("cpu")
+END_ID = text_model.make_tokenizer().token_to_id(text_model.END)
+VOCAB_SIZE = text_model.make_tokenizer().get_vocab_size() + 5
 END_IDS = np.array([1, 2], dtype=np.int64)
 SAMPLED = (
     SamplingParams(num_logprobs=3),
@@ -41,6 +59,11 @@ SAMPLED = (
     ),
 )
 """The parameters of each prompt's sequence."""
+FAMILIES = (
+    *("gemma3", "mistral", "gpt_oss", "llama4", "cohere2", "gemma3n"),  # windows and chunks
+    *("deepseek_v3", "qwen3_moe", "phi3", "gpt2", "stablelm"),
+    *("bloom", "falcon_alibi", "gptj", "gpt_neo", "mpt", "xglm"),  # with their own attention
+)
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +164,272 @@ def test_drafts_give_the_tokens_of_steps_without_them(model: PagedModel, seed: i
     assert found.tokens() == expected.tokens()
     assert_equal_logprobs(found, expected)
     assert found.num_steps < expected.num_steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_all_kinds_verify_drafts(family: str) -> None:
+    """Blocks behind a window are full of NaN, and handed out again."""
+    some = prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN)
+    found, expected = verify(some, make_prompts(), seed=1)
+    assert found.tokens() == expected.tokens()
+
+
+def test_right_drafts_are_all_accepted_and_wrong_ones_give_one_token(model: PagedModel) -> None:
+    prompt = make_prompts()[2]
+    driver, other = ExecutorDriver(model), ExecutorDriver(model)
+    stream, drafted = driver.admit(prompt), other.admit(prompt)
+    driver.step([(stream, len(prompt))])
+    other.step([(drafted, len(prompt))])
+    for _ in range(9):
+        driver.step([(stream, 1)])
+    length = len(drafted.tokens)
+    right = stream.tokens[length : length + 4]
+    wrong = [(token + 1) % model.vocab_size for token in right]
+    other.step([(drafted, 1)], drafts={drafted.seq_id: wrong})
+    assert (other.result.sampled_counts, other.result.sampled_tokens) == ([1], right[:1])
+    right = stream.tokens[length + 1 : length + 5]
+    other.step([(drafted, 1)], drafts={drafted.seq_id: right})
+    assert (other.result.sampled_counts, other.result.sampled_tokens) == ([5], stream.tokens[length + 1 : length + 6])
+    other.step(
+        [(drafted, 1)], drafts={drafted.seq_id: [stream.tokens[length + 6], wrong[0], stream.tokens[length + 8]]}
+    )
+    assert drafted.tokens == stream.tokens[: length + 8]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_a_sequence_with_rejected_drafts_is_forked_moved_to_the_host_tier_and_goes_on(family: str) -> None:
+    """What rejected drafts left in a block is copied with it, and read by nobody."""
+    some = prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN)
+    prompts = make_prompts()
+    own = zoo.build(family)
+    own.set_attn_implementation("eager")
+    expected = zoo.generate(own, prompts[1], 30)
+    wrong = [(token + 1) % some.vocab_size for token in expected]
+    driver = ExecutorDriver(some)
+    parent = driver.admit(prompts[1])
+    driver.step([(parent, len(prompts[1]))])
+
+    def step(streams: list[Stream], *, num_right: int) -> None:
+        """One step with 6 drafts for those that can have some, of which the first few are right."""
+        drafts = {}
+        for stream in streams:
+            if stream.sampled_at == stream.num_computed:
+                at = len(stream.tokens)
+                drafts[stream.seq_id] = expected[at : at + num_right] + wrong[at + num_right : at + 6]
+        assert driver.step([(stream, 1) for stream in streams], drafts=drafts) is Outcome.COMPUTED
+
+    step([parent], num_right=1)
+    child = driver.fork(parent)
+    step([parent, child], num_right=2)
+    driver.offload(parent)
+    step([child], num_right=0)
+    driver.restore(parent)
+    for _ in range(3):
+        step([parent, child], num_right=1)
+    driver.pool.check_invariants()
+    for stream in (parent, child):
+        assert len(stream.tokens) > len(prompts[1]) + 6
+        assert stream.tokens == expected[: len(stream.tokens)]
+
+
+def test_drafts_without_room_for_their_logits_are_run_and_not_accepted(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "max_logits", lambda max_num_seqs: 12)
+    found, expected = verify(model, make_prompts(), seed=2)
+    assert found.tokens() == expected.tokens()
+    assert found.num_steps < expected.num_steps
+
+
+def test_room_for_logits_is_divided_among_the_runs_with_drafts() -> None:
+    given = np.array([0, 5, 2, 8])
+    assert DraftCounts.fit(given, most_logits=99).verified.tolist() == [0, 5, 2, 8]
+    assert DraftCounts.fit(given, most_logits=14).verified.tolist() == [0, 4, 2, 4]
+    assert DraftCounts.fit(given, most_logits=13).verified.tolist() == [0, 3, 2, 3]
+    assert DraftCounts.fit(given, most_logits=4).verified.tolist() == [0, 0, 0, 0]
+    assert (step_batch.max_logits(3), step_batch.max_logits(400)) == (256, 400)
+
+
+def test_a_step_with_drafts_that_fails_changes_nothing_of_its_sequences(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts()
+    expected = without_drafts(model, prompts)
+    found = Conversation(ExecutorDriver(model), prompts)
+    right = {
+        stream.seq_id: other.tokens[len(stream.tokens) :][:3]
+        for stream, other in zip(found.streams, expected.streams, strict=True)
+    }
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the model was to fail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", fail)
+        assert found.driver.step([(stream, 1) for stream in found.streams], drafts=right) is Outcome.FAILED
+    found.step([(stream, 1) for stream in found.streams], right)
+    assert found.driver.result.sampled_counts == [4] * len(prompts)
+    while unfinished := found.unfinished():
+        found.step([(stream, 1) for stream in unfinished])
+    assert found.tokens() == expected.tokens()
+
+
+# -- steps launched ahead -----------------------------------------------------------------------------------------
+
+BLOCKS: dict[str, Any] = {
+    "write_sequence_ids": [1, 2],
+    "write_first_indexes": [0, 0],
+    "write_block_counts": [4, 4],
+    "write_block_ids": [3, 9, 1, 5, 7, 2, 4, 6],
+}
+
+
+def grant(number: int, **fields: Any) -> grant_pb2.StepGrant:
+    return grant_pb2.StepGrant(lease_id="lease", step_number=number, **fields)
+
+
+def make_step(step_grant: grant_pb2.StepGrant, **given: list[int]) -> AcceptedStep:
+    tokens = {int(run.removeprefix("run")): np.array(ids, dtype=np.int32) for run, ids in given.items()}
+    return AcceptedStep(step_grant, tokens)
+
+
+def test_steps_of_other_sequences_are_launched_behind_a_step_with_drafts(model: PagedModel) -> None:
+    """Where the sequence goes on is known when its step has ended; until then the others do not wait for it."""
+
+    def decode(number: int, seq_id: int, start: int, drafts: list[int] | None = None) -> AcceptedStep:
+        runs = {"run_sequence_ids": [seq_id], "run_starts": [start], "run_samples": [True]}
+        counts = {"run_token_counts": [1 + len(drafts or [])]}
+        if not drafts:
+            return make_step(grant(number, **runs, **counts))
+        return make_step(grant(number, **runs, **counts, run_draft_counts=[len(drafts)]), run0=drafts)
+
+    def start_both(some: Executor) -> StepResult:
+        runs = {"run_sequence_ids": [1, 2], "run_starts": [0, 0], "run_token_counts": [6, 2]}
+        first = grant(1, **BLOCKS, **runs, run_samples=[True, True])
+        return some.execute(make_step(first, run0=[5, 9, 2, 11, 3, 8], run1=[7, 1]))
+
+    def make() -> Executor:
+        return Executor(model, model.make_pool(num_blocks=12, block_size=4), max_num_seqs=4)
+
+    plain, ahead = make(), make()
+    expected = {1: [start_both(plain).sampled_tokens[0]], 2: [start_both(ahead).sampled_tokens[1]]}
+    number = 1
+    for seq_id, start, count in ((1, 6, 5), (2, 2, 2)):
+        for offset in range(count):
+            number += 1
+            expected[seq_id] += plain.execute(decode(number, seq_id, start + offset)).sampled_tokens
+    wrong = (expected[1][3] + 1) % model.vocab_size
+    drafted = ahead.launch(decode(2, 1, 6, [*expected[1][1:3], wrong]))
+    behind = [ahead.launch(decode(3 + offset, 2, 2 + offset)) for offset in range(2)]
+    assert (drafted.collect().sampled_tokens, drafted.collect().sampled_counts) == (expected[1][1:4], [3])
+    assert [token for each in behind for token in each.collect().sampled_tokens] == expected[2][1:]
+    assert ahead.execute(decode(5, 1, 9)).sampled_tokens == expected[1][4:5]
+    released = ahead.launch(decode(6, 1, 10, [1, 2]))
+    gone = replace(decode(7, 2, 4), grant=grant(7, released_sequence_ids=[1]))
+    assert ahead.launch(gone).collect().outcome is Outcome.COMPUTED
+    assert released.collect().outcome is Outcome.COMPUTED
+    assert ahead._unsettled == {}
+
+
+def test_a_run_elsewhere_than_behind_the_accepted_drafts_fails(model: PagedModel) -> None:
+    driver, prompt = ExecutorDriver(model), make_prompts()[0]
+    stream = driver.admit(prompt)
+    driver.step([(stream, len(prompt))])
+    driver.step([(stream, 1)], drafts={stream.seq_id: [1, 2, 3]})
+    num_accepted = driver.result.sampled_counts[0] - 1
+    stream.num_computed += 3 - num_accepted
+    stream.sampled_at = stream.num_computed
+    if num_accepted < 3:
+        assert driver.step([(stream, 1)]) is Outcome.FAILED
+
+
+# -- grammars -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_model.save(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def grammars(text_folder: Path) -> Any:
+    loaded = load_grammars(find_tokenizer(str(text_folder)), vocab_size=VOCAB_SIZE, end_token_ids=[END_ID])
+    assert isinstance(loaded, Grammars)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def writer(text_folder: Path) -> PagedModel:
+    return load_model(str(text_folder), dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN)
+
+
+def write_text(
+    writer: PagedModel, grammars: Grammars, *, guess: list[int] | None, most: int = 0, seed: int = 3
+) -> tuple[list[int], int]:
+    """The tokens that follow a grammar behind a prompt, and the number of steps; with drafts some of them are right."""
+    driver, prompt = ExecutorDriver(writer), [5, 9, 2, 11, 3, 8]
+    following = asyncio.run(grammars.follow(Grammar("regex", "[a-c]{6}(x|yz)[0-9]{4}"), begins_at=6, tokens=[]))
+    stream = driver.admit(prompt)
+    bound = RowSampling(SamplingParams(temperature=1.0, seed=seed), following=following)
+    driver.step([(stream, len(prompt))], {stream.seq_id: bound})
+    draw, num_steps = random.Random(seed), 0
+    while END_ID not in stream.tokens:
+        drafts = []
+        if guess is not None:
+            known = guess[len(stream.tokens) - len(prompt) :][:most]
+            num_right = draw.randint(0, len(known))
+            drafts = known[:num_right] + [draw.randrange(VOCAB_SIZE) for _ in known[num_right:]]
+        assert driver.step([(stream, 1)], drafts={stream.seq_id: drafts}) is Outcome.COMPUTED
+        assert not driver.result.grammar_failures
+        assert not driver.result.late_ids
+        num_steps += 1
+    end = stream.tokens.index(END_ID) + 1  # a draft behind it may be right, too
+    return stream.tokens[len(prompt) : end], num_steps
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_drafts_follow_a_grammar_as_far_as_it_goes_with_them(writer: PagedModel, grammars: Grammars, most: int) -> None:
+    """Some drafts are refused by the grammar, some are end tokens, some are allowed and not those drawn."""
+    expected, num_steps = write_text(writer, grammars, guess=None)
+    text = text_model.make_tokenizer().decode(expected[:-1])
+    assert re.fullmatch("[a-c]{6}(x|yz)[0-9]{4}", text)
+    found, num_drafted = write_text(writer, grammars, guess=expected, most=most)
+    assert found == expected
+    assert num_drafted < num_steps
+
+
+def test_masks_behind_drafts_that_are_not_made_in_time_cost_drafts_and_no_tokens(
+    writer: PagedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, num_steps = write_text(writer, grammars, guess=None)
+    monkeypatch.setattr(grammar_masks, "DRAFTS_TIME_S", 0.0)
+    assert write_text(writer, grammars, guess=expected, most=8) == (expected, num_steps)
+
+
+# -- rows of a sample ---------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_kept_up_to_the_first_that_is_not_its_draft() -> None:
+    rows = DraftRows([[4, 5, 6], [], [7, 8], [9], [3, 3]], CPU)
+    assert rows.counts.tolist() == [4, 1, 3, 2, 3]
+    assert rows.offsets.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1, 2]
+    tokens = torch.tensor([4, 0, 6, 1, 2, 7, 8, 5, 9, VOID, 3, VOID, 3])
+    kept = rows.keep(tokens)
+    assert kept.counts.tolist() == [2, 1, 3, 1, 1]
+    assert torch.nonzero(kept.is_kept)[:, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 10]
+    assert (torch.arange(13) + kept.to_newest).tolist() == [1, 1, 1, 1, 4, 7, 7, 7, 8, 8, 10, 10, 10]
+    assert rows.newest(tokens, kept).tolist() == [0, 2, 5, 9, 3]
+
+
+def test_a_row_knows_the_drafts_before_it() -> None:
+    rows = DraftRows([[4, 5, 6], [], [7, 8]], CPU)
+    places = np.array([0, 1, 2, 3, 5, 6, 7])
+    index, tokens = rows.before(places)
+    before: dict[int, set[int]] = {}
+    for row, token in zip(index.tolist(), tokens.tolist(), strict=True):
+        before.setdefault(row, set()).add(token)
+    assert before == {1: {4}, 2: {4, 5}, 3: {4, 5, 6}, 5: {7}, 6: {7, 8}}
+    latest, columns = rows.latest(np.array([0, 1, 3]), 2)
+    assert latest.tolist() == [[-2, -2], [-2, 4], [5, 6]]
+    assert columns.tolist() == [[0, 1], [1, 1], [1, 1]]

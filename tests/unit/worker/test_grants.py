@@ -38,9 +38,10 @@ GRANT = grant_pb2.StepGrant(
 RIGHT = {4: [1, 2, 3], 6: [99]}
 
 
-def decode(*inputs: Any, grant: grant_pb2.StepGrant = GRANT, skip: bool = False) -> AcceptedStep:
+def decode(*inputs: Any, grant: grant_pb2.StepGrant = GRANT, skip: bool = False, max_drafts: int = 0) -> AcceptedStep:
     entries = [worker_service_pb2.SequenceInput(**entry) for entry in inputs]
-    return decode_step(worker_service_pb2.RunStepRequest(inputs=entries, skip=skip), grant, **LIMITS)
+    request = worker_service_pb2.RunStepRequest(inputs=entries, skip=skip)
+    return decode_step(request, grant, **LIMITS, max_drafts=max_drafts)
 
 
 def entries(tokens: dict[int, list[int]]) -> list[dict[str, Any]]:
@@ -143,6 +144,102 @@ def test_bytes_that_are_no_grant_are_not_signed(data: bytes) -> None:
         decode_grant(grant_pb2.SignedGrant(grant=data))
     assert caught.value.reason == "BAD_SIGNATURE"
     assert decode_grant(grant_pb2.SignedGrant(grant=GRANT.SerializeToString())) == GRANT
+
+
+# -- drafts ---------------------------------------------------------------------------------------------------------
+
+# Sequence 4 goes on with two drafts, 5 by itself.
+DRAFTED = grant_pb2.StepGrant(
+    epoch=1,
+    lease_id="a",
+    step_number=9,
+    run_sequence_ids=[4, 5],
+    run_starts=[6, 7],
+    run_token_counts=[3, 1],
+    run_samples=[True, True],
+    given_run_indexes=[0],
+    given_token_digests=digest(8, 9),
+    run_draft_counts=[2, 0],
+)
+
+
+def drafted(**changes: Any) -> grant_pb2.StepGrant:
+    grant = grant_pb2.StepGrant()
+    grant.CopyFrom(DRAFTED)
+    for name, value in changes.items():
+        grant.ClearField(name)  # type: ignore[arg-type]
+        getattr(grant, name).extend(value)
+    return grant
+
+
+def test_the_client_gives_the_drafts_of_a_run_alone() -> None:
+    step = decode(*entries({4: [8, 9]}), grant=DRAFTED, max_drafts=2)
+    assert {run: tokens.tolist() for run, tokens in step.given_tokens.items()} == {0: [8, 9]}
+    assert refusal(*entries({4: [8, 10]}), grant=DRAFTED, max_drafts=2).reason == "TOKENS_MISMATCH"
+    for tokens in ([7, 8, 9], [8], []):
+        refused = refusal(*entries({4: tokens}), grant=DRAFTED, max_drafts=2)
+        assert str(refused) == f"inputs.token_ids is {len(tokens)} tokens for sequence 4; must be 2 tokens"
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_drafts", "message"),
+    [
+        ({}, 1, "grant.run_draft_counts is 2 for sequence 4; must be 0 to 1"),
+        ({}, 0, "grant.run_draft_counts is 2 for sequence 4; must be 0 to 0"),
+        ({"run_draft_counts": [-1, 0]}, 2, "grant.run_draft_counts is -1 for sequence 4; must be 0 to 2"),
+        (
+            {"run_draft_counts": [2]},
+            2,
+            "grant.run_draft_counts is 1 counts; must be empty, or 2 counts as there are runs",
+        ),
+        (
+            {"run_token_counts": [2, 1]},
+            2,
+            "grant.run_token_counts is 2 for sequence 4; must be 3, the token sampled last and its drafts",
+        ),
+        (
+            {"run_samples": [False, True]},
+            2,
+            "grant.run_samples is false for sequence 4; must be true, as it has drafts",
+        ),
+        (
+            {"given_run_indexes": [1]},
+            2,
+            "grant.given_run_indexes is without run 0 for sequence 4; must be with run 0: it has drafts",
+        ),
+    ],
+)
+def test_drafts_that_can_not_be_verified_are_refused(changes: dict[str, Any], max_drafts: int, message: str) -> None:
+    refused = refusal(*entries({4: [8, 9]}), grant=drafted(**changes), max_drafts=max_drafts)
+    assert (refused.reason, str(refused)) == ("INVALID_ARGUMENT", message)
+
+
+def test_a_run_with_drafts_has_no_tokens_of_a_prompt_to_score() -> None:
+    entry = {"sequence_id": 4, "token_ids": [8, 9], "next_token_ids": [9], "prompt_logprob_count": 0}
+    refused = refusal(entry, grant=DRAFTED, max_drafts=2)
+    assert refused.metadata["field"] == "inputs.next_token_ids"
+    assert "1 tokens; must be 0 to 0 tokens" in str(refused)
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [([30], [7, 8]), ([8, 31], [8, 8]), ([8, 9, 32], [9, 8])])
+def test_a_report_counts_accepted_drafts_alone(tokens: list[int], computed: list[int]) -> None:
+    result = StepResult(
+        9,
+        Outcome.COMPUTED,
+        sampled_ids=[4, 5],
+        sampled_tokens=[*tokens, 40],
+        sampled_counts=[len(tokens), 1],
+    )
+    assert make_report(DRAFTED, result) == attach_pb2.StepReport(
+        lease_id="a",
+        step_number=9,
+        outcome=attach_pb2.STEP_OUTCOME_COMPUTED,
+        sequence_ids=[4, 5],
+        computed_token_counts=computed,
+        sampled_sequence_ids=[4, 5],
+        sampled_token_ids=[*tokens, 40],
+        sampled_token_counts=[len(tokens), 1],
+    )
 
 
 # -- reports ------------------------------------------------------------------------------------------------------

@@ -104,3 +104,17 @@ def test_a_decode_step_of_256_sequences_takes_at_most_4_kib() -> None:
     )
     order = step_order(AcceptedStep(grant), computes=True)
     assert order.header().nbytes + order.payload().nbytes <= MAX_DECODE_BYTES
+
+
+def test_a_follower_gets_the_drafts_of_a_run() -> None:
+    grant = grant_pb2.StepGrant(
+        run_sequence_ids=[5, 9],
+        run_starts=[4, 0],
+        run_token_counts=[3, 2],
+        run_samples=[True, True],
+        given_run_indexes=[0, 1],
+        run_draft_counts=[2, 0],
+    )
+    step = AcceptedStep(grant, given_tokens={0: ints(10, 20), 1: ints(40, 50)})
+    found = read_step(through_the_wire(step_order(step, computes=True)))
+    assert {run: ids.tolist() for run, ids in found.given_tokens.items()} == {0: [10, 20], 1: [40, 50]}

@@ -42,9 +42,14 @@ class Worker:
         outcome: Outcome = Outcome.COMPUTED,
         sampled: dict[int, int] | None = None,
         going_on: Sequence[int] = (),
+        accepted: dict[int, list[int]] | None = None,
         **lies: Any,
     ) -> None:
-        """One step. Writes are (sequence, first index, blocks); `going_on` are runs of the token sampled last."""
+        """One step. Writes are (sequence, first index, blocks); `going_on` are runs of the token sampled last.
+
+        accepted has the sequences with drafts, which all their tokens but the first are, and the tokens before sampled.
+        """
+        accepted = accepted or {}
         number = self.step_numbers[lease] = self.step_numbers.get(lease, 0) + 1
         grant = grant_pb2.StepGrant(
             lease_id=lease,
@@ -68,6 +73,7 @@ class Worker:
             run_starts=[start for _, start, _ in runs],
             run_token_counts=[len(tokens) for _, _, tokens in runs],
             given_run_indexes=[index for index, (seq_id, _, _) in enumerate(runs) if seq_id not in going_on],
+            run_draft_counts=[len(tokens) - 1 if seq_id in accepted else 0 for seq_id, _, tokens in runs],
         )
         for seq_id in offloaded:
             self.tables.pop((lease, seq_id))
@@ -82,8 +88,13 @@ class Worker:
                 "tables": [tables],
             }
             self.verifier.begin_step(grant, **(told | lies))
+        tokens_of = {seq_id: [*accepted.get(seq_id, []), token] for seq_id, token in (sampled or {}).items()}
         result = StepResult(
-            number, outcome, sampled_ids=list(sampled or {}), sampled_tokens=list((sampled or {}).values())
+            number,
+            outcome,
+            sampled_ids=list(tokens_of),
+            sampled_tokens=[token for tokens in tokens_of.values() for token in tokens],
+            sampled_counts=[len(tokens) for tokens in tokens_of.values()],
         )
         self.verifier.end_step(grant, result)
 
@@ -382,6 +393,45 @@ class TestWhatIsAllowed:
         worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [2])])
         worker.verifier.begin_epoch()
         worker.step((1, 0, [9]), lease="lease-cc", writes=[(1, 0, [2])])
+
+
+class TestDrafts:
+    def test_the_slots_of_rejected_drafts_are_written_again(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 50, 51]), writes=[(1, 2, [3])], sampled={1: 7}, accepted={1: []})
+        worker.step((1, 7, [7, 8, 60]), sampled={1: 9}, accepted={1: [8]})
+        worker.step((1, 9, [9]), sampled={1: 10}, going_on=[1])
+        worker.step((1, 10, [10]), going_on=[1])
+
+    def test_a_fork_copies_a_block_with_rejected_drafts(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 50]), sampled={1: 7}, accepted={1: []})
+        fork = {"forks": [(1, 2)], "writes": [(2, 0, [1, 4])], "copies": [(2, 4)]}
+        worker.step((2, 6, [6]), (1, 7, [7]), **fork, sampled={1: 8}, going_on=[1])
+
+    def test_a_read_of_a_rejected_draft(self, worker: Worker) -> None:
+        worker.step((1, 6, [6, 50, 51]), writes=[(1, 2, [3])], sampled={1: 7}, accepted={1: []})
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 8, [8]))
+        assert_violation(worker, "I6", 2, "is read, and was not computed")
+
+    def test_an_accepted_draft_that_was_not_sampled(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6, 50, 51]), writes=[(1, 2, [3])], sampled={1: 7}, accepted={1: [49]})
+        assert_violation(worker, "I6", 2, "has drafts accepted that are not the tokens sampled")
+
+    def test_more_tokens_than_there_are_drafts(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6, 50]), sampled={1: 7}, accepted={1: [50, 51]})
+        assert_violation(worker, "I6", 2, "has drafts accepted that are not the tokens sampled")
+
+    def test_drafts_behind_another_token_than_the_one_sampled_last(self, worker: Worker) -> None:
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [5, 50]), sampled={1: 7}, accepted={1: []})
+        assert_violation(worker, "I5", 2, "would get a token that was not sampled last")
+
+    def test_drafts_in_a_block_of_another_lease(self, worker: Worker) -> None:
+        worker.step((1, 0, [9]), lease="lease-bb", writes=[(1, 0, [3])])
+        with pytest.raises(OwnershipViolation):
+            worker.step((1, 6, [6, 50, 51]), writes=[(1, 2, [3])], tables=[[[1, 2, 4]]], accepted={1: []})
 
 
 class TestWhatIsNot:

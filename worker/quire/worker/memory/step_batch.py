@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,6 +38,12 @@ _Ints = np.ndarray[tuple[int, ...], np.dtype[np.signedinteger[Any]]]
 TokenIdsOfRuns = Sequence[Sequence[int] | _Ints | None]
 """Token ids of each run; None for the token sampled last."""
 _ZERO: Int64s = np.zeros(1, dtype=np.int64)
+LEAST_MAX_LOGITS = 256
+
+
+def max_logits(max_num_seqs: int) -> int:
+    """Tokens of a step that there is memory for logits for: of each sequence one, and of the others as drafts."""
+    return max(max_num_seqs, LEAST_MAX_LOGITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,14 @@ class DraftCounts:
 
     given: Int64s
     verified: Int64s
+
+    @classmethod
+    def fit(cls, given: Int64s, *, most_logits: int) -> Self:
+        """Verify as many drafts as a step of so many tokens with logits has room for: the same most of each run."""
+        most, room = int(given.max(initial=0)), most_logits - len(given)
+        while most > 0 and np.minimum(given, most).sum() > room:
+            most -= 1
+        return cls(given, np.minimum(given, most))
 
     @property
     def num_logits(self) -> Int64s:

@@ -28,7 +28,7 @@ from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
-from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, offsets_in_runs
+from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, max_logits, offsets_in_runs
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
@@ -46,8 +46,6 @@ T = TypeVar("T")
 COUNTS = 4
 """The place of Sampled.counts among its tensors."""
 
-MAX_SAMPLED_ROWS = 256
-"""Rows of logits that there is always room for. A step has more for more sequences alone, not for their drafts."""
 MAX_SPIN_S = 0.002
 """Of a step that a thread may wait for without giving up its core: a longer one is worth the wake-up."""
 
@@ -121,12 +119,10 @@ class SampledDrafts:
     num_rows: Int64s
     first_positions: Int64s
 
-    def kept(self, sampled: Sampled) -> Sampled:
-        """Return the rows that the sequences keep, of a sample on the host."""
-        assert sampled.counts is not None
-        counts = sampled.counts.numpy()
-        firsts = self.num_rows.cumsum() - self.num_rows
-        return sampled.take(torch.from_numpy(firsts.repeat(counts) + offsets_in_runs(counts)))
+    def kept(self, sampled: Sampled, counts: list[int]) -> Sampled:
+        """Return the rows that the sequences keep, so many of each, of a sample on the host."""
+        firsts, num_kept = self.num_rows.cumsum() - self.num_rows, np.array(counts, dtype=np.int64)
+        return sampled.take(torch.from_numpy(firsts.repeat(num_kept) + offsets_in_runs(num_kept)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +192,8 @@ class LaunchedStep:
         sampled = Sampled(tokens, chosen, top_ids, top, counts)
         seq_ids, num_asked, sampled_counts = self._sampling.seq_ids, self._sampling.num_asked, []
         if self._sampling.drafts is not None and counts is not None:
-            sampled, sampled_counts = self._sampling.drafts.kept(sampled), counts.tolist()
+            sampled_counts = counts.tolist()
+            sampled = self._sampling.drafts.kept(sampled, sampled_counts)
             seq_ids, num_asked = _repeated(seq_ids, sampled_counts), _repeated(num_asked, sampled_counts)
         started, prepared, forwarded, ended = self._sampling.moments
         result = replace(
@@ -340,7 +337,7 @@ class Executor:
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
         self._last_ended: Moment | None = None
-        self._max_sampled_rows = max(max_num_seqs, MAX_SAMPLED_ROWS)
+        self._max_logits = max_logits(max_num_seqs)
         self._unsettled: dict[int, LaunchedStep] = {}
         """Rows that had drafts in their last step: how many were accepted is known when it has ended."""
         self._spins = spins
@@ -555,7 +552,7 @@ class Executor:
             )
 
     def _compute(self, lease: LeaseRows, step: AcceptedStep, started: Moment) -> Sampling:
-        device, runs = self._model.device, _granted_runs(step.grant, lease.rows, most_rows=self._max_sampled_rows)
+        device, runs = self._model.device, _granted_runs(step.grant, lease.rows, most_logits=self._max_logits)
         draws = self._draws(step, runs)
         if draws is not None and (tokens := self._run_whole(step, runs, draws)) is not None:
             ended = Moment(device)
@@ -722,8 +719,8 @@ class Executor:
         self._model.states.clear(row)
 
 
-def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int], *, most_rows: int) -> GrantedRuns:
-    """The runs of a grant, with drafts to verify as far as most_rows of logits allow it.
+def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int], *, most_logits: int) -> GrantedRuns:
+    """The runs of a grant, with drafts to verify as far as most_logits tokens with logits allow it.
 
     Raises KeyError for a sequence without a row.
     """
@@ -735,16 +732,8 @@ def _granted_runs(grant: grant_pb2.StepGrant, rows: Mapping[int, int], *, most_r
         starts=np.array(grant.run_starts),
         counts=np.array(grant.run_token_counts),
         chosen=np.array(grant.run_samples).nonzero()[0],
-        drafts=DraftCounts(given, fit_drafts(given, room=most_rows - len(given))) if given.any() else None,
+        drafts=DraftCounts.fit(given, most_logits=most_logits) if given.any() else None,
     )
-
-
-def fit_drafts(counts: Int64s, *, room: int) -> Int64s:
-    """Return how many of each sequence's drafts there is room for in all: the same most for each of them."""
-    most = int(counts.max(initial=0))
-    while most > 0 and np.minimum(counts, most).sum() > room:
-        most -= 1
-    return np.minimum(counts, most)
 
 
 def _draft_rows(step: AcceptedStep, runs: GrantedRuns, device: torch.device) -> DraftRows | None:

@@ -113,7 +113,11 @@ def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
     model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
     executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
     sizes = StepSizes(
-        config.max_step_tokens, config.max_num_seqs, model.max_model_len, can_go_on=not model.has_recurrent_state
+        config.max_step_tokens,
+        config.max_num_seqs,
+        model.max_model_len,
+        can_go_on=not model.has_recurrent_state,
+        max_drafts=0 if model.has_recurrent_state else config.max_draft_tokens,
     )
     warm_up(
         executor,

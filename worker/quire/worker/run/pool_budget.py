@@ -110,6 +110,7 @@ def pool_budget(
             max_num_seqs=config.max_num_seqs,
             block_size=config.block_size,
             kv_dtype=kv_dtype,
+            max_drafts=config.max_draft_tokens,
         ),
     )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -10,6 +10,7 @@ steps here have all combinations of these sizes, by the choices of `quire.kernel
     decodes     one, several, all that there may be, if they don't run as graphs
     copies      within the pool, to the host tier and back
     sampling    greedy, and with all sampling parameters
+    drafts      the same, behind drafts
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class StepSizes:
     max_num_seqs: int
     max_model_len: int
     can_go_on: bool
+    max_drafts: int = 0
 
     def allow(self, runs: Sequence[WarmUpRun]) -> bool:
         """Say if a step may have these runs."""
@@ -93,6 +95,8 @@ def warm_up(
         lease.run(runs)
     for params in SAMPLED:
         lease.run([WarmUpRun(0, 1)], params)
+        if num_drafts := min(sizes.max_drafts, sizes.max_step_tokens - 1, sizes.max_model_len - 2):
+            lease.verify(num_drafts, params)
     lease.move_blocks(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
@@ -131,12 +135,29 @@ class _Lease:
         self._num_groups = num_groups
 
     def run(self, runs: Sequence[WarmUpRun], params: SamplingParams | None = None) -> None:
-        """Run a step of new sequences."""
+        """Run a step of new sequences, and forget them."""
+        self._run(runs, params)
+        self._executor.fence_lease(LEASE_ID)
+
+    def verify(self, num_drafts: int, params: SamplingParams) -> None:
+        """Run a step of a sequence that goes on with drafts."""
+        self._run([WarmUpRun(0, 1)], params, num_blocks=-(-(2 + num_drafts) // self._block_size))
+        grant = self._grant()
+        grant.run_sequence_ids.append(0)
+        grant.run_starts.append(1)
+        grant.run_token_counts.append(1 + num_drafts)
+        grant.run_draft_counts.append(num_drafts)
+        grant.run_samples.append(True)
+        self._execute(AcceptedStep(grant, {0: np.zeros(num_drafts, dtype=np.int32)}))
+        self._executor.fence_lease(LEASE_ID)
+
+    def _run(self, runs: Sequence[WarmUpRun], params: SamplingParams | None, *, num_blocks: int = 0) -> None:
+        """Run a step of new sequences, with a table of num_blocks blocks each, or of those that it needs."""
         grant = self._grant()
         for seq_id, run in enumerate(runs):
-            num_blocks = -(-(run.start + run.count) // self._block_size)
+            needed = -(-(run.start + run.count) // self._block_size)
             for group in range(self._num_groups):
-                self._write(grant, seq_id, group, [FIRST_BLOCK] * num_blocks)
+                self._write(grant, seq_id, group, [FIRST_BLOCK] * max(needed, num_blocks))
             grant.run_sequence_ids.append(seq_id)
             grant.run_starts.append(run.start)
             grant.run_token_counts.append(run.count)
@@ -160,6 +181,7 @@ class _Lease:
         back.restore_target_block_ids.extend(FIRST_BLOCK + index for index in moved)
         self._execute(AcceptedStep(there))
         self._execute(AcceptedStep(back))
+        self._executor.fence_lease(LEASE_ID)
 
     def _grant(self) -> grant_pb2.StepGrant:
         return grant_pb2.StepGrant(lease_id=LEASE_ID, step_number=1)
@@ -172,9 +194,8 @@ class _Lease:
         grant.write_block_ids.extend(block_ids)
 
     def _execute(self, step: AcceptedStep) -> None:
-        """Run one step, then forget its sequences."""
+        """Run one step. Raises ValueError if it fails."""
         outcome = self._executor.execute(step).outcome
         if outcome is not Outcome.COMPUTED:
             counts = list(step.grant.run_token_counts)
             raise ValueError(f"a step of the warm-up has failed, see the log; tokens: {counts}")
-        self._executor.fence_lease(LEASE_ID)
