@@ -299,7 +299,7 @@ OWN_FLAGS: list[Flag] = [
         type=SpeculativeType(),
         metavar="JSON",
         show_default="no drafts",
-        help="How tokens are guessed ahead, as in vLLM: {\"method\": \"ngram\", \"num_speculative_tokens\": 8}. "
+        help='How tokens are guessed ahead, as in vLLM: {"method": "ngram", "num_speculative_tokens": 8}. '
         "docs/how-to/speculative-decoding.md has the fields.",
     ),
     option(

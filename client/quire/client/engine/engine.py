@@ -472,6 +472,7 @@ class Engine:
             recoveries=self._counters.recoveries,
             host_bytes={"offload": self._counters.offloaded_bytes, "restore": self._counters.restored_bytes},
             measured=self._measured,
+            drafters=self._scheduler.drafters,
         )
 
     # The loop.

@@ -32,6 +32,7 @@ from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures, is_under
 from quire.client.engine.scheduling.faults import RequestFault, to_failure
 from quire.client.engine.scheduling.flight import Flight
+from quire.client.engine.scheduling.guessing import DrafterCounts
 from quire.client.engine.scheduling.planning import Planning
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
@@ -95,6 +96,11 @@ class Scheduler:
     def limits(self) -> SchedulerLimits:
         """The limits of the pool and of the model."""
         return self._room.limits
+
+    @property
+    def drafters(self) -> abc.Mapping[str, DrafterCounts]:
+        """What became of the drafts, by drafter; none without drafts."""
+        return {} if self._speculation is None else self._speculation.counts
 
     # External events.
 
@@ -276,6 +282,7 @@ class Scheduler:
             self._postpone_late(step, seq_id)
         num_taken = len(got) + sum(counts.values()) - len(counts)
         self._counters.sampled_tokens += num_taken
+        self._counters.drafts += len(counts)
         self._counters.drafted_tokens += sum(len(step.drafts[seq_id]) for seq_id in counts)
         self._counters.accepted_tokens += sum(counts.values()) - len(counts)
         self._counters.discarded_tokens += len(token_ids) - num_taken
