@@ -60,7 +60,7 @@ class Rates:
 
 @dataclass(slots=True)
 class DrafterCounts:
-    """What became of the drafts of one drafter, and its rates over all sequences.
+    """The drafts of one drafter that came true and that did not, and its rates over all sequences.
 
     runs       runs with drafts
     drafted    drafts in them

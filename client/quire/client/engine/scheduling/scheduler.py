@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def drafters(self) -> abc.Mapping[str, DrafterCounts]:
-        """What became of the drafts, by drafter; none without drafts."""
+        """The outcomes of drafts, by drafter; none without drafts."""
         return {} if self._speculation is None else self._speculation.counts
 
     # External events.

@@ -63,7 +63,7 @@ class Choice:
 
 
 class Trial:
-    """Whether sequences run together: begun when much is expected, ended when too little has come of it.
+    """A time in which sequences run together: begun when much is expected, ended when too little has come of it.
 
     What is expected is an estimate, and trials begin where it is too high. So after each trial that did not pay the
     next one has to promise twice as much, and after a long time without one less again.

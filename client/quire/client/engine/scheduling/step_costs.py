@@ -1,4 +1,4 @@
-"""What a step of so many tokens takes, as measured; so it is known whether drafts pay. Pure.
+"""The measured time of a step, by its number of tokens; so it is known whether drafts pay. Pure.
 
     a step planned while another one runs    seconds(n) + the gap of such steps: little
     a step planned when none runs            seconds(n) + the gap of such steps: the device waits for the plan
