@@ -123,16 +123,18 @@ inline plan_step(l) {
     tell_changes(l);
     rest_all();
     if
-    :: c_trim -> q1 = c_trim - 1; trim(l)
+    :: c_trim -> q1 = c_trim - 1; if :: !DRAFT(SEQ(l, q1)) -> trim(l) :: else fi
     :: else
     fi;
     if
-    :: c_fork -> q1 = c_fork - 1; fork(l)
+    :: c_fork -> q1 = c_fork - 1; if :: !DRAFT(SEQ(l, q1)) -> fork(l) :: else fi
     :: else
     fi;
     for (q1 : 0 .. SEQS - 1) {
         if
-        :: (c_extend & BIT(q1)) && HELD(l, q1) -> extend(l)
+        :: (c_extend & BIT(q1)) && HELD(l, q1) && FAULT == FAULT_DRAFT_BUILT_ON && DRAFT(SEQ(l, q1)) ->
+            s1 = SEQ(l, q1); take_draft(); extend(l)
+        :: (c_extend & BIT(q1)) && HELD(l, q1) && !DRAFT(SEQ(l, q1)) -> extend(l)
         :: else
         fi
     }
@@ -151,7 +153,11 @@ inline plan_step(l) {
     write_ghosts(l);
     say_plan(l);
     c_items = 0; c_release = 0; c_trim = 0; c_trim_to = 0; c_fork = 0; c_fork_at = 0; c_extend = 0; c_token = 0;
-    c_admit = 0; c_evict = 0
+    c_admit = 0; c_evict = 0;
+#if DRAFTS
+    c_draft = 0;
+#endif
+    skip
 }
 
 inline say_plan(l) {
@@ -329,11 +335,16 @@ inline extend(l) {
     s1 = SEQ(l, q1);
     from = scheduled[s1];
     to = (from < length[s1] -> length[s1] : length[s1] + 1);
+    add_draft();
     if
     :: to <= BLOCK_SIZE * TABLE ->
         make_writable(l);
         if
-        :: ok && to > length[s1] -> code[s1] = code[s1] * 2 + c_token - 1; length[s1] = to
+        :: ok && to - has_draft > length[s1] -> code[s1] = code[s1] * 2 + c_token - 1; length[s1] = to - has_draft
+        :: else
+        fi;
+        if
+        :: ok && has_draft -> keep_draft()
         :: else
         fi;
         if
@@ -342,6 +353,43 @@ inline extend(l) {
         fi
     :: else
     fi
+}
+
+/* One token is left to compute, the last one: a guess at the next one may be computed with it. */
+inline add_draft() {
+    has_draft = 0;
+#if DRAFTS
+    if
+    :: c_draft && to == from + 1 && to < BLOCK_SIZE * TABLE -> has_draft = 1; to++
+    :: else
+    fi
+#endif
+}
+
+/* Until the outcome of this step is known, nothing but a release changes the sequence. */
+inline keep_draft() {
+#if DRAFTS
+    drafts[s1] = c_draft;
+    step[n].drafts = step[n].drafts | BIT(q1);
+    grant[n].drafts = grant[n].drafts | BIT(q1)
+#else
+    skip
+#endif
+}
+
+/* It was accepted: it is one of the tokens. */
+inline take_draft() {
+    code[s1] = code[s1] * 2 + DRAFT(s1) - 1;
+    length[s1]++;
+    forget_draft(s1)
+}
+
+inline forget_draft(s) {
+#if DRAFTS
+    drafts[s] = 0
+#else
+    skip
+#endif
 }
 
 #if FAULT == FAULT_WRITE_SHARED
@@ -431,7 +479,7 @@ inline schedule(l) {
         fi
     }
     scheduled[s1] = to;
-    grant[n].code[q1] = PREFIX(code[s1], length[s1], to);
+    grant[n].code[q1] = (to > length[s1] -> code[s1] * 2 + DRAFT(s1) - 1 : PREFIX(code[s1], length[s1], to));
     step[n].start[q1] = from; step[n].end[q1] = to;
     step[n].has_runs = 1;
     if
@@ -569,6 +617,15 @@ inline find_published() {
     }
 }
 
+/* A block is filled with known tokens; a draft is none. */
+#if FAULT == FAULT_DRAFT_SHARED
+#define FILL_LENGTH(s) (length[s] + (DRAFT(s) > 0))
+#define FILL_CODE(s)   (DRAFT(s) -> code[s] * 2 + DRAFT(s) - 1 : code[s])
+#else
+#define FILL_LENGTH(s) length[s]
+#define FILL_CODE(s)   code[s]
+#endif
+
 inline find_filled(l) {
     for (g1 : 0 .. STEPS - 1) {
         for (q2 : 0 .. SEQS - 1) {
@@ -576,8 +633,9 @@ inline find_filled(l) {
             if
             :: found == 0 && g1 >= settled[l] && g1 <= planned[l] && (!step[g2].doomed || FAULT ==
                 FAULT_DOOMED_SHARED) &&
-               step[g2].end[q2] && INDEX(i1) >= step[g2].start[q2] / BLOCK_SIZE && INDEX(i1) < step[g2].end[q2] / BLOCK_SIZE &&
-               HASH(HASH_SPACE(l, i1), PREFIX(code[s2], length[s2], (INDEX(i1) + 1) * BLOCK_SIZE)) == h1 &&
+               step[g2].end[q2] && INDEX(i1) >= step[g2].start[q2] / BLOCK_SIZE &&
+               INDEX(i1) < MIN(step[g2].end[q2], FILL_LENGTH(s2)) / BLOCK_SIZE &&
+               HASH(HASH_SPACE(l, i1), PREFIX(FILL_CODE(s2), FILL_LENGTH(s2), (INDEX(i1) + 1) * BLOCK_SIZE)) == h1 &&
                (STATE(m, table[AT(s2, i1)]) == ACTIVE || PUBLISHED(m, table[AT(s2, i1)])) ->
                 found = table[AT(s2, i1)];
                 MARK(REACH_SHARED_UNFINISHED)
@@ -636,7 +694,7 @@ inline settle(l) {
         :: n < SLOT(l, settled[l])
         :: else ->
             REQUIRE(n == SLOT(l, settled[l]) && settled[l] < planned[l], REPORTS);
-            REQUIRE(outcome != COMPUTED || !step[n].doomed || !step[n].has_runs, REPORTS);
+            REQUIRE(!IS_COMPUTED(outcome) || !step[n].doomed || !step[n].has_runs, REPORTS);
             settled[l]++;
             if
             :: known[l] < settled[l] -> known[l] = settled[l]
@@ -644,8 +702,8 @@ inline settle(l) {
             fi;
             last = (IN_FLIGHT(l) > 0 -> SLOT(l, planned[l] - 1) : NO_STEP);
             if
-            :: outcome == COMPUTED || FAULT == FAULT_FAILED_IS_COMPUTED -> enter_computed(l)
-            :: outcome != COMPUTED && step[n].has_runs && !step[n].doomed && FAULT != FAULT_FAILED_IS_COMPUTED ->
+            :: IS_COMPUTED(outcome) || FAULT == FAULT_FAILED_IS_COMPUTED -> enter_computed(l)
+            :: !IS_COMPUTED(outcome) && step[n].has_runs && !step[n].doomed && FAULT != FAULT_FAILED_IS_COMPUTED ->
                 doom(l)
             :: else
             fi;
@@ -659,6 +717,7 @@ inline enter_computed(l) {
         s1 = SEQ(l, q1);
         if
         :: step[n].end[q1] && !step[n].doomed ->
+            settle_draft();
             if
             :: computed[s1] < step[n].end[q1] -> computed[s1] = step[n].end[q1]
             :: else
@@ -668,6 +727,33 @@ inline enter_computed(l) {
         :: else
         fi
     }
+}
+
+/* A draft that was accepted becomes a token, and counts as computed; one that was not is as if it had never been. */
+inline settle_draft() {
+#if DRAFTS
+    if
+    :: !(step[n].drafts & BIT(q1)) || !DRAFT(s1)
+    :: (step[n].drafts & BIT(q1)) && DRAFT(s1) && (outcome == COMPUTED || FAULT == FAULT_DRAFT_KEPT) ->
+        MARK(REACH_DRAFT_ACCEPTED);
+        if
+        :: holds[s1] == RELEASED -> MARK(REACH_DRAFT_OF_RELEASED)
+        :: else
+        fi;
+        take_draft()
+    :: else ->
+        MARK(REACH_DRAFT_REJECTED);
+        forget_draft(s1);
+        if
+        :: FAULT != FAULT_DRAFT_COUNTED ->
+            step[n].end[q1] = MIN(step[n].end[q1], length[s1]);
+            scheduled[s1] = length[s1]
+        :: else
+        fi
+    fi
+#else
+    skip
+#endif
 }
 
 /* Full blocks before this position can be found from here on; where another block holds the same, take that. */
@@ -709,7 +795,12 @@ inline doom(l) {
     known[l] = planned[l];
     for (q1 : 0 .. SEQS - 1) {
         if
-        :: HELD(l, q1) -> scheduled[SEQ(l, q1)] = computed[SEQ(l, q1)]
+        :: HELD(l, q1) ->
+            if
+            :: DRAFT(SEQ(l, q1)) -> MARK(REACH_DRAFT_FAILED)
+            :: else
+            fi;
+            scheduled[SEQ(l, q1)] = computed[SEQ(l, q1)]; forget_draft(SEQ(l, q1))
         :: else
         fi
     }
@@ -729,12 +820,16 @@ inline finish(l) {
 
 inline clear_step(g) {
     step[g].pinned = 0; step[g].frees = 0; step[g].has_runs = 0; step[g].doomed = 0;
+#if DRAFTS
+    step[g].drafts = 0;
+#endif
     for (q2 : 0 .. SEQS - 1) { step[g].start[q2] = 0; step[g].end[q2] = 0 }
 }
 
 inline clear_sequence(s) {
     holds[s] = NOBODY; code[s] = 0; length[s] = 0; scheduled[s] = 0; computed[s] = 0; num_published[s] = 0;
     table_length[s] = 0;
+    forget_draft(s);
     for (i5 : 0 .. PLACES - 1) { table[AT(s, i5)] = 0 }
 }
 

@@ -193,6 +193,18 @@ CONFIGURATIONS = (
         ("PASSED", "PASSED_IN_FLIGHT", "REPORT_AGAIN", "LEASE_ADOPTED", "WARM_ATTACHED", "NEW_EPOCH_REQUIRED"),
     ),
     Configuration(
+        "drafts",
+        "LEASES=1 SEQS=2 STEPS=4 BLOCKS=3 BLOCK_SIZE=2 TABLE=2 TOKENS=2 EXTENDS=1 FORKS=1 FAILURES=1 DRAFTS=1",
+        "STEPS=5 ITEMS=2 QUEUE=8",
+        ("DRAFT_ACCEPTED", "DRAFT_REJECTED", "DRAFT_FAILED", "DRAFT_OF_RELEASED", "COPY"),
+    ),
+    Configuration(
+        "draft_crashes",
+        "LEASES=1 SEQS=1 STEPS=3 BLOCKS=3 TABLE=3 EXTENDS=1 DRAFTS=1 BREAKS=1 DEATHS=1 RETURNS=1",
+        "LEASES=2 COPIES=2 RESTARTS=1 QUEUE=8",
+        ("DRAFT_ACCEPTED", "DRAFT_REJECTED", "REPORT_AGAIN", "WARM_ATTACHED", "NEW_EPOCH_REQUIRED"),
+    ),
+    Configuration(
         "endless",
         "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 MANAGERS=2 BREAKS=1 RESTARTS=1 DEATHS=1 FAILURES=1",
         "COPIES=2 BREAKS=2 DAMAGES=1 SKIPS=1",
@@ -277,6 +289,10 @@ FAULTS = (
     Fault("lost_position", "windows", "I5"),
     Fault("group_not_hashed", "windows", "I4"),
     Fault("window_not_masked", "windows", "I6"),
+    Fault("draft_kept", "drafts", "I6"),
+    Fault("draft_counted", "drafts", "I6"),
+    Fault("draft_built_on", "drafts", "I6"),
+    Fault("draft_shared", "drafts", "I6", "BLOCKS=5 BLOCK_SIZE=1 TABLE=3 PROMPT=3 FORKS=0 TRIMS=1 ITEMS=2"),
 )
 
 INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM")

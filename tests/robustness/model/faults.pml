@@ -52,6 +52,10 @@
 #define FAULT_LOST_POSITION          50  /* a fork or trim to a position whose window is gone */
 #define FAULT_GROUP_NOT_HASHED       51  /* blocks of two groups with the same tokens are one */
 #define FAULT_WINDOW_NOT_MASKED      52  /* attention reads all positions before a run */
+#define FAULT_DRAFT_KEPT             53  /* a rejected draft becomes a token of its sequence */
+#define FAULT_DRAFT_COUNTED          54  /* a rejected draft counts as computed */
+#define FAULT_DRAFT_BUILT_ON         55  /* a sequence is planned on as if its draft in flight were accepted */
+#define FAULT_DRAFT_SHARED           56  /* a block that a draft fills is shared while its step is in flight */
 
 #define IS_STALE     (FAULT == FAULT_STALE_STATE)
 #define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
@@ -92,6 +96,10 @@
 #define REACH_WINDOW_HIT             30
 #define REACH_WINDOW_GONE            31  /* the full group has the prefix, and the windowed one lacks what it sees */
 #define REACH_POSITION_LOST          32
+#define REACH_DRAFT_ACCEPTED         33
+#define REACH_DRAFT_REJECTED         34
+#define REACH_DRAFT_FAILED           35  /* its step, or one before it */
+#define REACH_DRAFT_OF_RELEASED      36  /* accepted, after its sequence was released */
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */

@@ -86,6 +86,9 @@
 #ifndef EXTENDS
 #define EXTENDS 0
 #endif
+#ifndef DRAFTS          /* 1: an extended sequence may have a draft: a guess at the token after its last one */
+#define DRAFTS 0
+#endif
 #ifndef QUEUE           /* messages on a stream, work for the model thread, reports kept; one more is an error (BOUND) */
 #define QUEUE 6
 #endif
@@ -167,6 +170,13 @@ inline choose_items(l) {
     if
     :: c_extend -> if :: c_token = 1 :: TOKENS > 1 -> c_token = 2 fi
     :: else
+    fi;
+#endif
+#if DRAFTS
+    if
+    :: skip
+    :: c_extend -> c_draft = 1
+    :: c_extend && TOKENS > 1 -> c_draft = 2
     fi;
 #endif
     if

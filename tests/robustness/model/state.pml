@@ -95,7 +95,17 @@ byte table[LEASES * SEQS * PLACES];
 #define IN_FLIGHT(l)  (planned[l] - settled[l])
 #define may_plan(l)   (life[l] == OPEN && alive[MANAGER(l)] && !WAITS)
 
+#if DRAFTS
+byte drafts[LEASES * SEQS];   /* the draft in flight: 1 or 2, as the token is; it is not one of the tokens above */
+#define DRAFT(s) drafts[s]
+#else
+#define DRAFT(s) 0
+#endif
+
 typedef StepInFlight {
+#if DRAFTS
+    byte drafts;              /* sequences whose runs end with a draft */
+#endif
     byte pinned;              /* blocks that wait for its end */
     byte frees;               /* sequences whose rows do */
     bit has_runs;
@@ -122,6 +132,9 @@ typedef Grant {
     byte start[SEQS];
     byte end[SEQS];           /* 0: no run */
     byte code[SEQS];          /* the sequence's first `end` tokens */
+#if DRAFTS
+    byte drafts;              /* sequences whose last token of these is a draft */
+#endif
     byte fresh;               /* ghost: blocks handed out by it */
     byte touches;             /* ghost: blocks that its execution reads or writes */
     bit reused                /* ghost: one of those was handed out since */
@@ -135,6 +148,8 @@ mtype = {ATTACHED, NEW_EPOCH, OPEN_LEASE, FENCE_LEASE, ACKNOWLEDGED, REPORT, LEA
 #define COMPUTED 0
 #define FAILED   1
 #define SKIPPED  2
+#define SHORTER  3            /* computed, and the drafts were not the tokens in their places */
+#define IS_COMPUTED(o) ((o) == COMPUTED || (o) == SHORTER)
 
 chan up0 = [QUEUE] of {mtype, byte, byte, byte};
 chan up1 = [QUEUE] of {mtype, byte, byte, byte};
@@ -192,9 +207,12 @@ byte lost = NOTHING_COPIED;   /* ghost: slots of steps that were granted and tha
 byte breaks = BREAKS, restarts = RESTARTS, damages = DAMAGES, deaths = DEATHS, failures = FAILURES, skips = SKIPS;
 byte repeats = REPEATS;
 byte c_items, c_release, c_trim, c_trim_to, c_fork, c_fork_at, c_extend, c_token, c_admit, c_evict, c_outcome;
+#if DRAFTS
+byte c_draft;
+#endif
 
 /* Scratch of a single d_step. */
 hidden byte m, n, last, pins, count, b, found, victim, x, outcome, number;
 hidden byte i1, i2, i3, i4, i5, i6, i7, i8, e1, q1, q2, q3, s1, s2, s3, g1, g2, h1, need, child, from, to, first;
-hidden byte ok, least, lacks;
+hidden byte ok, least, lacks, has_draft;
 hidden byte kind;

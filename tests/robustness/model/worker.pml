@@ -146,6 +146,9 @@ inline obey() {
 inline clear_grant(g) {
     grant[g].epoch = 0; grant[g].signed_by = 0; grant[g].number = 0; grant[g].known = 0; grant[g].released = 0;
     grant[g].written = 0; grant[g].passed = 0; grant[g].fresh = 0; grant[g].touches = 0; grant[g].reused = 0;
+#if DRAFTS
+    grant[g].drafts = 0;
+#endif
     for (q2 : 0 .. SEQS - 1) {
         for (i5 : 0 .. GROUPS - 1) {
             grant[g].copy_from[q2 * GROUPS + i5] = 0; grant[g].copy_to[q2 * GROUPS + i5] = 0
@@ -313,6 +316,22 @@ inline compute() {
     }
 }
 
+/* A draft that was not the token in its place: its slot holds what nobody may read. */
+inline reject_drafts() {
+#if DRAFTS
+    for (q1 : 0 .. SEQS - 1) {
+        for (i1 : 0 .. BLOCK_SIZE * PLACES - 1) {
+            if
+            :: (grant[number].drafts & BIT(q1)) && POSITION(i1) == grant[number].end[q1] - 1 -> kv[SLOT_OF(q1, i1)] = 0
+            :: else
+            fi
+        }
+    }
+#else
+    skip
+#endif
+}
+
 /* The model failed somewhere: what it was to write is anything. */
 inline spoil() {
     for (q1 : 0 .. SEQS - 1) {
@@ -351,6 +370,12 @@ inline forget_lease() {
     fi
 }
 
+#if DRAFTS
+#define HAS_DRAFTS grant[number].drafts
+#else
+#define HAS_DRAFTS 0
+#endif
+
 /* Step `number` (its slot). Ownership first, whatever becomes of the computation. */
 inline execute() {
     e1 = LEASE(number);
@@ -362,19 +387,23 @@ inline execute() {
     apply();
     n = 0;
     for (q1 : 0 .. SEQS - 1) { n = n | grant[number].end[q1] }
-    outcome = c_outcome;
+    outcome = (c_outcome == SHORTER && !HAS_DRAFTS -> COMPUTED : c_outcome);
     if
     :: outcome != SKIPPED && n && last_failed[e1] > grant[number].known && FAULT != FAULT_NO_PRIOR_STEP_FAILED ->
         MARK(REACH_PRIOR_STEP_FAILED);
         outcome = FAILED
-    :: outcome == COMPUTED && n && !(last_failed[e1] > grant[number].known && FAULT != FAULT_NO_PRIOR_STEP_FAILED) ->
-        compute()
+    :: IS_COMPUTED(outcome) && n && !(last_failed[e1] > grant[number].known && FAULT != FAULT_NO_PRIOR_STEP_FAILED) ->
+        compute();
+        if
+        :: outcome == SHORTER -> reject_drafts()
+        :: else
+        fi
     :: outcome == FAILED && n && !(last_failed[e1] > grant[number].known) -> spoil()
     :: outcome == FAILED && n == 0 -> outcome = COMPUTED
     :: else
     fi;
     if
-    :: n && outcome != COMPUTED -> last_failed[e1] = grant[number].number
+    :: n && !IS_COMPUTED(outcome) -> last_failed[e1] = grant[number].number
     :: else
     fi;
     if
@@ -402,6 +431,7 @@ end:
         :: c_outcome = COMPUTED
         :: failures > 0 -> failures--; c_outcome = FAILED
         :: skips > 0 -> skips--; c_outcome = SKIPPED
+        :: DRAFTS -> c_outcome = SHORTER
         fi;
         d_step { thread ? _, number; execute(); c_outcome = 0 }
        }

@@ -169,7 +169,7 @@ BUGS = [
         "a step's blocks come back before what it computed is published",
         (
             "enter",
-            'let step = self.lease.in_flight.pop_front().expect("it is the first one in flight");',
+            'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");',
             'let mut step = self.lease.in_flight.pop_front().expect("it is the first one in flight");\n'
             "for blocks in std::mem::take(&mut step.holds) {\n    self.pool.end_holds(&blocks)?;\n}",
         ),
@@ -236,7 +236,7 @@ BUGS = [
         "published prefixes",
         "a block can be found as soon as it is planned",
         (
-            "schedule",
+            "enter_run",
             "self.step.expect_fill(",
             "let num_full = end.min(self.table.get(row).num_known()) / self.geometry.block_size;\n"
             "let (first, sequence) = (self.table.get(row).num_published, self.table.get_mut(row));\n"
@@ -296,7 +296,7 @@ BUGS = [
     rust(
         "cache use",
         "blocks that a sequence fills and does not publish are shared while a step fills them",
-        ("schedule", "if sequence.cache_use.writes()", "if sequence.num_scheduled > 0"),
+        ("enter_run", "if sequence.cache_use.writes()", "if sequence.num_scheduled > 0"),
     ),
     # -- resets
     rust(
@@ -334,8 +334,8 @@ BUGS = [
         "sampled tokens go by the order of the runs, not by their sequences",
         (
             "tokens_by_run",
-            "if step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied())",
-            "if report.sampled_ids.len() == step.runs.len()",
+            "if is_plain && step.runs.iter().map(|run| run.seq_id).eq(report.sampled_ids.iter().copied())",
+            "if is_plain && report.sampled_ids.len() == step.runs.len()",
         ),
     ),
     rust(
@@ -513,6 +513,95 @@ BUGS = [
         "layer groups",
         "a sequence comes back from the host tier with the blocks of another group",
         ("copy_back", "num_before += counts[group];", "num_before += first - num_passed;"),
+    ),
+    # -- drafts
+    rust(
+        "drafts",
+        "a sequence keeps the length that it had with its drafts",
+        (
+            "accept_drafts",
+            "self.num_scheduled -= self.num_drafts - accepted.len();",
+            "",
+        ),
+    ),
+    rust(
+        "drafts",
+        "rejected drafts become tokens of the sequence, and are published",
+        ("accept_drafts", "let accepted = &drafts[..drafts.len() - num_rejected];", "let accepted = &drafts[..];"),
+        ("accept_drafts", "run.sampled_position -= num_rejected;", ""),
+    ),
+    rust(
+        "drafts",
+        "a rejected draft counts as computed",
+        ("accept_drafts", "run.end = run.end.min(run.sampled_position);", ""),
+    ),
+    rust(
+        "drafts",
+        "a sequence with drafts in flight is planned again",
+        ("find_in_pool", "sequence.num_drafts > 0", "sequence.num_drafts > sequence.num_tokens"),
+    ),
+    rust(
+        "drafts",
+        "a window moves on by drafts that may be rejected",
+        (
+            "pass_windows",
+            "sequence.num_computed.saturating_sub(1)",
+            "(sequence.num_computed + sequence.num_drafts).saturating_sub(1)",
+        ),
+    ),
+    rust(
+        "drafts",
+        "slots of rejected drafts are freed with their step, and written by the next one",
+        (
+            "accept_drafts",
+            "self.table.get_mut(run.row).accept_drafts(accepted);",
+            "let sequence = self.table.get_mut(run.row);\n"
+            "sequence.accept_drafts(accepted);\n"
+            "let end = sequence.num_tokens.div_ceil(self.geometry.block_size);\n"
+            "if !sequence.released {\n"
+            "    self.pool.release(&sequence.blocks_tail_first(end)).unwrap();\n"
+            "    sequence.tables.iter_mut().for_each(|table| table.truncate(end));\n"
+            "}",
+        ),
+    ),
+    rust(
+        "drafts",
+        "a sequence gets no slots for its drafts",
+        (
+            "extend",
+            "let num_tokens = sequence.num_tokens + num_appended + num_drafts;",
+            "let num_tokens = sequence.num_tokens + num_appended;",
+        ),
+    ),
+    rust(
+        "drafts",
+        "the drafts of a failed step stay in flight",
+        ("forget_uncomputed", "self.num_drafts = 0;", ""),
+    ),
+    rust(
+        "drafts",
+        "drafts follow a token that the worker has not sampled",
+        ("refuse_drafts", "!sequence.takes_drafts()", "sequence.num_tokens != sequence.num_scheduled + 1"),
+    ),
+    rust(
+        "drafts",
+        "the client can send other drafts to the worker than it planned",
+        ("schedule_drafts", "&digest_of(drafts)", "&digest_of(&drafts[..1])"),
+    ),
+    rust(
+        "drafts",
+        "a report accepts tokens that were no drafts",
+        ("last_after", "if others == accepted", "if others.len() == accepted.len()"),
+    ),
+    rust(
+        "drafts",
+        "a restart forgets how many tokens a step gave",
+        (
+            "settle",
+            "self.write(&Change::Settle { lease_id: lease_id.into(), report: Cow::Borrowed(report) })",
+            "let report = StepReport { sampled_counts: vec![], ..report.clone() };\n"
+            "self.write(&Change::Settle { lease_id: lease_id.into(), report: Cow::Owned(report) })",
+        ),
     ),
     # -- tenants and quotas
     rust(

@@ -42,7 +42,7 @@ SIZES = {
 
 
 MODEL: dict[str, Any] = {"block_bytes": 1, "model": "m", "model_fingerprint": "m"}
-GEOMETRY = Geometry(**SIZES, **MODEL)
+GEOMETRY = Geometry(**SIZES, **MODEL, max_drafts=2)
 LAYER_GROUPS = (LayerGroup(LayerGroupKind.FULL, 0, 2), LayerGroup(LayerGroupKind.SLIDING, 3, 2))
 
 
@@ -72,11 +72,13 @@ def plans_for(geometry: Geometry) -> Iterator[Planned]:
             offloads=[step + 19, last],
             trims=[Trim(step - 1, 1)],
             forks=[Fork(step - 2, [step + 50, 2**31 - 1 - step], 1)],
-            extend_ids=[step - 1, 99],
-            extend_token_counts=[1, 1],
+            extend_ids=[step - 1, 99, *([40] if step > 1 else ())],
+            extend_token_counts=[1, 1, *([3] if step > 1 else ())],
             appends={step - 1: tokens(rng, 1)},
+            drafts={40: [1, 2]} if step > 1 else {},
             restores=[Restore(step + 18)],
             admissions=[
+                *([Admission(40, tokens(rng, 1))] if step == 1 else ()),
                 Admission(step, prompts[step - 1]),
                 Admission(step + 20, prompts[0] + prompts[step - 1], breakpoints=kept, explains_miss=True),
             ],
@@ -84,7 +86,9 @@ def plans_for(geometry: Geometry) -> Iterator[Planned]:
         plan = plan_step(ledger, "lease", request, now=0.0)
         ledger.reset_prefix_cache()  # so that restores copy
         yield plan
-        ends = [start + count for start, count in zip(plan.run_starts, plan.run_token_counts, strict=True)]
+        drafts = plan.run_draft_counts or [0] * len(plan.run_starts)  # all of which are rejected
+        runs = zip(plan.run_starts, plan.run_token_counts, drafts, strict=True)
+        ends = [start + count - num_drafts for start, count, num_drafts in runs]
         sampled = [seq_id for seq_id, samples in zip(plan.run_seq_ids, plan.run_samples, strict=True) if samples]
         ledger.settle(
             report_of(

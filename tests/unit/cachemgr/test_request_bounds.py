@@ -157,6 +157,10 @@ LISTS: dict[str, Beyond] = {
     "Extends.token_counts": extends("token_counts", token_counts=IDS),
     "Extends.append_token_counts": extends("append_token_counts", sequence_ids=[1], append_token_counts=[0, 0]),
     "Extends.append_token_ids": extends("append_token_ids", append_token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
+    "Extends.draft_token_counts": extends("draft_token_counts", sequence_ids=[1], draft_token_counts=[0, 0]),
+    "Extends.draft_token_ids": extends(
+        "draft_token_counts", sequence_ids=[1], token_counts=[1], draft_token_counts=[0], draft_token_ids=[1]
+    ),
     "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
@@ -186,6 +190,7 @@ LISTS: dict[str, Beyond] = {
     "StepReport.computed_token_counts": report(computed_token_counts=[1]),
     "StepReport.sampled_sequence_ids": report(sampled_sequence_ids=range(2 * NUM_TOO_MANY)),
     "StepReport.sampled_token_ids": report(sampled_token_ids=[1]),
+    "StepReport.sampled_token_counts": report(sampled_token_counts=[1]),
     "SignedGrant.grant": large_grant(MAX_UNSIGNED_BYTES + 1),
     "RunStepRequest.inputs": step("inputs.sequence_id", {"sequence_id": 1}, {"sequence_id": 1}),
     "SequenceInput.token_ids": step("inputs.token_ids", {"sequence_id": 1, "token_ids": [1, 2, 3]}),
@@ -330,6 +335,7 @@ def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
         run_samples=[True] * 6,
         given_run_indexes=ids,
         given_token_digests=bytes(16 * 6),
+        run_draft_counts=[64] * 6,
     )
     assert len(grant.SerializeToString()) <= max_grant_bytes(geometry)
 

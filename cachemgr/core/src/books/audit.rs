@@ -9,7 +9,7 @@ use crate::books::geometry::Geometry;
 use crate::books::lease::leases::Leases;
 use crate::books::pins::Pins;
 use crate::books::room::Room;
-use crate::books::sequences::{Sequence, SequenceTable};
+use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
 use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
@@ -104,6 +104,7 @@ impl Audit<'_> {
         }
         self.table.audit(&mut wrong);
         self.check_host(&mut wrong);
+        self.check_drafts(&mut wrong);
         wrong
     }
 
@@ -132,6 +133,40 @@ impl Audit<'_> {
             if num_blocks > 0 || is_short || in_host.counts.iter().sum::<usize>() != num_host_blocks {
                 let seq_id = sequence.seq_id;
                 wrong.push(format!("sequence {seq_id} has {num_host_blocks} host blocks and {num_blocks} of the pool"));
+            }
+        }
+    }
+
+    /// A sequence has drafts in flight while one step verifies them: its run begins with the one token before them, and ends
+    /// with the last one. What is published of any sequence is known: no draft is.
+    fn check_drafts(&self, wrong: &mut Vec<String>) {
+        let mut verified: HashMap<Row, (usize, usize)> = HashMap::new(); // the number of drafts, the end of the run
+        for step in self.leases.steps().filter(|step| !step.is_doomed) {
+            for (index, drafts) in &step.drafts {
+                let run = &step.runs[*index];
+                if verified.insert(run.row, (drafts.len(), run.sampled_position)).is_some() {
+                    wrong.push(format!("two steps verify drafts of sequence {}", run.seq_id));
+                }
+            }
+        }
+        for row in self.leases.rows() {
+            let (sequence, seq_id) = (self.table.get(row), self.table.get(row).seq_id);
+            let (num_verified, end) = verified.get(&row).copied().unwrap_or((0, sequence.num_scheduled));
+            let num_before = sequence.num_scheduled.saturating_sub(sequence.num_drafts);
+            if (sequence.num_drafts, sequence.num_scheduled) != (num_verified, end) {
+                let (num_drafts, num_scheduled) = (sequence.num_drafts, sequence.num_scheduled);
+                wrong.push(format!(
+                    "sequence {seq_id} has {num_drafts} drafts in flight up to {num_scheduled}, {num_verified} are verified up to {end}"
+                ));
+            }
+            if sequence.num_drafts > 0 && sequence.num_known() > num_before {
+                wrong.push(format!("sequence {seq_id} knows tokens in the places of its drafts"));
+            }
+            let (num_published, num_known) = (sequence.num_published, sequence.num_known());
+            if num_published * self.geometry.block_size > num_known {
+                wrong.push(format!(
+                    "sequence {seq_id} has {num_published} published blocks, and {num_known} tokens that are known"
+                ));
             }
         }
     }
@@ -433,6 +468,48 @@ mod tests {
             assert_eq!(bench.0.violations(), [""; 0]);
             damage(&mut bench);
             assert_eq!(bench.0.violations(), told);
+        }
+    }
+
+    #[test]
+    fn wrong_drafts_are_told() {
+        type Damage = fn(&mut Bench);
+        let damages: [(Damage, &str); 6] = [
+            (
+                |bench| bench.sequence(1).num_drafts = 0,
+                "sequence 1 has 0 drafts in flight up to 6, 2 are verified up to 6",
+            ),
+            (
+                |bench| bench.sequence(1).num_scheduled = 5,
+                "sequence 1 has 2 drafts in flight up to 5, 2 are verified up to 6",
+            ),
+            (
+                |bench| bench.sequence(2).num_drafts = 1,
+                "sequence 2 has 1 drafts in flight up to 3, 0 are verified up to 3",
+            ),
+            (|bench| bench.sequence(1).append_promised(9), "sequence 1 knows tokens in the places of its drafts"),
+            (
+                |bench| bench.sequence(2).num_published = 3,
+                "sequence 2 has 3 published blocks, and 4 tokens that are known",
+            ),
+            (
+                |bench| {
+                    let again = step(bench, 0).runs[0].clone();
+                    bench.extend(2, 1, &[]);
+                    let later = step(bench, 1);
+                    later.runs.push(again);
+                    later.drafts.insert(1, vec![9, 9]);
+                },
+                "two steps verify drafts of sequence 1",
+            ),
+        ];
+        for (damage, told) in damages {
+            let mut bench = bench();
+            bench.settle();
+            bench.draft(1, &[9, 9]);
+            assert_eq!(bench.0.violations(), [""; 0]);
+            damage(&mut bench);
+            assert_eq!(bench.0.violations()[0], told);
         }
     }
 
