@@ -75,6 +75,9 @@ UNSHOWN = {
     "quire_gateway_kept_responses_dropped_total",
     "quire_worker_attached",
     "quire_worker_copied_blocks_total",
+    # Of drafts: the engine's figures show what they gain.
+    "quire_worker_accepted_draft_tokens_total",
+    "quire_worker_drafted_tokens_total",
     "quire_worker_open_leases",
     "quire_worker_rank_exchange_seconds_total",
     "quire_worker_rank_order_bytes_total",

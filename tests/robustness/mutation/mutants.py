@@ -41,7 +41,7 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.masking_utils  # noqa: F401
-from seeded_bugs import BUGS, CORE, GPU_IDEA, NEEDS, RANKS_IDEA, SIMULATED_IDEAS, Bug, NotSeeded
+from seeded_bugs import BUGS, CORE, GPU_IDEA, NEEDS, RANKS_IDEA, SIMULATED_IDEAS, VERIFIED_IDEA, Bug, NotSeeded
 from simulated import SCHEDULES, record, simulate
 from standing_in import forked, require_imported_from, stand_in
 
@@ -69,6 +69,7 @@ EXAMPLES = {
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
+    VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]

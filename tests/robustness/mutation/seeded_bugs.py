@@ -24,6 +24,8 @@ GPU_IDEA = "a GPU"
 """The idea of bugs that show on a GPU only: `tests/gpu_desk` stands in for it."""
 PROMISE_IDEA = "watch's promise"
 """The idea of bugs that break a word of docs/reference/watch.md."""
+VERIFIED_IDEA = "verified drafts"
+"""The idea of bugs of a worker that verifies drafts."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -1535,6 +1537,74 @@ BUGS = [
             "limit_s = default_s if config.step_timeout_s is None else config.step_timeout_s",
             "limit_s = config.step_timeout_s or 0.0",
         ),
+    ),
+    # -- drafts that a step verifies
+    worker(
+        VERIFIED_IDEA,
+        "a draft is accepted behind one that was rejected",
+        (
+            "keep",
+            "is_kept = (before == before.index_select(0, first)) & (tokens != VOID)",
+            "is_kept = (missed.roll(1) == 0) | (first == torch.arange(len(tokens), device=tokens.device))",
+        ),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "the sampled token of a rejected row is the sequence's last one",
+        ("newest", "self._firsts + kept.counts - 1", "self._firsts + indices(self.counts, tokens.device) - 1"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "penalties count the tokens behind rejected drafts",
+        ("_remember", "is_kept = penalties.subset.take(kept.is_kept)", "is_kept = torch.ones_like(index) > 0"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "penalties do not count the drafts before a row",
+        (
+            "_penalize",
+            "before = None if drafts is None else self._before(drafts, penalties.subset.places)",
+            "before = None",
+        ),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "bad words do not know the drafts before a row",
+        ("_last_tokens_of", "if drafts is None:", "if True:"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "a row behind drafts draws with the number of another position",
+        (
+            "_sample_drafts",
+            "position_of = drafts.repeat(positions) + drafts.offsets",
+            "position_of = drafts.repeat(positions) + np.maximum(drafts.offsets - 1, 0)",
+        ),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "a draft is accepted behind a mask that was not made",
+        ("finish", "voids += range(first + max(1, num_kept), first + num_masks)", "pass"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "a grammar's matcher goes on behind all drafts",
+        ("_follow", "ahead = following.fork() if run.drafts else following", "ahead = following"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "a report counts the tokens of rejected drafts as computed",
+        ("make_report", " - rejected_drafts(grant, result)", ""),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "the slots of rejected drafts count as computed",
+        ("_forget_rejected", "self._put(run.sequence, position, None)", "pass"),
+    ),
+    worker(
+        VERIFIED_IDEA,
+        "a run with more drafts than the worker takes is accepted",
+        ("check_drafts", "if not 0 <= count <= max_drafts:", "if count < 0:"),
     ),
     # -- several ranks
     worker(

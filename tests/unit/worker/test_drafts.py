@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import model_zoo as zoo
 import numpy as np
 import pytest
-import text_model
 import torch
 from executor_driver import ExecutorDriver, Stream, make_prompts
 
@@ -20,23 +16,19 @@ from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
 from quire.worker.memory import step_batch
 from quire.worker.memory.step_batch import DraftCounts
-from quire.worker.model.checkpoint import load_model
-from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run import executor
 from quire.worker.run.executor import Executor, Outcome, StepResult, TokenLogprobs
-from quire.worker.sampling import grammar_masks
 from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.drafts import VOID, DraftRows
-from quire.worker.sampling.grammars import Grammar, Grammars, load_grammars
 from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
 
 MAX_MODEL_LEN = 64
 NUM_NEW = 20
 CPU = torch.device("cpu")
-END_ID = text_model.make_tokenizer().token_to_id(text_model.END)
-VOCAB_SIZE = text_model.make_tokenizer().get_vocab_size() + 5
+MAX_COUNT = 2**15 - 1
 END_IDS = np.array([1, 2], dtype=np.int64)
 SAMPLED = (
     SamplingParams(num_logprobs=3),
@@ -343,70 +335,6 @@ def test_a_run_elsewhere_than_behind_the_accepted_drafts_fails(model: PagedModel
         assert driver.step([(stream, 1)]) is Outcome.FAILED
 
 
-# -- grammars -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_model.save(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def grammars(text_folder: Path) -> Any:
-    loaded = load_grammars(find_tokenizer(str(text_folder)), vocab_size=VOCAB_SIZE, end_token_ids=[END_ID])
-    assert isinstance(loaded, Grammars)
-    yield loaded
-    loaded.close()
-
-
-@pytest.fixture(scope="module")
-def writer(text_folder: Path) -> PagedModel:
-    return load_model(str(text_folder), dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN)
-
-
-def write_text(
-    writer: PagedModel, grammars: Grammars, *, guess: list[int] | None, most: int = 0, seed: int = 3
-) -> tuple[list[int], int]:
-    """The tokens that follow a grammar behind a prompt, and the number of steps; with drafts some of them are right."""
-    driver, prompt = ExecutorDriver(writer), [5, 9, 2, 11, 3, 8]
-    following = asyncio.run(grammars.follow(Grammar("regex", "[a-c]{6}(x|yz)[0-9]{4}"), begins_at=6, tokens=[]))
-    stream = driver.admit(prompt)
-    bound = RowSampling(SamplingParams(temperature=1.0, seed=seed), following=following)
-    driver.step([(stream, len(prompt))], {stream.seq_id: bound})
-    draw, num_steps = random.Random(seed), 0
-    while END_ID not in stream.tokens:
-        drafts = []
-        if guess is not None:
-            known = guess[len(stream.tokens) - len(prompt) :][:most]
-            num_right = draw.randint(0, len(known))
-            drafts = known[:num_right] + [draw.randrange(VOCAB_SIZE) for _ in known[num_right:]]
-        assert driver.step([(stream, 1)], drafts={stream.seq_id: drafts}) is Outcome.COMPUTED
-        assert not driver.result.grammar_failures
-        assert not driver.result.late_ids
-        num_steps += 1
-    end = stream.tokens.index(END_ID) + 1  # a draft behind it may be right, too
-    return stream.tokens[len(prompt) : end], num_steps
-
-
-@pytest.mark.parametrize("most", [1, 3, 8])
-def test_drafts_follow_a_grammar_as_far_as_it_goes_with_them(writer: PagedModel, grammars: Grammars, most: int) -> None:
-    """Some drafts are refused by the grammar, some are end tokens, some are allowed and not those drawn."""
-    expected, num_steps = write_text(writer, grammars, guess=None)
-    text = text_model.make_tokenizer().decode(expected[:-1])
-    assert re.fullmatch("[a-c]{6}(x|yz)[0-9]{4}", text)
-    found, num_drafted = write_text(writer, grammars, guess=expected, most=most)
-    assert found == expected
-    assert num_drafted < num_steps
-
-
-def test_masks_behind_drafts_that_are_not_made_in_time_cost_drafts_and_no_tokens(
-    writer: PagedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, num_steps = write_text(writer, grammars, guess=None)
-    monkeypatch.setattr(grammar_masks, "DRAFTS_TIME_S", 0.0)
-    assert write_text(writer, grammars, guess=expected, most=8) == (expected, num_steps)
-
-
 # -- rows of a sample ---------------------------------------------------------------------------------------------
 
 
@@ -433,3 +361,19 @@ def test_a_row_knows_the_drafts_before_it() -> None:
     latest, columns = rows.latest(np.array([0, 1, 3]), 2)
     assert latest.tolist() == [[-2, -2], [-2, 4], [5, 6]]
     assert columns.tolist() == [[0, 1], [1, 1], [1, 1]]
+
+
+def test_a_token_is_counted_once_for_each_accepted_draft_up_to_the_limit_of_counts() -> None:
+    """Of a sequence that repeats one token; a rejected row's token is the same one, and not counted."""
+    sampler = Sampler(max_num_seqs=2, vocab_size=8, device=CPU)
+    sampler.set_params(1, SamplingParams(frequency_penalty=0.001), output_token_ids=[3] * (MAX_COUNT - 3))
+    sampler.set_params(0, SamplingParams(frequency_penalty=0.001))
+    logits = torch.zeros(8, 8)
+    logits[:, 3] = 100.0
+    drafts = DraftRows([[3, 3, 5, 3], [3, 3]], CPU)
+    rows = [1] * 5 + [0] * 3
+    sampled = sampler.sample(logits, rows, list(range(8)), drafts=drafts)
+    assert sampled.tokens.tolist() == [3] * 8
+    assert sampler._counts[:, 3].tolist() == [3, MAX_COUNT]
+    sampler.sample(logits, rows, list(range(8)), drafts=drafts)
+    assert sampler._counts[:, 3].tolist() == [6, MAX_COUNT]

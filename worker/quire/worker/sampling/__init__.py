@@ -7,6 +7,7 @@
     grammar_masks.py    the tokens that grammars allow in a step, made while its forward runs
     masks_aside.py      masks that no step waits for
     threads.py          threads for work that may take long or never end
+    drafts.py           the rows of a sequence with drafts, and how many of these are right
     constraints.py      forbidden tokens and biases of logits
     row_parameters.py   the parameters of many sequences, in columns
     sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities

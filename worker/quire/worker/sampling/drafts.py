@@ -26,8 +26,6 @@ from quire.worker.device.transfer import indices
 DraftIds = Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-MAX_DRAFTS = 64
-"""The limit of the contract for drafts of a sequence in a step."""
 NO_DRAFT = -2
 """What the last row of a sequence expects. No row has this token."""
 VOID = -1

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.worker.device.transfer import indices, send, to_device
 from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
-from quire.worker.sampling.drafts import MAX_DRAFTS, DraftRows, Kept, newest_of
+from quire.worker.sampling.drafts import DraftRows, Kept, newest_of
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.row_parameters import (
@@ -43,9 +43,8 @@ from quire.worker.sampling.row_parameters import (
 TOP_P_CANDIDATES = (256, 4096)
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
-# A token is counted up to this many times: a frequency penalty of 2 has taken 65,406 from its logit then. An int16 can
-# count the tokens of one more step with drafts.
-_MAX_COUNT = 2**15 - 1 - MAX_DRAFTS
+# A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
+_MAX_COUNT = 2**15 - 1
 _LEAST_LOGIT = torch.finfo(torch.float32).min
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -348,7 +347,8 @@ class Sampler:
         if penalties.frequency is not None:
             counts = self._counts.index_select(0, penalties.rows)
             if before is not None:
-                counts.view(-1).index_add_(0, before, before.new_ones(len(before), dtype=counts.dtype))
+                counts = counts.int()  # room for those of the drafts
+                counts.view(-1).index_add_(0, before, torch.ones_like(before, dtype=counts.dtype))
                 counts.clamp_(max=_MAX_COUNT)
             scores -= counts * penalties.frequency
         # The product overflows with a large penalty. Only a token that was forbidden before may have the logit -inf.
@@ -363,16 +363,17 @@ class Sampler:
     def _remember(self, tokens: Tensor, penalties: _Penalties, kept: Kept | None) -> None:
         seen = self._seen.view(-1)
         index = penalties.rows * self.vocab_size + penalties.subset.take(tokens)
+        added: Tensor | int = 1
         if kept is not None:
             is_kept = penalties.subset.take(kept.is_kept)
             newest = newest_of(index, penalties.subset.take(kept.to_newest))
             index = torch.where(is_kept, index, newest)
+            added = ((index == index[:, None]) & is_kept).sum(-1)
         seen.index_copy_(0, index, seen.index_select(0, index) | _IN_OUTPUT)
         if penalties.frequency is not None:
             counts = self._counts.view(-1)
-            added = torch.ones_like(index, dtype=counts.dtype) if kept is None else is_kept.to(counts.dtype)
-            counts.index_add_(0, index, added)
-            counts.index_copy_(0, index, counts.index_select(0, index).clamp_(max=_MAX_COUNT))
+            counted = counts.index_select(0, index).int() + added
+            counts.index_copy_(0, index, counted.clamp_(max=_MAX_COUNT).to(counts.dtype))
 
     def _flags(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> Tensor:
         flags = np.zeros(self.vocab_size, dtype=np.uint8)

@@ -35,7 +35,7 @@ def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool:
     totals = {
         "quire_worker_computed_tokens": ("Tokens with KV computed.", counters.computed_tokens),
         "quire_worker_sampled_tokens": ("Tokens sampled.", counters.sampled_tokens),
-        "quire_worker_draft_tokens": ("Drafts verified.", counters.drafts),
+        "quire_worker_drafted_tokens": ("Drafts verified.", counters.drafts),
         "quire_worker_accepted_draft_tokens": ("Drafts that were the tokens sampled.", counters.accepted_drafts),
         "quire_worker_copied_blocks": ("Blocks copied.", counters.copied_blocks),
         "quire_worker_offloaded_blocks": ("Blocks copied to the host tier.", counters.offloaded_blocks),
