@@ -11,8 +11,6 @@ from unit.engine.test_scheduler import COPYING, World, drafting, expected_of, li
 
 from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.config import EngineConfig
-from quire.client.engine.grammar import Grammar
-from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling import lookup
 from quire.client.engine.scheduling.guessing import DrafterCounts, Guesses
 from quire.client.engine.scheduling.lookup import AnswerLookup, PromptLookup, RecentAnswers
@@ -311,7 +309,7 @@ def test_preempted_sequences_with_drafts_end_with_their_tokens(changes: dict[str
         assert world.output[sequence.arrival] == expected_of(sequence, ())
 
 
-def test_samples_beams_grammars_and_whoever_asks_for_none_have_no_drafts() -> None:
+def test_a_parent_of_samples_and_a_request_that_asks_for_none_have_no_drafts() -> None:
     world = drafting(limits(max_draft_count=4))
     (plain,) = world.add([1, 2, 3], max_tokens=9, seed=COPYING, speculative=False)
     samples = world.add([1, 2, 3, 4], max_tokens=30, seed=COPYING, n=3, ends=())
@@ -323,8 +321,6 @@ def test_samples_beams_grammars_and_whoever_asks_for_none_have_no_drafts() -> No
     world.run()
     for sample in samples:
         assert world.output[sample.arrival] == expected_of(sample, ())
-    grammar = SamplingParams(grammar=Grammar(regex="a*"))
-    assert world.add([1], max_tokens=1, grammar=grammar.grammar)[0].guesses is None
 
 
 def test_tokens_that_no_drafts_allow_are_noticed() -> None:

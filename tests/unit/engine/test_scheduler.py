@@ -608,6 +608,7 @@ class World:
         decodes = [seq_id for seq_id in ready if seq_id not in plan.drafts]
         assert list(plan.extend_ids[: len(decodes)]) == decodes[: self.limits.max_step_tokens], "one is left out"
         assert plan.drafts.keys() <= set(ready), "one with drafts is not ready for them"
+        assert not any(plan.sequences[seq_id].num_drafts for seq_id in plan.extend_ids), "its drafts are in flight"
 
     def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
