@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import Metric
 from unit.engine.test_scheduler import COPYING, World, drafting, expected_of, limits, next_token
 
 from quire.client.engine.caching import CacheParams, CacheUse
 from quire.client.engine.config import EngineConfig
+from quire.client.engine.metrics import EngineLook, Measured, families
 from quire.client.engine.scheduling import lookup
 from quire.client.engine.scheduling.guessing import DrafterCounts, Guesses
 from quire.client.engine.scheduling.lookup import AnswerLookup, PromptLookup, RecentAnswers
@@ -432,3 +434,24 @@ def test_where_tokens_cost_as_much_as_steps_nothing_is_lost(num_requests: int) -
 
 def test_copies_are_copies() -> None:
     assert next_token([1, 2, 3, 4], COPYING) == 2
+
+
+def test_metrics_count_drafts_by_drafter() -> None:
+    world = drafting(limits(max_draft_count=4), "suffix")
+    for _ in range(2):
+        world.add([1, 2, 5, 4, 3], max_tokens=30, ends=())
+        world.run()
+    statistics, drafters = world.scheduler.statistics(), world.scheduler.drafters
+    look = EngineLook("pool", "model", statistics, 0, 0, 0, {}, Measured(), drafters)
+    found = {
+        each.name: {sample.labels["drafter"]: sample.value for sample in each.samples} for each in draft_metrics(look)
+    }
+    assert found["quire_engine_accepted_tokens"]["suffix"] == drafters["suffix"].accepted > 20
+    assert found["quire_engine_drafted_tokens"]["suffix"] >= drafters["suffix"].accepted
+    assert sum(found["quire_engine_drafts"].values()) == statistics.drafts
+    assert sum(found["quire_engine_drafted_tokens"].values()) == statistics.drafted_tokens
+    assert sum(found["quire_engine_accepted_tokens"].values()) == statistics.accepted_tokens
+
+
+def draft_metrics(look: EngineLook) -> list[Metric]:
+    return [each for each in families(look) if each.samples and "drafter" in each.samples[0].labels]
