@@ -23,7 +23,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step draws", "step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "start", "serve-gpu", "pipeline"),
+    *("control-plane worker", "start", "serve-gpu", "pipeline", "drafts"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -437,3 +437,12 @@ def test_no_benchmark_is_left_out() -> None:
     source = Path(__file__).read_text()
     names = [f"{name} {part}".strip() for name, parts in PARTS.items() for part in ("", *parts)]
     assert not [name for name in names if f'"{name}"' not in source and name not in ELSEWHERE]
+
+
+def test_drafts_come_true_where_a_text_is_written_again(tmp_path: Path) -> None:
+    written, printed = run_quick("drafts", tmp_path)
+    rows = {(row["cell"]["model"], row["cell"]["load"]): row for row in written["rows"]}
+    assert len(rows) == 5
+    assert all(row["without"] > 0 and row["with_drafts"] > 0 for row in rows.values())
+    assert all(0 <= row["accepted"] <= 1 <= row["tokens_a_step"] <= 9 for row in rows.values())
+    assert "asked again" in printed

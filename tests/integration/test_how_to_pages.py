@@ -1,6 +1,6 @@
 """Pages that are followed from beginning to end, as those of docs/tutorials are: docs/asked-for-elsewhere.md, and of
-docs/how-to debug-a-preemption-storm.md, lab.md, move-from-vllm.md, prompt-caching.md, read-a-profile.md and
-upgrade-a-running-pair.md."""
+docs/how-to debug-a-preemption-storm.md, lab.md, move-from-vllm.md, prompt-caching.md, read-a-profile.md,
+speculative-decoding.md and upgrade-a-running-pair.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def test_asked_for_elsewhere(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/how-to/debug-a-preemption-storm.md", "docs/how-to/move-from-vllm.md", "docs/how-to/prompt-caching.md"],
+    [
+        "docs/how-to/debug-a-preemption-storm.md",
+        "docs/how-to/move-from-vllm.md",
+        "docs/how-to/prompt-caching.md",
+        "docs/how-to/speculative-decoding.md",
+    ],
 )
 def test_through_the_gateway(page: str, folder: Path) -> None:
     find("curl", for_what=page)

@@ -35,6 +35,7 @@ from integration.protocol_client import (
 
 from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig, EngineStatistics, SamplingParams
+from quire.client.engine.speculative import SpeculativeConfig
 
 DISTURBED_AFTER = 3
 """Tokens of one stream."""
@@ -46,6 +47,7 @@ REQUESTS = [
     (draw_tokens(9, seed=3), SamplingParams(**SEEDED, seed=7, ignore_eos=True)),
     (draw_tokens(5, seed=4), SamplingParams(**SEEDED, seed=8, ignore_eos=True, n=2)),
 ]
+DRAFTS = SpeculativeConfig("suffix", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
 Streams = dict[tuple[int, int], list[int]]
 """Tokens by request and sample."""
 
@@ -147,6 +149,8 @@ async def run(stage: Stage, disturb: Disturb | None = None, **config: Any) -> tu
 
     async with asyncio.timeout(DEADLINE_S), stage.engine(**config) as engine:
         try:
+            if config.get("speculative") is not None:  # the same requests have drafts that come true then
+                await stream_all(engine, lambda *_: None)
             disturbing = [] if disturb is None else [disturb_once(disturb)]
             await asyncio.gather(stream_all(engine, take), *disturbing)
         finally:
@@ -184,8 +188,11 @@ def assert_all_back(stage: Stage) -> None:
     assert stage.pair.violations() == []
 
 
+@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize("killed", [("worker",), ("cachemgr",), ("cachemgr", "worker")], ids="+".join)
-def test_killed_processes_cost_no_token(stage: Stage, undisturbed: Streams, killed: tuple[str, ...]) -> None:
+def test_killed_processes_cost_no_token(
+    stage: Stage, undisturbed: Streams, killed: tuple[str, ...], drafts: SpeculativeConfig | None
+) -> None:
     processes = [getattr(stage.services, name) for name in killed]
 
     async def kill_and_start(engine: Engine, hold: Hold) -> None:
@@ -197,13 +204,17 @@ def test_killed_processes_cost_no_token(stage: Stage, undisturbed: Streams, kill
         for process in processes:
             await asyncio.to_thread(process.wait_serving, DEADLINE_S)
 
-    streams, statistics = asyncio.run(run(stage, kill_and_start))
+    streams, statistics = asyncio.run(run(stage, kill_and_start, speculative=drafts))
     assert streams == undisturbed
     assert statistics.recoveries >= 1
+    assert (statistics.scheduler.accepted_tokens > NUM_NEW) == (drafts is not None)
     assert_all_back(stage)
 
 
-def test_a_killed_cachemgr_that_kept_its_books_costs_nothing_but_time(model_dir: Path, undisturbed: Streams) -> None:
+@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["plain", "drafts"])
+def test_a_killed_cachemgr_that_kept_its_books_costs_nothing_but_time(
+    model_dir: Path, undisturbed: Streams, drafts: SpeculativeConfig | None
+) -> None:
     leases: list[Any] = []
 
     async def kill_and_start(engine: Engine, hold: Hold) -> None:
@@ -217,7 +228,7 @@ def test_a_killed_cachemgr_that_kept_its_books_costs_nothing_but_time(model_dir:
         leases.extend(stage.pair.leases())
 
     with staged(model_dir, with_state=True) as stage:
-        streams, statistics = asyncio.run(run(stage, kill_and_start))
+        streams, statistics = asyncio.run(run(stage, kill_and_start, speculative=drafts))
         assert streams == undisturbed
         assert statistics.recoveries == 0, "its lease went on"
         assert len({lease.lease_id_prefix for lease in leases}) == 1

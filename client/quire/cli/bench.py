@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tensor-parallel": (),
     "start": (),
     "pipeline": (),
+    "drafts": (),
 }
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _RESULTS = Path("build", "bench")

@@ -338,7 +338,16 @@ def _rows_prefix(statistics: pb.PoolStatistics, hit_ratio: float | None) -> list
         ("found in cache", f"{statistics.cached_token_count:,}"),
         ("hit ratio", format_ratio(hit_ratio)),
         ("forks", f"{statistics.fork_count:,}"),
+        *_rows_drafts(statistics),
     ]
+
+
+def _rows_drafts(statistics: pb.PoolStatistics) -> list[Row]:
+    """Return the drafts and the part of them that came true; nothing if there were none."""
+    if not statistics.drafted_token_count:
+        return []
+    accepted = statistics.accepted_draft_token_count / statistics.drafted_token_count
+    return [("drafts", f"{statistics.drafted_token_count:,}"), ("accepted", format_ratio(accepted))]
 
 
 def _rows_blocks(statistics: pb.PoolStatistics) -> list[Row]:

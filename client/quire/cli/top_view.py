@@ -298,9 +298,11 @@ def _shares(sizes: Sequence[int], width: int) -> list[int]:
 
 def _cache_numbers(statistics: pb.PoolStatistics, rates: Rates) -> Text:
     overall = ratio(statistics.cached_token_count, statistics.admitted_token_count)
+    accepted = ratio(statistics.accepted_draft_token_count, statistics.drafted_token_count)
     return Text.assemble(
         *("hits ", _number(format_ratio(rates.hit_ratio)), f" now, {format_ratio(overall)} in all   "),
         *(_number(f"{rates.evicted_per_s:,.0f}"), " evicted/s"),
+        *(() if accepted is None else ("   drafts accepted ", _number(format_ratio(accepted)))),
     )
 
 

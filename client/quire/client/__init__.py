@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.client.engine.scheduling.beam_search import BeamSearchParams
     from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPolicy, in_order
     from quire.client.engine.scheduling.sequence import Delivered, FinishReason, Sequence
+    from quire.client.engine.speculative import SpeculativeConfig
     from quire.client.engine.tokenizer import Tokenizer
     from quire.client.errors import (
         AccessDenied,
@@ -90,6 +91,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Sequence",
+    "SpeculativeConfig",
     "StepAnswer",
     "StepFailed",
     "StepRefused",
@@ -117,6 +119,7 @@ _NAMES = {
     "engine.scheduling.beam_search": ("BeamSearchParams",),
     "engine.scheduling.policy": ("Policy", "PoolView", "PriorityPolicy", "in_order"),
     "engine.scheduling.sequence": ("Delivered", "FinishReason", "Sequence"),
+    "engine.speculative": ("SpeculativeConfig",),
     "engine.tokenizer": ("Tokenizer",),
     "errors": (
         "AccessDenied",

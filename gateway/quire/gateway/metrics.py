@@ -213,12 +213,17 @@ def _of_backends(backends: Sequence[Backend]) -> Iterator[Metric]:
         for model, each in statistics.items():
             gauge.add_metric((model,), getattr(each, attribute))
         yield gauge
-    preemptions = CounterMetricFamily(
-        "vllm:num_preemptions", "Running sequences that gave their blocks back for others.", labels=("model_name",)
+    counters = (
+        ("vllm:num_preemptions", "Running sequences that gave their blocks back for others.", "preemptions"),
+        ("vllm:spec_decode_num_drafts", "Runs of sequences with drafts.", "drafts"),
+        ("vllm:spec_decode_num_draft_tokens", "Tokens guessed in these.", "drafted_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens", "Of these, tokens that were the sampled ones.", "accepted_tokens"),
     )
-    for model, each in statistics.items():
-        preemptions.add_metric((model,), each.preemptions)
-    yield preemptions
+    for name, text, attribute in counters:
+        counter = CounterMetricFamily(name, text, labels=("model_name",))
+        for model, each in statistics.items():
+            counter.add_metric((model,), getattr(each, attribute))
+        yield counter
 
 
 def _of_pools(backends: Sequence[Backend]) -> Iterator[Metric]:

@@ -187,6 +187,7 @@ async def _open_backend(
         max_waiting_tokens=flags.max_waiting_tokens,
         max_unread_tokens=flags.max_unread_tokens,
         tenants=flags.api_keys is not None,
+        speculative=flags.speculative_config,
     )
     opening = _open_pool if flags.pool else _open_router
     told = ""

@@ -263,7 +263,13 @@ class ClientProcess:
         """The task's events; {"killed": True} if the process ends, and it begins again."""
         while True:
             reader, writer = self._streams
-            order = {"task": number, "requests": task.requests, "cancels": task.cancels, "slow": task.slow}
+            order = {
+                "task": number,
+                "requests": task.requests,
+                "cancels": task.cancels,
+                "slow": task.slow,
+                "has_drafts": task.has_drafts,
+            }
             with contextlib.suppress(ConnectionError):
                 writer.write(json.dumps(order).encode() + b"\n")
                 while line := await reader.readline():

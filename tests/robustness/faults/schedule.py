@@ -93,11 +93,15 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of one client: requests at once; some are cancelled after a number of tokens, one is read slowly."""
+    """The work of one client: requests at once; some are cancelled after a number of tokens, one is read slowly.
+
+    has_drafts: its engine drafts, and has given each answer before, so that drafts come true.
+    """
 
     requests: tuple[int, ...]
     cancels: dict[int, int] = field(default_factory=dict)
     slow: int | None = None
+    has_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num
     tasks = {client: with_more_asked(asking, task) for client, task in tasks.items()}
     keeping = random.Random(f"keeping {seed}")
     tasks = {client: with_breakpoints(keeping, task) for client, task in tasks.items()}
+    drafting = random.Random(f"drafts {seed}")  # for the same reason
+    tasks = {client: replace(task, has_drafts=drafting.random() < 0.5) for client, task in tasks.items()}
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
 
 

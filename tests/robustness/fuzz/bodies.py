@@ -333,6 +333,7 @@ SAMPLING: Mapping[str, Draw] = {
     "repetition_penalty": edge(1, 1.5),
     "skip_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
+    "speculative": _flag,
     "priority": edge(0, 1, -1),
     "response_format": _format,
     "structured_outputs": _structured,

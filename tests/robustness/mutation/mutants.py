@@ -71,7 +71,7 @@ EXAMPLES = {
     CORE: BOOKS,
     "cachemgr": BOOKS,
     "worker": [f"unit/worker/test_{name}.py" for name in ("gate", "grants", "verify")],
-    "client": [f"unit/engine/test_{name}.py" for name in ("beams", "scheduler", "plan_messages")],
+    "client": [f"unit/engine/test_{name}.py" for name in ("beams", "scheduler", "drafts", "plan_messages")],
     "gateway": ["unit/gateway/test_gateway_routing.py", "unit/gateway/test_prompt_cache.py"],
     "integrations": [
         f"unit/integrations/test_{name}.py" for name in ("prefix_replica", "kv_events", "published_prefixes")

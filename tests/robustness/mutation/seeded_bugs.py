@@ -1641,6 +1641,37 @@ BUGS = [
             "counts = list(grant.run_token_counts)[: len(given_runs)]",
         ),
     ),
+    # -- drafts in the engine
+    client(
+        "drafts",
+        "an accepted token is taken twice",
+        ("accept_all", "in enumerate(token_ids):", "in enumerate([token_ids[0], *token_ids]):"),
+    ),
+    client(
+        "drafts",
+        "an accepted token is delivered twice",
+        ("deliver", "for index in range(last):", "for index in (*range(last), *range(bool(last))):"),
+    ),
+    client(
+        "drafts",
+        "tokens behind a stop are kept",
+        ("accept_all", "if reason is not None:", "if reason is not None and index == len(token_ids) - 1:"),
+    ),
+    client(
+        "drafts",
+        "the engine plans a sequence again whose drafts are in flight",
+        ("num_schedulable_tokens", "if self.is_held and self._num_sampling:", "if not self.token_ids:"),
+    ),
+    client(
+        "drafts",
+        "answers of one tenant are drafts of another",
+        ("of", "key = tenant, salt", 'key = "", salt'),
+    ),
+    client(
+        "drafts",
+        "a plan that cachemgr is not ready for ends the request",
+        ("_refuse_extends", 'if error.reason == "SEQUENCE_BUSY":', 'if error.reason == "SEQUENCE_BUSYS":'),
+    ),
 ]
 
 _NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})

@@ -156,6 +156,7 @@ class Cluster:
                 self.admissions,
                 uses_router=features.uses_router,
                 max_step_tokens=features.max_step_tokens,
+                has_drafts=features.has_drafts,
                 lease_ttl_s=LEASE_TTL_S,
                 wrong=self._wrong(name),
                 call_timeout_s=features.call_timeout_s,

@@ -91,6 +91,7 @@ class Features:
     policy: str = "lineage"
     has_watcher: bool = False
     has_breakpoints: bool = False
+    has_drafts: bool = False
     step_s: float = 0.002
     delay_s: float = 0.0003
     callback_s: float = 5e-6
@@ -103,7 +104,15 @@ class Features:
 
     def names(self) -> list[str]:
         """The features that are on, in words: for the pairs that have met."""
-        flags = ("runs_ahead", "uses_router", "has_shares", "keeps_state", "has_watcher", "has_breakpoints")
+        flags = (
+            "runs_ahead",
+            "uses_router",
+            "has_shares",
+            "keeps_state",
+            "has_watcher",
+            "has_breakpoints",
+            "has_drafts",
+        )
         return [
             f"model: {self.model.value}",
             f"policy: {self.policy}",
@@ -156,6 +165,9 @@ def make_schedule(seed: int) -> Schedule:
     if keeping.random() < 0.4:
         features = replace(features, has_breakpoints=True)
         drawn = tuple(tuple(draw_breakpoints(keeping, call) for call in each) for each in drawn)
+    # Of another one, too.
+    if random.Random(f"drafts {seed}").random() < 0.5:
+        features = replace(features, has_drafts=True)
     return Schedule(
         seed,
         features,

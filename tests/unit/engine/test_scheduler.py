@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.engine.caching import CacheOutcome, CacheParams, CacheUse
 from quire.client.engine.sampling import SamplingParams
-from quire.client.engine.scheduling.drafting import _MAX_WAITS_FOR_PREFIX
 from quire.client.engine.scheduling.fairness import divide
 from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
 from quire.client.engine.scheduling.new_sequences import new_samples
+from quire.client.engine.scheduling.planning import _MAX_WAITS_FOR_PREFIX
 from quire.client.engine.scheduling.plans import (
     Admission,
     Blocks,
@@ -37,17 +37,22 @@ from quire.client.engine.scheduling.policy import Policy, PoolView, PriorityPoli
 from quire.client.engine.scheduling.room import Pressure as PressureNow
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import InvalidRequest, OutOfRoom, ProtocolViolation, QuireError, StepFailed, error_of_reason
 
 VOCABULARY = 7
 END_TOKEN = 6
+COPYING = 100
 SLIDING = LayerGroup(LayerGroupKind.SLIDING, 5)
 CHUNKED = LayerGroup(LayerGroupKind.CHUNKED, 6)
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """The model's next token: depends on every token and on the seed."""
-    return zlib.crc32(bytes(tokens) + seed.to_bytes(8, "little")) % VOCABULARY
+    """The model's next token: depends on every token and on the seed. From COPYING on a seed often copies."""
+    drawn = zlib.crc32(bytes(tokens) + seed.to_bytes(8, "little"))
+    if seed >= COPYING and len(tokens) > 3 and drawn % 8:
+        return tokens[-3]
+    return drawn % VOCABULARY
 
 
 def expected_output(prompt: list[int], *, seed: int, max_tokens: int, ends: set[int]) -> list[int]:
@@ -65,6 +70,7 @@ class Held:
 
     tables    by layer group, blocks by their index
     sampled   position of the token that the worker has sampled last, and needs from no client
+    is_busy   a step with drafts of it is not settled
     """
 
     tokens: list[int | None]
@@ -72,6 +78,7 @@ class Held:
     num_scheduled: int = 0
     num_computed: int = 0
     sampled: int | None = None
+    is_busy: bool = False
 
     @property
     def num_known(self) -> int:
@@ -95,6 +102,7 @@ class Pending:
     offloaded: list[int] = field(default_factory=list)
     restored: dict[int, int] = field(default_factory=dict)
     pinned: list[int] = field(default_factory=list)
+    drafts: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=dict)
 
 
 class ModelCache:
@@ -124,6 +132,7 @@ class ModelCache:
         self.limit = num_blocks
         self.refuses_forks = False
         self.num_computed_elsewhere = 0
+        self.num_busy = 0  # refusals of runs behind drafts
 
     def allocatable(self) -> list[int]:
         free = [b for b in self.references if not self.references[b] and not self.pins[b]]
@@ -191,6 +200,8 @@ class ModelCache:
         held = self.held[seq_id]
         tables = [range(self.first_kept(g, held), self.blocks_for(held.num_scheduled)) for g in self.groups]
         count = max(1, sum(map(len, tables)))
+        if held.is_busy:
+            return Refusal(PlanItem.OFFLOAD, seq_id, error_of_reason("SEQUENCE_BUSY", ""))
         if self.refuses_offloads or count > self.num_free_host_blocks():
             return Refusal(PlanItem.OFFLOAD, seq_id, error_of_reason("OUT_OF_HOST_BLOCKS", ""))
         self.host[seq_id] = self.held.pop(seq_id), count
@@ -222,7 +233,7 @@ class ModelCache:
 
     def plan(self, plan: Plan) -> GrantedStep:
         self.number += 1
-        step = Pending(self.number, self.settled)
+        step = Pending(self.number, self.settled, drafts=plan.drafts)
         refusals: list[Refusal] = []
         given: list[int] = []
         for seq_id in plan.release_ids:
@@ -251,6 +262,9 @@ class ModelCache:
                 parent = self.held.get(fork.parent_id)
                 if parent is None:
                     refusals.append(Refusal(PlanItem.FORK, child_id, error_of_reason("SEQUENCE_NOT_FOUND", "")))
+                    continue
+                if parent.is_busy:
+                    refusals.append(Refusal(PlanItem.FORK, child_id, error_of_reason("SEQUENCE_BUSY", "")))
                     continue
                 num_scheduled = min(fork.num_tokens - 1, parent.num_scheduled)
                 child = Held(parent.tokens[: fork.num_tokens], [], num_scheduled)
@@ -356,8 +370,15 @@ class ModelCache:
         held = self.held.get(seq_id)
         if held is None:
             return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_NOT_FOUND", ""))
+        if held.is_busy:
+            self.num_busy += 1
+            return Refusal(PlanItem.EXTEND, seq_id, error_of_reason("SEQUENCE_BUSY", ""))
         start, end = held.num_scheduled, held.num_scheduled + count
-        num_tokens = len(held.tokens) + len(appended)
+        if num_drafts := len(step.drafts.get(seq_id, ())):
+            assert None not in held.tokens[:-1], "a token before the last one is not known"
+            assert (held.num_scheduled, count) == (len(held.tokens) - 1, 1 + num_drafts)
+            assert not appended
+        num_tokens = len(held.tokens) + len(appended) + num_drafts
         assert not appended or None not in held.tokens, "appends to a token that is being sampled"
         assert end <= num_tokens, "computes what is neither known nor being sampled"
         if end > BlockTables(self.block_size, self.groups).max_tokens(self.num_blocks, at_most=end):
@@ -380,8 +401,10 @@ class ModelCache:
             (table[index],) = self.take(1)
             self.let_go([] if old is None else [old])
         held.tokens += appended
-        if None not in held.tokens[start:end] and (start, count) != (held.sampled, 1):
+        if num_drafts or (None not in held.tokens[start:end] and (start, count) != (held.sampled, 1)):
             given.append(len(step.runs))
+        held.is_busy = bool(num_drafts)
+        end -= num_drafts
         samples = end == len(held.tokens)
         step.runs.append((seq_id, held, start, count, samples))
         held.num_scheduled = end
@@ -398,7 +421,7 @@ class ModelCache:
     def is_foreign(self, block: int) -> bool:
         return self.references[block] > 1 or block in self.content
 
-    def settle(self, sampled: dict[int, int] | None, *, is_first_failure: bool) -> None:
+    def settle(self, sampled: dict[int, list[int]] | None, *, is_first_failure: bool) -> None:
         """The oldest step has ended, with these tokens or having computed nothing.
 
         A failure takes those in flight behind it along: their sequences are where they were before it.
@@ -410,13 +433,20 @@ class ModelCache:
                 held.num_scheduled = min(held.num_scheduled, start)
                 del held.tokens[held.num_known :]
                 held.sampled = None
+                held.is_busy = False
         for block in step.pinned:
             self.pins[block] -= 1
         for seq_id, held, start, count, samples in step.runs:
             if sampled is None:
                 continue
+            if seq_id in step.drafts:
+                count = len(sampled[seq_id])
+                held.num_scheduled = start + count
+                held.sampled = held.num_scheduled
+                held.is_busy = False
             if samples:
-                held.tokens[held.tokens.index(None)] = sampled[seq_id]
+                unknown = held.tokens.index(None)
+                held.tokens[unknown : unknown + 1] = sampled[seq_id]
             held.num_computed = start + count
             if self.held.get(seq_id) is not held:
                 continue
@@ -440,7 +470,7 @@ class ModelWorker:
 
     def run(
         self, pending: Pending, step: StepInFlight, inputs: dict[int, list[int]], *, breaks: bool
-    ) -> dict[int, int] | None:
+    ) -> dict[int, list[int]] | None:
         """Return the sampled tokens, None if the step computed nothing. A void step is sent to be skipped."""
         for seq_id in pending.released:
             self.computed.pop(seq_id, None)
@@ -461,15 +491,29 @@ class ModelWorker:
             return None
         for index in step.introduced:
             self.seeds[step.seq_ids[index]] = step.sequences[index].seed
-        sampled = {}
+        sampled: dict[int, list[int]] = {}
         for seq_id, _, start, count, samples in pending.runs:
             computed = self.computed[seq_id]
             assert start == len(computed), "computed twice or left out"
+            if seq_id in pending.drafts:
+                sampled[seq_id] = self.verify(seq_id, pending.drafts[seq_id])
+                continue
             tokens = inputs.get(seq_id, [self.last.get(seq_id, -1)])
             assert len(tokens) == count
             computed += tokens
             if samples:
-                sampled[seq_id] = self.last[seq_id] = next_token(computed, self.seeds.get(seq_id, 0))
+                self.last[seq_id] = next_token(computed, self.seeds.get(seq_id, 0))
+                sampled[seq_id] = [self.last[seq_id]]
+        return sampled
+
+    def verify(self, seq_id: int, drafts: abc.Sequence[int]) -> list[int]:
+        computed, sampled = self.computed[seq_id], []
+        for draft in (*drafts, None):
+            computed.append(self.last[seq_id])
+            self.last[seq_id] = next_token(computed, self.seeds[seq_id])
+            sampled.append(self.last[seq_id])
+            if self.last[seq_id] != draft:
+                break
         return sampled
 
 
@@ -486,9 +530,17 @@ def added(scheduler: Scheduler, prompt: list[int], params: SamplingParams, **mor
 class World:
     """A scheduler and both models, two steps in flight at most; `choose(n)` picks one of n possible events."""
 
-    def __init__(self, limits: SchedulerLimits, policy: Policy | None = None, *, by_tenant: bool = False) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: Policy | None = None,
+        *,
+        by_tenant: bool = False,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         self.limits = limits
-        self.scheduler = Scheduler(limits, policy=policy, by_tenant=by_tenant, verify=True)
+        self.scheduler = Scheduler(limits, policy=policy, by_tenant=by_tenant, verify=True, speculative=speculative)
+        self.is_late = False  # cachemgr hears of outcomes with drafts after the next plan
         self.fresh_pool()
         self.output: dict[tuple[int, int], list[int]] = {}
         self.ended: dict[tuple[int, int], FinishReason] = {}
@@ -502,7 +554,8 @@ class World:
         self.cache = ModelCache(limits.num_blocks, limits.block_size, limits.num_host_blocks, limits.layer_groups)
         self.worker = ModelWorker()
         self.flight: deque[tuple[StepInFlight, Pending, dict[int, list[int]]]] = deque()
-        self.outcomes: deque[tuple[dict[int, int] | None, bool]] = deque()
+        self.outcomes: deque[tuple[dict[int, list[int]] | None, bool]] = deque()
+        self.unheard: deque[dict[int, list[int]]] = deque()
 
     def add(
         self, prompt: list[int], *, seed: int = 0, ends: tuple[int, ...] = (END_TOKEN,), **params: int | str
@@ -522,6 +575,7 @@ class World:
         before = self.scheduler.statistics().preemptions
         outcome = self.cache.plan(plan)
         pending = self.cache.steps[-1]
+        self.hear()
         after()
         self.admitted += [admission for admission in plan.admissions if admission.seq_id in outcome.admitted_ids]
         assert sum(outcome.run_counts) <= self.limits.max_step_tokens
@@ -532,6 +586,7 @@ class World:
             self.ended[failed.sequence.arrival] = FinishReason.FAILED
         runs = list(zip(step.seq_ids, step.sequences, step.starts, step.counts, strict=True))
         inputs = {runs[i][0]: runs[i][1].token_ids[runs[i][2] : runs[i][2] + runs[i][3]] for i in step.given}
+        inputs |= step.drafts
         self.flight.append((step, pending, inputs))
         return True
 
@@ -549,8 +604,11 @@ class World:
         queues = self.scheduler._queues
         if queues.suspects or queues.groups:
             return  # one runs alone; beams may wait for room for the tokens that a plan appends
-        decodes = [sequence.seq_id for sequence in queues.running if sequence.num_schedulable_tokens == 1]
+        ready = [sequence.seq_id for sequence in queues.running if sequence.num_schedulable_tokens == 1]
+        decodes = [seq_id for seq_id in ready if seq_id not in plan.drafts]
         assert list(plan.extend_ids[: len(decodes)]) == decodes[: self.limits.max_step_tokens], "one is left out"
+        assert plan.drafts.keys() <= set(ready), "one with drafts is not ready for them"
+        assert not any(plan.sequences[seq_id].num_drafts for seq_id in plan.extend_ids), "its drafts are in flight"
 
     def check_preemptions(self, outcome: GrantedStep, count: int) -> None:
         if not count:
@@ -570,10 +628,19 @@ class World:
             s.request_id in self.poison and start + count > self.poison[s.request_id]
             for s, start, count in zip(step.sequences, step.starts, step.counts, strict=True)
         )
+        self.hear()
         prior = pending.settled < self.worker.failed_step
         sampled = self.worker.run(pending, step, inputs, breaks=breaks)
-        self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
+        if self.is_late and sampled is not None and step.drafts:
+            self.unheard.append(sampled)
+        else:
+            self.cache.settle(sampled, is_first_failure=sampled is None and not prior)
         self.outcomes.append((sampled, prior or step.is_void))
+
+    def hear(self) -> None:
+        """cachemgr hears of the steps that it has not heard of."""
+        while self.unheard:
+            self.cache.settle(self.unheard.popleft(), is_first_failure=False)
 
     def end_step(
         self, *, breaks: bool = False, refused: QuireError | None = None, late_ids: abc.Collection[int] = ()
@@ -584,12 +651,16 @@ class World:
         step, _, _ = self.flight.popleft()
         sampled, is_behind = self.outcomes.popleft()
         if sampled is not None and not step.is_void:
-            ids, tokens = list(sampled), list(sampled.values())
-            accepted, _ = self.scheduler.on_step_done(step, ids, tokens, late_ids=late_ids)
+            ids, tokens = list(sampled), [token for each in sampled.values() for token in each]
+            counts = [len(each) for each in sampled.values()] if step.drafts else []
+            accepted, _ = self.scheduler.on_step_done(step, ids, tokens, token_counts=counts, late_ids=late_ids)
             for seq_id, sequence in zip(accepted.seq_ids, accepted.sequences, strict=True):
                 if sequence.group is None:
-                    assert sequence.token_ids[-1] == sampled[seq_id]
-                    self.take(sequence, sampled[seq_id], accepted.ended.get(sequence))
+                    taken = sampled[seq_id][: accepted.counts.get(seq_id, 1)]
+                    assert sequence.token_ids[-len(taken) :] == taken
+                    for index, token in enumerate(taken, 1):
+                        reason = accepted.ended.get(sequence) if index == len(taken) else None
+                        self.take(sequence, token, reason)
             self.choose([sequence for sequence in accepted.sequences if sequence.group is not None])
         elif is_behind:
             self.scheduler.on_step_dropped(step)
@@ -763,7 +834,7 @@ def test_samples_are_forked_from_one_prompt() -> None:
 
 def test_a_plan_brings_no_more_tokens_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt may have more: it goes alone."""
-    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_PLAN_TOKENS", 8)
+    monkeypatch.setattr("quire.client.engine.scheduling.planning._MAX_PLAN_TOKENS", 8)
     world = World(limits(max_step_tokens=64))
     lengths = [4, 4, 1, 12, 3]
     sequences = [world.add([number + 1] * length, max_tokens=3, ends=())[0] for number, length in enumerate(lengths)]
@@ -820,7 +891,7 @@ def test_who_is_preempted_is_named_again_and_so_is_who_lost_the_pool() -> None:
 
 
 def test_prompts_that_wait_are_named_as_far_as_a_plan_has_room_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_PLAN_TOKENS", 8)
+    monkeypatch.setattr("quire.client.engine.scheduling.planning._MAX_PLAN_TOKENS", 8)
     world = World(limits(max_running_sequences=2, max_step_tokens=64))
     for length in (3, 2, 3, 4, 12, 2):
         world.add([1] * length, max_tokens=5, ends=())
@@ -830,7 +901,7 @@ def test_prompts_that_wait_are_named_as_far_as_a_plan_has_room_for_tokens(monkey
 
 def test_the_forks_of_a_plan_begin_with_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as one sequence can have in any case: 64."""
-    monkeypatch.setattr("quire.client.engine.scheduling.drafting._MAX_FORKED_TOKENS", 1)
+    monkeypatch.setattr("quire.client.engine.scheduling.planning._MAX_FORKED_TOKENS", 1)
     world = World(limits(max_step_tokens=64))
     sequences = world.add([1, 2, 3, 4] * 5, max_tokens=9, n=6, ends=())
     forked = []
@@ -1440,6 +1511,30 @@ def test_no_max_tokens_means_as_many_as_fit() -> None:
     assert len(world.output[sequence.arrival]) == 13
 
 
+# Drafts.
+
+
+def drafting(shape: SchedulerLimits, method: str = "ngram", *, gap_s: float = 0.0) -> World:
+    """With a device on which drafts cost nothing; it waits gap_s for a step that is planned while none runs."""
+    config = SpeculativeConfig(method, num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=4)
+    world = World(shape, speculative=config)
+    for num_tokens in (1, 64) * 2:
+        for gap, is_ahead in ((0.0, True), (gap_s, False)):
+            world.scheduler.step_costs.observe(num_tokens, device_s=0.01, period_s=0.01 + gap, is_ahead=is_ahead)
+    return world
+
+
+def test_drafts_that_come_true_save_steps() -> None:
+    plain, world = World(limits()), drafting(limits(max_draft_count=8))
+    steps = []
+    for each in (plain, world):
+        (sequence,) = each.add([1, 2, 3], max_tokens=40, seed=COPYING, ends=())
+        each.run()
+        assert each.output[sequence.arrival] == expected_of(sequence, ())
+        steps.append(each.scheduler.statistics().planned_steps)
+    assert steps[1] < 0.7 * steps[0]
+
+
 # The host tier.
 
 
@@ -1719,7 +1814,22 @@ def windowed_worlds(draw: st.DrawFn) -> SchedulerLimits:
 @settings(max_examples=300)
 @given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data())
 def test_every_request_ends_with_its_tokens(shape: SchedulerLimits, wanted: list, data: st.DataObject) -> None:
-    world = World(shape)
+    everything(World(shape), wanted, data)
+
+
+@settings(max_examples=300)
+@given(st.one_of(worlds, tiny_worlds, windowed_worlds()), requests, st.data(), st.booleans())
+def test_every_request_ends_with_its_tokens_with_drafts(
+    shape: SchedulerLimits, wanted: list, data: st.DataObject, is_late: bool
+) -> None:
+    world = drafting(replace(shape, max_draft_count=4))
+    world.is_late = is_late
+    everything(world, [(prompt, length, n, seed + COPYING, rank) for prompt, length, n, seed, rank in wanted], data)
+
+
+def everything(world: World, wanted: list, data: st.DataObject) -> None:
+    """Requests come, end, are cancelled, and steps break, at any time; each request ends with its tokens."""
+    shape = world.limits
     left = list(wanted)
     sequences: list[Sequence] = []
     cancelled: set[int] = set()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from quire.client.engine.scheduling.plans import DEFAULT_EXPECTED_PROMPTS
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import InvalidRequest
 
 _LIMITS = ("max_waiting_requests", "max_waiting_requests_per_tenant", "max_waiting_tokens", "max_unread_tokens")
@@ -32,6 +33,7 @@ class EngineConfig:
                              None: no limit
     max_mask_s               a request fails if the masks of its grammar that no step waits for take more seconds of the
                              worker's processors together
+    speculative              how tokens are guessed ahead; None: they are not. docs/how-to/speculative-decoding.md
     verify                   check the scheduler's invariants after each change; on if QUIRE_VERIFY is 1
     metrics_listen           "host:port" for a page of metrics, port 0 being a free one; None: no page
     """
@@ -49,6 +51,7 @@ class EngineConfig:
     tenants: bool = False
     max_unread_tokens: int | None = None
     max_mask_s: float = 10.0
+    speculative: SpeculativeConfig | None = None
     verify: bool = field(default_factory=lambda: os.environ.get("QUIRE_VERIFY") == "1")
     metrics_listen: str | None = None
 
@@ -58,6 +61,8 @@ class EngineConfig:
                 raise InvalidRequest.of_field(name, getattr(self, name), "at least 1")
         if not self.max_mask_s > 0:
             raise InvalidRequest.of_field("max_mask_s", self.max_mask_s, "above 0")
+        if not isinstance(self.speculative, SpeculativeConfig | None):
+            raise InvalidRequest.of_field("speculative", self.speculative, "a SpeculativeConfig, or None")
         if self.max_expected_prompts < 0:
             raise InvalidRequest.of_field("max_expected_prompts", self.max_expected_prompts, "at least 0")
         for name in _LIMITS:

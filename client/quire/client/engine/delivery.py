@@ -122,9 +122,12 @@ class Delivery:
 
         A caller that wants its samples whole is not woken, and nothing is done for its tokens, before they end.
         """
-        logprobs = {entry.sequence_id: entry for entry in response.logprobs}
+        logprobs = _by_sequence(response.logprobs)
         samples = [each for each in tokens.sequences if each.group is None] if logprobs else tokens.sequences
         self._measured.tokens(samples, at_s)
+        counts = tokens.counts
+        if counts:
+            self._measured.further_tokens(sum(counts.values()) - len(counts))
         broken = {failure.sequence_id: failure.message for failure in response.grammar_failures}
         ended = tokens.ended
         failed: list[Failed] = []
@@ -135,7 +138,11 @@ class Delivery:
                 failed.append(Failed(sequence, _not_followed(broken[seq_id])))
                 continue
             try:
-                self._deliver_one(sequence, ended.get(sequence), logprobs.get(seq_id), at_s)
+                of_tokens = logprobs.get(seq_id, ()) if logprobs else ()
+                last = counts.get(seq_id, 1) - 1 if counts and not sequence.is_silent else 0
+                for index in range(last):
+                    self._deliver_one(sequence, None, of_tokens[index] if of_tokens else None, at_s)
+                self._deliver_one(sequence, ended.get(sequence), of_tokens[last] if of_tokens else None, at_s)
             except RequestFailed as error:
                 failed.append(Failed(sequence, error))
             except Exception as error:  # the tokenizer's, about this text: no other request has to do with it
@@ -189,6 +196,16 @@ class Delivery:
             metadata = {"unread": str(num_unread), "limit": str(limit)}
             message = f"{num_unread} tokens are unread, more than max_unread_tokens, {limit}"
             raise RequestFailed(message, reason="TOO_SLOW", metadata=metadata)
+
+
+def _by_sequence(
+    entries: abc.Iterable[worker_service_pb2.TokenLogprobs],
+) -> abc.Mapping[int, abc.Sequence[worker_service_pb2.TokenLogprobs]]:
+    """Return the log-probabilities of each sequence's tokens, in order."""
+    found: dict[int, list[worker_service_pb2.TokenLogprobs]] = {}
+    for entry in entries:
+        found.setdefault(entry.sequence_id, []).append(entry)
+    return found
 
 
 def _decode_logprobs(token_id: int, entry: worker_service_pb2.TokenLogprobs) -> TokenLogprobs:

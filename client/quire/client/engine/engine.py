@@ -57,6 +57,7 @@ from quire.client.engine.scheduling.faults import BrokenInvariantError, RequestF
 from quire.client.engine.scheduling.flight import FlightLimit
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy
+from quire.client.engine.scheduling.request_limits import check_drafts
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
 from quire.client.engine.scheduling.statistics import SchedulerStatistics
@@ -133,6 +134,8 @@ class _Sent:
     """A step in flight.
 
     sent_at  by time.perf_counter()
+    began_at when its plan was begun, by the same clock
+    is_ahead another step was in flight then
     void     why it computes nothing, if that is known: it was refused, or one before it failed, and is skipped now
     """
 
@@ -142,6 +145,8 @@ class _Sent:
     sent_at: float
     span: StepSpan | NoSpan
     void: QuireError | None = None
+    began_at: float = 0.0
+    is_ahead: bool = False
 
 
 class EngineOptions(TypedDict, total=False):
@@ -205,6 +210,7 @@ class Engine:
         self._has_died = asyncio.Event()
         self._recoveries_in_row = 0
         self._fruitless_in_row = 0
+        self._last_step_at = 0.0
         self._compilations: dict[Sequence, asyncio.Task[None]] = {}  # of postponed sequences
 
     @classmethod
@@ -247,7 +253,8 @@ class Engine:
         """Take a lease and begin. Once per engine; close() ends it, also after a start that raised.
 
         Raises NotFound, OutOfRoom, Unavailable; OSError or ValueError for the tokenizer asked for; InvalidRequest if
-        metrics can't be served where they should; RuntimeError if the engine was started before.
+        metrics can't be served where they should, or if the pool can't have the drafts asked for; RuntimeError if the
+        engine was started before.
         """
         if self._is_started:
             raise RuntimeError("the engine was started before: make another one")
@@ -256,11 +263,14 @@ class Engine:
             session = await self._connection.open()
             await self._load_tokenizer(session.model.tokenizer)
             limits = self._limits_of(session)
+            if self._config.speculative is not None:
+                check_drafts(self._config.speculative, limits, pool=session.pool)
             self._scheduler = Scheduler(
                 limits,
                 policy=self._policy,
                 by_tenant=self._config.tenants,
                 verify=self._config.verify,
+                speculative=self._config.speculative,
             )
             self._delivery = Delivery(
                 self._requests, self._scheduler, self._measured, max_unread_tokens=self._config.max_unread_tokens
@@ -462,6 +472,7 @@ class Engine:
             recoveries=self._counters.recoveries,
             host_bytes={"offload": self._counters.offloaded_bytes, "restore": self._counters.restored_bytes},
             measured=self._measured,
+            drafters=self._scheduler.drafters,
         )
 
     # The loop.
@@ -542,7 +553,7 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan.is_empty:
             return False
-        scheduled = time.perf_counter()
+        scheduled, is_ahead = time.perf_counter(), bool(self._flight)
         try:
             with self._span("quire.plan", plan.sequences.values()) as span:
                 granted, grant = await self._ask(session, plan)
@@ -563,7 +574,9 @@ class Engine:
         with self._span("quire.step", step.sequences) as span:
             answer = await session.run(step, grant, skip=step.is_void)
         sent = time.perf_counter()
-        self._flight.append(_Sent(step, grant, answer, sent, span, void=_prior_failed() if step.is_void else None))
+        void = _prior_failed() if step.is_void else None
+        self._flight.append(_Sent(step, grant, answer, sent, span, void, started, is_ahead))
+        self._scheduler.step_costs.observe_plan(sent - started)
         self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
@@ -634,6 +647,7 @@ class Engine:
         self._measured.step.observe(ended - sent.sent_at)
         timings = _timings_of(response)
         self._observe_costs(step, response, timings)
+        self._observe_step(sent, ended, timings)
         step_s = timings["prepare_s"] + timings["forward_s"] + timings["sample_s"]
         self._limit.observe(step_s, device=session.model.device)
         if span is not NO_SPAN:
@@ -642,7 +656,11 @@ class Engine:
         self._delivery.take_prompt_logprobs(step, response)
         late_ids = response.late_sequence_ids
         sampled, failed = self._scheduler.on_step_done(
-            step, response.sequence_ids, response.sampled_token_ids, late_ids=late_ids
+            step,
+            response.sequence_ids,
+            response.sampled_token_ids,
+            token_counts=response.sampled_token_counts,
+            late_ids=late_ids,
         )
         if late_ids:
             self._compile_postponed()
@@ -669,6 +687,18 @@ class Engine:
             num_copied_bytes=(offloaded + restored) * block_bytes,
             copy_s=seconds["offload_s"] + seconds["restore_s"],
         )
+
+    def _observe_step(self, sent: _Sent, ended: float, seconds: dict[str, float]) -> None:
+        """Learn what a step of so many tokens takes, on the device and all in all."""
+        began = max(self._last_step_at, sent.began_at) if sent.is_ahead else sent.began_at
+        self._last_step_at = ended
+        if sent.step.seq_ids:
+            self._scheduler.step_costs.observe(
+                sum(sent.step.counts),
+                device_s=seconds["prepare_s"] + seconds["forward_s"] + seconds["sample_s"],
+                period_s=ended - began,
+                is_ahead=sent.is_ahead,
+            )
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
         """A span for work on these sequences."""

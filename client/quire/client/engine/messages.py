@@ -92,6 +92,7 @@ def limits_of(
         vocabulary_size=geometry.vocabulary_size,
         num_host_blocks=geometry.host_block_count,
         block_bytes=geometry.block_bytes,
+        max_draft_count=geometry.max_draft_count,
         has_recurrent_state=geometry.has_recurrent_state,
         layer_groups=tuple(map(_decode_layer_group, geometry.layer_groups)),
     )
@@ -137,6 +138,11 @@ def _encode_extends(plan: Plan) -> cache_service_pb2.Extends:
             token_ids = plan.appended.get(seq_id, ())
             message.append_token_counts.append(len(token_ids))
             message.append_token_ids.extend(token_ids)
+    if plan.drafts:
+        for seq_id in plan.extend_ids:
+            drafts = plan.drafts.get(seq_id, ())
+            message.draft_token_counts.append(len(drafts))
+            message.draft_token_ids.extend(drafts)
     return message
 
 
@@ -282,7 +288,9 @@ def encode_step(
     for index, message in inputs.items():
         sequence = step.sequences[index]
         try:
-            if index in given:
+            if (drafts := step.drafts.get(step.seq_ids[index])) is not None:
+                message.token_ids.extend(drafts)
+            elif index in given:
                 _put_tokens(message, sequence, step.starts[index], step.counts[index])
             if index in introduced:
                 message.sampling.CopyFrom(_encode_sampling(sequence))

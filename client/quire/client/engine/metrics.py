@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from quire.client.engine.scheduling.guessing import DrafterCounts
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
 from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.errors import InvalidRequest
@@ -98,6 +99,10 @@ class Measured:
         if count:
             self.inter_token.observe(at_s - last_s, count)
 
+    def further_tokens(self, count: int) -> None:
+        """Take so many tokens that came with one before them, in the same step."""
+        self.inter_token.observe(0.0, count)
+
 
 class RequestTimes:
     """A request's begin and progress, for Measured."""
@@ -150,6 +155,7 @@ class EngineLook:
     host_bytes: Mapping[str, int]
     """Copied to the pool's host tier and back, by "offload" and "restore"."""
     measured: Measured
+    drafters: Mapping[str, DrafterCounts] = field(default_factory=dict)
 
 
 def families(look: EngineLook) -> list[Metric]:
@@ -186,9 +192,19 @@ def families(look: EngineLook) -> list[Metric]:
         ),
         _by_label(CounterMetricFamily, "samples_finished", "Samples that ended, by reason.", common, "reason", reasons),
     ]
+    for name, text, attribute in _DRAFTS:
+        values = {drafter: getattr(counts, attribute) for drafter, counts in look.drafters.items()}
+        made.append(_by_label(CounterMetricFamily, name, text, common, "drafter", values))
     made += [_single(CounterMetricFamily, name, text, common, value) for name, text, value in _totals(look)]
     made += [_histogram(name, text, common, values) for name, text, values in _histograms(measured)]
     return made
+
+
+_DRAFTS = (
+    ("drafts", "Runs of sequences with drafts.", "runs"),
+    ("drafted_tokens", "Tokens guessed in these.", "drafted"),
+    ("accepted_tokens", "Of these, tokens that were the sampled ones.", "accepted"),
+)
 
 
 def _totals(look: EngineLook) -> Iterable[tuple[str, str, int]]:

@@ -28,7 +28,7 @@ _OPTIONAL_INTEGERS = {
     "logprobs": (0, _INT32[1]),
     "prompt_logprobs": (0, _INT32[1]),
 }
-_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculative")
 # The parameters that are the contract's fields of the same name.
 _RANGED = (
     "temperature",
@@ -85,6 +85,7 @@ class SamplingParams:
     tenant               an engine divides its steps fairly between the tenants of equal priority, up to 128 characters
     timeout_s            seconds after which open samples end with their tokens so far, for the reason TIMEOUT; above 0,
                          up to 604800; None: no limit
+    speculative          its tokens may be guessed ahead, if the engine does that; changes no token, except by rounding
     """
 
     max_tokens: int | None = 128
@@ -114,6 +115,7 @@ class SamplingParams:
     priority: int = 0
     tenant: str = ""
     timeout_s: float | None = None
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         checked = {

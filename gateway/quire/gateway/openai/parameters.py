@@ -29,7 +29,7 @@ from quire.gateway.openai.hints import read_envelope, read_hints
 _AS_THEY_ARE = (
     *("n", "temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "prompt_logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "speculative"),
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # The fields of Grammar for structured_outputs; "grammar" is handled separately.

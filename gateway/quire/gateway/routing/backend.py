@@ -31,6 +31,9 @@ class BackendStatistics:
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,4 +240,7 @@ def statistics_of(engine: Engine) -> BackendStatistics:
         preemptions=scheduler.preemptions,
         prompt_tokens=scheduler.admitted_tokens,
         cached_tokens=scheduler.cached_tokens,
+        drafts=scheduler.drafts,
+        drafted_tokens=scheduler.drafted_tokens,
+        accepted_tokens=scheduler.accepted_tokens,
     )

@@ -17,7 +17,11 @@
     fairness.py        the default policy's shares of tenants
     queues.py          all sequences, in a collection for each state
     room.py            the room in the pool, as the last answers show it
-    drafting.py        the next plan
+    planning.py        the next plan
+    speculation.py     the sequences that get drafts, and how many
+    guessing.py        the drafters of one sequence, and how often they are right
+    lookup.py          drafters: what followed the last tokens before
+    step_costs.py      the time of a step, by its number of tokens
     answers.py         cachemgr's answer to it
     shortage.py        refusals for lack of blocks
     preemption.py      the running sequences that are preempted for others

@@ -213,8 +213,15 @@ class Answers:
             if start < sequence.num_scheduled_tokens and self._flight.may_follow_failure:
                 is_void = True
                 continue
-            if start != sequence.num_scheduled_tokens or not 0 < count <= sequence.num_schedulable_tokens:
+            drafts = plan.drafts.get(seq_id) if plan.drafts else None
+            num_most = sequence.num_schedulable_tokens if drafts is None else 1 + len(drafts)
+            num_least = 1 if drafts is None else num_most
+            if start != sequence.num_scheduled_tokens or not num_least <= count <= num_most:
                 raise ProtocolViolation(f"a run of [{start}, {start + count}) where another was due")
+            if drafts is not None:
+                sequence.schedule_drafts(len(drafts))
+                samplers[seq_id] = sequence
+                continue
             if given and index in given and start + count > len(sequence.token_ids):
                 raise ProtocolViolation("token ids are asked for that are still being sampled")
             if sequence.schedule(count):
@@ -238,6 +245,7 @@ class Answers:
             idle=_idle_of(plan, granted),
             failed=failed,
             is_void=is_void,
+            drafts=plan.drafts,
         )
 
     def _run_batch(self, plan: Plan, granted: GrantedStep) -> list[Sequence]:
@@ -268,7 +276,11 @@ class Answers:
                 needs[sequence] = error
             if item is not PlanItem.EXTEND or sequence is None or not live:
                 continue
-            if error.reason in NO_BLOCKS:
+            if error.reason == "SEQUENCE_BUSY":
+                continue  # the outcome of its drafts is on the way to cachemgr
+            if seq_id in plan.drafts:
+                self._queues.let_go(sequence)  # its token alone may be computed; none is preempted for guesses
+            elif error.reason in NO_BLOCKS:
                 needs[sequence] = error
             elif error.reason in ("SEQUENCE_NOT_FOUND", "NOTHING_TO_COMPUTE"):
                 failed += self._failures.retry_alone(sequence, error)

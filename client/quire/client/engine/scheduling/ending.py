@@ -1,20 +1,22 @@
-"""The end of a sequence, for whatever reason: its queue, the pressure in the pool and the policy learn of it. Pure."""
+"""The end of a sequence: its queue, the pressure in the pool, the policy and the drafters learn of it. Pure."""
 
 from quire.client.engine.scheduling.plans import Failed
 from quire.client.engine.scheduling.policy import Policy
 from quire.client.engine.scheduling.queues import Queues, by_rank
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence, SequenceState
+from quire.client.engine.scheduling.speculation import Speculation
 from quire.client.errors import QuireError
 
 
 class Endings:
     """Ends sequences. Those that have ended are left alone."""
 
-    def __init__(self, queues: Queues, room: Room, policy: Policy) -> None:
+    def __init__(self, queues: Queues, room: Room, policy: Policy, speculation: Speculation | None) -> None:
         self._queues = queues
         self._room = room
         self._policy = policy
+        self._speculation = speculation
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence or one beam."""
@@ -22,6 +24,8 @@ class Endings:
             return
         is_running = sequence.state is SequenceState.RUNNING
         self._queues.finish(sequence, reason)
+        if self._speculation is not None:
+            self._speculation.end(sequence)
         if sequence.group is not None and sequence.group.members:
             return  # the others continue
         if is_running:

@@ -20,7 +20,9 @@ from quire.client.errors import InvalidRequest, QuireError
 _PROMPT_SHARE = 4
 DEFAULT_EXPECTED_PROMPTS = 8
 """As measured: docs/reference/eviction.md, queued prompts."""
-_MAY_BE_ZERO = frozenset({"num_host_blocks", "block_bytes", "has_recurrent_state", "max_expected_prompts"})
+_MAY_BE_ZERO = frozenset(
+    {"num_host_blocks", "block_bytes", "has_recurrent_state", "max_expected_prompts", "max_draft_count"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class SchedulerLimits:
     max_stalls               plans in a row without a run before the only running sequence is preempted
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              bytes that a copy of a block moves
+    max_draft_count          drafts of a sequence in a step; 0: none
     has_recurrent_state      the model keeps a state per sequence: no prefix is shared, and no beam can be forked again
     layer_groups             the groups of layers with a block table each; none: one full group
     tables                   the blocks of a sequence, by these groups
@@ -55,6 +58,7 @@ class SchedulerLimits:
     max_stalls: int = 20
     num_host_blocks: int = 0
     block_bytes: int = 0
+    max_draft_count: int = 0
     has_recurrent_state: bool = False
     layer_groups: tuple[LayerGroup, ...] = ()
     tables: BlockTables = field(init=False, repr=False, compare=False)
@@ -69,7 +73,12 @@ class SchedulerLimits:
     @property
     def num_places(self) -> int:
         """Sequences that may run at once: all of them may decode, and prompts still get their share of a step."""
-        return min(self.max_running_sequences, self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE)
+        return min(self.max_running_sequences, self.max_decode_tokens)
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a step that are not kept for prompts: a token of each sequence that decodes, and their drafts."""
+        return self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -132,6 +141,7 @@ class Plan:
 
     trims       tokens to keep, by id
     appended    tokens that the engine chose, by the id of a sequence that is extended
+    drafts      of sequences that are extended, by id: extend_counts has them too
     num_batched    the first so many of extend_ids are the whole batch of decodes (decode_batch.py); 0: none are
     """
 
@@ -146,6 +156,7 @@ class Plan:
     extend_ids: tuple[int, ...] = ()
     extend_counts: tuple[int, ...] = ()
     appended: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
+    drafts: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
     restore_ids: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     admission_token_budget: int = 0
@@ -214,6 +225,7 @@ class StepInFlight:
     introduced     indexes of runs with sampling parameters for the worker
     samplers       the sequences that get a token, by id
     idle           forked for this step but refused blocks to run: steps in flight may compute their shared blocks
+    drafts         of runs with drafts, by id
     failed         requests that ended with this plan, and their errors; not part of the step
     is_void        cachemgr planned it knowing of a failed step that is not known here yet: it is sent to be skipped
     """
@@ -229,6 +241,7 @@ class StepInFlight:
     idle: abc.Mapping[int, Sequence]
     failed: abc.Sequence["Failed"]
     is_void: bool = False
+    drafts: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +249,14 @@ class StepTokens:
     """The sequences that got a token in a step, the last of their token_ids then.
 
     seq_ids    their ids in the step, parallel
+    counts     of those with drafts, by id: the tokens that they got, 1 or more
     ended      those for which it was the last one, and why
     """
 
     seq_ids: abc.Sequence[int]
     sequences: abc.Sequence[Sequence]
     ended: abc.Mapping[Sequence, FinishReason]
+    counts: abc.Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,9 @@ class Preemption:
     def preempt(self, sequence: Sequence, *, unscheduled: abc.Set[int] = frozenset()) -> None:
         """Take a running sequence, or its group, out of the pool. unscheduled is as in preempt_for."""
         self._counters.preemptions += 1 if sequence.group is None else len(sequence.group.running)
-        # In the host tier a sequence with an unknown run would return with an unexpected token.
-        may_offload = sequence.group is None and sequence.seq_id not in unscheduled
+        # In the host tier a sequence with an unknown run would return with an unexpected token. cachemgr offloads none
+        # with drafts in flight.
+        may_offload = sequence.group is None and sequence.seq_id not in unscheduled and not sequence.num_drafts
         is_offloaded = may_offload and self._is_worth_offloading(sequence)
         self._queues.preempt(sequence, is_offloaded=is_offloaded)
         if is_offloaded:

@@ -134,6 +134,18 @@ class Queues:
         for sequence in self.batch.advance():
             insort(self.unbatched, sequence, key=by_rank)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch: it is in no plan before its last token is known."""
+        self.batch.remove(sequence)
+        insort(self.unbatched, sequence, key=by_rank)
+        sequence.is_held = True
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Let a sequence that was held back, with a known last token, run with the others again."""
+        sequence.is_held = False
+        if not self.groups:
+            self.batch_up([sequence])
+
     def disband(self) -> None:
         """Take all sequences out of the batch: they run in different steps."""
         self.batch.clear()
@@ -371,12 +383,14 @@ class Queues:
         require([s.num_scheduled_tokens for s in batch.members] == scheduled, "the batch has its members' tokens")
         require(all(s.batch is batch.steps and s.num_left > 0 for s in batch.members), "a member of the batch decodes")
         require(all(s.num_sampling >= 0 for s in batch.members), "a member of the batch has no token too many")
+        require(not any(s.is_held for s in batch.members), "a member of the batch is not held back")
         require(all(s.batch is None for s in self.living() if s not in set(batch.members)), "others are in no batch")
 
     def _check_sequence(self, sequence: Sequence) -> None:
         require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
         num_output = sequence.num_tokens - sequence.num_prompt_tokens
-        require(num_output <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
+        require(num_output + sequence.num_drafts <= sequence.max_tokens, "nothing is sampled beyond max_tokens")
+        require(not sequence.num_drafts or sequence.num_sampling == 1, "a sequence with drafts waits for their outcome")
         require(sequence.host_id is None or sequence.state in _AWAY, "a sequence in the host tier is not in the pool")
         held = sequence.state in (SequenceState.RUNNING, SequenceState.DRAINING)
         require(held == (sequence.seq_id is not None), "a sequence with an id is in the pool")

@@ -10,7 +10,19 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.sequence import Delivered
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import InvalidRequest
+
+
+def check_drafts(speculative: SpeculativeConfig, limits: SchedulerLimits, *, pool: str) -> None:
+    """Raise InvalidRequest if the worker of a pool does not verify so many drafts of a sequence in a step."""
+    if not limits.max_draft_count:
+        limit = f"none: the worker of pool {pool} verifies no drafts (max_draft_count is 0), as with recurrent states"
+        raise InvalidRequest.of_field("speculative_config", speculative.method, limit)
+    if speculative.num_speculative_tokens > limits.max_draft_count:
+        limit = f"at most {limits.max_draft_count}, the max_draft_count of pool {pool}"
+        value = speculative.num_speculative_tokens
+        raise InvalidRequest.of_field("speculative_config.num_speculative_tokens", value, limit)
 
 
 def check_request(

@@ -28,11 +28,12 @@ from itertools import islice
 from quire.client.engine.scheduling.answers import Answers
 from quire.client.engine.scheduling.beam_search import Heir
 from quire.client.engine.scheduling.beams import Beams
-from quire.client.engine.scheduling.drafting import Draft
 from quire.client.engine.scheduling.ending import Endings
 from quire.client.engine.scheduling.failures import Failures, is_under
 from quire.client.engine.scheduling.faults import RequestFault, to_failure
 from quire.client.engine.scheduling.flight import Flight
+from quire.client.engine.scheduling.guessing import DrafterCounts
+from quire.client.engine.scheduling.planning import Planning
 from quire.client.engine.scheduling.plans import Failed, GrantedStep, Plan, SchedulerLimits, StepInFlight, StepTokens
 from quire.client.engine.scheduling.policy import Policy, PriorityPolicy
 from quire.client.engine.scheduling.preemption import Preemption
@@ -40,8 +41,11 @@ from quire.client.engine.scheduling.queues import Queues, by_rank, require
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import BeamGroup, FinishReason, Sequence, SequenceState
 from quire.client.engine.scheduling.shortage import Shortage
+from quire.client.engine.scheduling.speculation import Drafts, Speculation
 from quire.client.engine.scheduling.statistics import Counters, SchedulerStatistics, statistics_of
+from quire.client.engine.scheduling.step_costs import StepCosts
 from quire.client.engine.scheduling.tier import TierCosts
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import ProtocolViolation, QuireError
 
 _MAX_SEQ_ID = 2**31
@@ -59,12 +63,15 @@ class Scheduler:
         policy: Policy | None = None,
         by_tenant: bool = False,
         verify: bool = False,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
-        """policy None is PriorityPolicy. With verify, check_invariants() runs after each change.
+        """policy None is PriorityPolicy. With verify, check_invariants() runs after each change. speculative None: no
+        drafts.
 
         by_tenant: the tenants of requests are cachemgr's too, and a quota is the tenant's, not this client's.
         """
         self.costs = TierCosts()
+        self.step_costs = StepCosts()
         self._policy = policy or PriorityPolicy()
         self._by_tenant = by_tenant
         self._verify = verify
@@ -73,7 +80,8 @@ class Scheduler:
         self._queues = queues = Queues(limits.tables)
         self._room = room = Room.of_empty_pool(limits)
         self._flight = flight = Flight()
-        endings = Endings(queues, room, self._policy)
+        self._speculation = None if speculative is None else Speculation(speculative, queues, self.step_costs)
+        endings = Endings(queues, room, self._policy, self._speculation)
         preemption = Preemption(queues, room, self._policy, self.costs, counters)
         shortage = Shortage(queues, room, self._policy, preemption, counters, by_tenant=by_tenant)
         failures = Failures(queues, room, flight, endings, counters)
@@ -88,6 +96,11 @@ class Scheduler:
     def limits(self) -> SchedulerLimits:
         """The limits of the pool and of the model."""
         return self._room.limits
+
+    @property
+    def drafters(self) -> abc.Mapping[str, DrafterCounts]:
+        """The outcomes of drafts, by drafter; none without drafts."""
+        return {} if self._speculation is None else self._speculation.counts
 
     # External events.
 
@@ -110,6 +123,9 @@ class Scheduler:
             else:
                 for sequence in sequences:
                     self._queues.add([sequence])
+            if self._speculation is not None:
+                for sequence in sequences:
+                    self._speculation.begin(sequence)
         except Exception as error:
             self._queues.forget(sequences)
             raise RequestFault(sequences[0]) from error
@@ -163,24 +179,43 @@ class Scheduler:
     # Planning of the next step.
 
     def schedule(self) -> Plan:
-        """The next plan; empty if nothing can be done before a step in flight ends. Changes no sequence."""
+        """The next plan; empty if nothing can be done before a step in flight ends.
+
+        Changes no sequence, but for those that are held back for drafts or let go.
+        """
         if not self._flight.may_plan():
             return Plan()
         queues, room = self._queues, self._room
-        view, by_tenant = room.view(queues.running), self._by_tenant
-        draft = Draft(self.limits, queues, room, self._policy, view, fresh_id=self._fresh_id, by_tenant=by_tenant)
+        drafts: abc.Mapping[int, Drafts] = {}
+        if self._speculation is not None:
+            is_running = bool(self._flight)
+            if not self._speculation.may_plan(self.limits, is_running=is_running):
+                return Plan()
+            drafts = self._speculation.drafts(self.limits, is_running=is_running)
+            if not self._speculation.may_plan(self.limits, is_running=is_running):
+                return Plan()
+        planning = Planning(
+            self.limits,
+            queues,
+            room,
+            self._policy,
+            room.view(queues.running),
+            fresh_id=self._fresh_id,
+            by_tenant=self._by_tenant,
+            drafts=drafts,
+        )
         if not queues.suspects:
             # Beams of groups that run hold places and blocks: nothing is admitted before them.
-            is_open = bool(draft.line) and not (queues.apart or room.gives_way)
-            is_open = is_open and not self._shortage.is_line_blocked(draft.line[0])
-            draft.add_running(draft.line[0] if is_open else None)
+            is_open = bool(planning.line) and not (queues.apart or room.gives_way)
+            is_open = is_open and not self._shortage.is_line_blocked(planning.line[0])
+            planning.add_running(planning.line[0] if is_open else None)
             if is_open:
-                draft.add_newcomers()
-            draft.expect_line()
+                planning.add_newcomers()
+            planning.expect_line()
         elif not self._flight:  # alone means alone: a failure must have one possible cause
-            draft.add_alone(queues.suspects[0])
+            planning.add_alone(queues.suspects[0])
         releases = islice(queues.releases, self.limits.max_running_sequences)
-        return draft.plan(release_ids=releases, offload_ids=queues.offloads)
+        return planning.plan(release_ids=releases, offload_ids=queues.offloads)
 
     def _fresh_id(self) -> int:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
@@ -204,20 +239,23 @@ class Scheduler:
         seq_ids: abc.Sequence[int],
         token_ids: abc.Sequence[int],
         *,
+        token_counts: abc.Sequence[int] = (),
         late_ids: abc.Collection[int] = (),
     ) -> tuple[StepTokens, abc.Sequence[Failed]]:
-        """Take the tokens of the oldest step in flight, parallel lists; returns the sequences that got one, in order.
+        """Take the tokens of the oldest step in flight, by sequence; returns the sequences that got one, in order.
 
-        The tokens of late_ids do not count: the worker did not wait for their masks. These sequences are postponed. A
-        sequence that can't take its token is returned as failed: the caller ends it. The others have theirs. Raises
-        ProtocolViolation, nothing taken, if a sequence that should have sampled has no token.
+        token_counts has the tokens of each sequence; empty: one of each. The tokens of late_ids do not count: the
+        worker did not wait for their masks. These sequences are postponed. A sequence that can't take its token is
+        returned as failed: the caller ends it. The others have theirs. Raises ProtocolViolation, nothing taken, if a
+        sequence that should have sampled has no token, or if one has other tokens than its drafts allow.
         """
         self._flight.require_oldest(step)
-        tokens = dict(zip(seq_ids, token_ids, strict=True))
+        tokens, drafted = _tokens_of(step, seq_ids, token_ids, token_counts)
         if not step.samplers.keys() <= tokens.keys():
             raise ProtocolViolation("a step came back without a token that it was to sample")
         self._flight.end(step)
         got: dict[int, Sequence] = {}
+        counts: dict[int, int] = {}
         ended: dict[Sequence, FinishReason] = {}
         failed: list[Failed] = []
         for seq_id, sequence in step.samplers.items():
@@ -226,7 +264,12 @@ class Scheduler:
             if late_ids and seq_id in late_ids:
                 continue
             try:
-                reason = sequence.accept(tokens[seq_id])
+                if drafted and seq_id in drafted:
+                    counts[seq_id], reason = sequence.accept_all(drafted[seq_id])
+                else:
+                    reason = sequence.accept(tokens[seq_id])
+                if sequence.guesses is not None and self._speculation is not None:
+                    self._speculation.take(sequence, step.drafts.get(seq_id), counts.get(seq_id, 1))
                 if reason is not None:
                     ended[sequence] = reason
                     self._endings.finish(sequence, reason)
@@ -237,13 +280,17 @@ class Scheduler:
                 failed.append(Failed(sequence, to_failure(error)))
         for seq_id in late_ids:
             self._postpone_late(step, seq_id)
-        self._counters.sampled_tokens += len(got)
-        self._counters.discarded_tokens += len(tokens) - len(got)
+        num_taken = len(got) + sum(counts.values()) - len(counts)
+        self._counters.sampled_tokens += num_taken
+        self._counters.drafts += len(counts)
+        self._counters.drafted_tokens += sum(len(step.drafts[seq_id]) for seq_id in counts)
+        self._counters.accepted_tokens += sum(counts.values()) - len(counts)
+        self._counters.discarded_tokens += len(token_ids) - num_taken
         if self._queues.suspects:
             self._failures.clear_suspects(step)
         if not failed:
             self._checked()
-        return StepTokens([*got], [*got.values()], ended), failed
+        return StepTokens([*got], [*got.values()], ended, counts), failed
 
     def _postpone_late(self, step: StepInFlight, seq_id: int) -> None:
         sequence = step.samplers.get(seq_id)
@@ -315,3 +362,27 @@ class Scheduler:
             seq_id = -1 if sequence.seq_id is None else sequence.seq_id
             awaited = sum(step.samplers.get(seq_id) is sequence for step in self._flight)
             require(sequence.num_sampling == awaited, "a token being sampled is awaited from one step")
+
+
+def _tokens_of(
+    step: StepInFlight, seq_ids: abc.Sequence[int], token_ids: abc.Sequence[int], counts: abc.Sequence[int]
+) -> tuple[abc.Mapping[int, int], abc.Mapping[int, abc.Sequence[int]]]:
+    """Return the first token of each sequence, and all tokens of those with drafts. Raises ProtocolViolation."""
+    if not counts and not step.drafts:
+        return dict(zip(seq_ids, token_ids, strict=True)), {}
+    counts = counts or [1] * len(seq_ids)
+    if len(counts) != len(seq_ids) or sum(counts) != len(token_ids):
+        raise ProtocolViolation("the tokens of a step differ from their counts")
+    tokens: dict[int, int] = {}
+    drafted: dict[int, abc.Sequence[int]] = {}
+    first = 0
+    for seq_id, count in zip(seq_ids, counts, strict=True):
+        drafts = step.drafts.get(seq_id, ())
+        given = token_ids[first : first + count]
+        if not 1 <= count <= 1 + len(drafts) or list(given[:-1]) != list(drafts[: count - 1]):
+            raise ProtocolViolation(f"{count} tokens of a run with {len(drafts)} drafts, or others than these")
+        tokens[seq_id] = given[0]
+        if drafts:
+            drafted[seq_id] = given
+        first += count
+    return tokens, drafted

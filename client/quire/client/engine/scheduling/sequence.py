@@ -8,9 +8,13 @@ Positions of a sequence, half-open ranges:
     [0, num_scheduled_tokens)                 KV computed, or will be by steps in flight
     [num_scheduled_tokens, num_tokens)        to be scheduled; never empty once the sequence runs
     the last num_untold_tokens of token_ids   chosen by the engine; sent to cachemgr with the next run
+    [num_tokens, num_tokens + num_drafts)     guesses that a step in flight verifies; they do not count
 
 A run that reaches num_tokens samples one more, so in steady state a sequence has one token to schedule, whether its
 value is known or not. A beam has none between its outcome and the choice of the next beams.
+
+A run with drafts computes the last token, which is known, and the drafts. It gives one token, and one more for each
+draft that comes true. Until then it counts as a run of one token.
 """
 
 from collections import abc
@@ -21,6 +25,7 @@ from types import MappingProxyType
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheOutcome, CacheParams, CacheUse
 from quire.client.engine.prompt_logprobs import PromptLogprobs
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.scheduling.guessing import Guesses
 from quire.client.engine.scheduling.layer_groups import BlockTables
 
 
@@ -172,6 +177,12 @@ class Sequence:
     # For a beam: the search's others, and the most probable next tokens once they are known.
     group: BeamGroup | None = None
     top: abc.Sequence[tuple[int, float]] | None = None
+    # Its drafters; None if it has no drafts.
+    guesses: Guesses | None = None
+    # It is in no plan while a token of it is being sampled, so that drafts may follow that token.
+    is_held: bool = False
+    # Drafts that a step in flight verifies.
+    num_drafts: int = 0
     # Set by the delivery: its tokens are delivered when it ends; the time of its last token, by time.perf_counter().
     is_silent: bool = False
     last_token_s: float = 0.0
@@ -223,7 +234,7 @@ class Sequence:
 
     def num_blocks(self, tables: BlockTables, *, num_shared: int = 0) -> int:
         """Blocks that its release frees, at most: shared ones stay. Without those of num_shared tokens."""
-        num_scheduled = max(self.num_scheduled_tokens, self.num_host_tokens)
+        num_scheduled = max(self.num_scheduled_tokens + self.num_drafts, self.num_host_tokens)
         return tables.num_blocks(max(len(self.token_ids), num_scheduled), num_scheduled, num_shared=num_shared)
 
     def num_own_blocks(self, tables: BlockTables) -> int:
@@ -257,9 +268,11 @@ class Sequence:
 
     @property
     def num_schedulable_tokens(self) -> int:
-        """Tokens a next run may compute: 0 once the last token it may have is being sampled."""
+        """Tokens a next run may compute: 0 once the last token it may have is being sampled, or while it is held."""
         if self.batch is not None:
             return 1
+        if self.is_held and self._num_sampling:
+            return 0
         num_tokens = len(self.token_ids) + self._num_sampling
         if num_tokens - self.num_prompt_tokens >= self.max_tokens:
             return 0
@@ -287,14 +300,21 @@ class Sequence:
         self.sampling_sent = False
         self.was_admitted = True
         self.is_expected = False
+        self.is_held = False
 
     def schedule(self, num_tokens: int) -> bool:
         """Count a run of this many tokens as planned. Returns whether it samples. For one outside the batch."""
         self._num_scheduled += num_tokens
         self.num_untold_tokens = 0
+        self.is_held = False
         samples = self._num_scheduled == len(self.token_ids) + self._num_sampling
         self._num_sampling += samples
         return samples
+
+    def schedule_drafts(self, num_drafts: int) -> None:
+        """Count a run of its last token and so many drafts as planned."""
+        self.schedule(1)
+        self.is_held, self.num_drafts = True, num_drafts
 
     def join(self, batch: BatchSteps) -> None:
         """Become a member of the batch with these steps."""
@@ -317,6 +337,22 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) - self.num_prompt_tokens >= self.max_tokens else None
 
+    def accept_all(self, token_ids: abc.Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Take the tokens of a run with drafts, of which all but the last were drafts. Those behind an end are dropped.
+
+        Returns the tokens taken, and the reason if the last of them ends the sequence.
+        """
+        self.num_drafts = 0
+        self._num_sampling += len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            reason = self.accept(token_id)
+            if index and self.state is SequenceState.RUNNING:
+                self._num_scheduled += 1
+            if reason is not None:
+                self._num_sampling = 0
+                return index + 1, reason
+        return len(token_ids), None
+
     def choose(self, token_id: int) -> None:
         """Continue a beam with a known outcome with this token. It may get one more."""
         self.token_ids.append(token_id)
@@ -336,6 +372,7 @@ class Sequence:
         if is_offloaded:
             self.host_id, self.num_host_tokens = self.seq_id, self._num_scheduled
         self._num_scheduled = 0
+        self.is_held = False
 
     def reset(self) -> None:
         """Leave the pool and drop the tokens being sampled; known tokens stay. For an unfinished sequence."""
@@ -344,7 +381,8 @@ class Sequence:
         self.seq_id = None
         self.host_id, self.num_host_tokens = None, 0
         self.is_expected = False
-        self._num_scheduled = self._num_sampling = 0
+        self._num_scheduled = self._num_sampling = self.num_drafts = 0
+        self.is_held = False
         self.batch = None
         self.num_untold_tokens = 0
         self.top = None

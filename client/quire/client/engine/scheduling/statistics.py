@@ -31,6 +31,9 @@ class SchedulerStatistics:
     discarded_tokens: int
     refusals: int
     resets: int
+    drafts: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(slots=True)
@@ -52,6 +55,9 @@ class Counters:
     discarded_tokens: int = 0
     refusals: int = 0
     resets: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def statistics_of(queues: Queues, flight: Flight, counters: Counters) -> SchedulerStatistics:

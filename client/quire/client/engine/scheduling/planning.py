@@ -2,12 +2,14 @@
 
 from collections import abc
 from itertools import groupby
+from types import MappingProxyType
 
 from quire.client.engine.scheduling.plans import Admission, ExpectedPrompt, Fork, Plan, SchedulerLimits
 from quire.client.engine.scheduling.policy import Policy, PoolView
 from quire.client.engine.scheduling.queues import Queues, by_rank, id_of
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import Sequence, SequenceState
+from quire.client.engine.scheduling.speculation import Drafts
 
 # Tokens of all admissions of one plan, if there are two or more, and of its expected prompts (Admission.token_ids of
 # the proto); and ids in the sampling parameters of its admitted or restored sequences.
@@ -24,7 +26,7 @@ _MAX_WAITS_FOR_PREFIX = 256
 _EXPECTED_IN_S = 60.0
 
 
-class Draft:
+class Planning:
     """A plan while it is being made. Changes no sequence."""
 
     def __init__(
@@ -37,8 +39,9 @@ class Draft:
         *,
         fresh_id: abc.Callable[[], int],
         by_tenant: bool = False,
+        drafts: abc.Mapping[int, Drafts] = MappingProxyType({}),
     ) -> None:
-        """by_tenant: admissions name their tenants."""
+        """by_tenant: admissions name their tenants. drafts: of running sequences, by id."""
         self._limits = limits
         self._queues = queues
         self._room = room
@@ -46,6 +49,8 @@ class Draft:
         self._view = view
         self._fresh_id = fresh_id
         self._by_tenant = by_tenant
+        self._drafts = drafts
+        self._drafted: dict[int, abc.Sequence[int]] = {}
         self.line = room.line(queues.waiting)
         self._budget = limits.max_step_tokens
         self._running: abc.Sequence[Sequence] = queues.running
@@ -71,6 +76,7 @@ class Draft:
         newcomer is the first sequence in the queue; None if none is admitted now.
         """
         self._add_decodes()
+        self._add_drafts()
         self._add_forks()
         self._shorten()
         self._add_chunks(self._apart[0] if self._apart else newcomer)
@@ -90,7 +96,7 @@ class Draft:
             self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
 
     def plan(self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int]) -> Plan:
-        """Return the plan that was drafted."""
+        """Return the plan that was made."""
         released, hints = tuple(release_ids), self._queues.expected_back_s
         newcomers = [*self._restores, *(admission.seq_id for admission in self._admissions)]
         return Plan(
@@ -103,6 +109,7 @@ class Draft:
             extend_ids=tuple(self._ids),
             extend_counts=tuple(self._counts),
             appended=self._appended,
+            drafts=self._drafted,
             num_batched=self._num_batched,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
@@ -147,8 +154,11 @@ class Draft:
         return True
 
     def _add_decodes(self) -> None:
-        ready = [sequence for sequence in self._unbatched if sequence.num_schedulable_tokens == 1]
         batch = self._queues.batch
+        ready = [sequence for sequence in self._unbatched if sequence.num_schedulable_tokens == 1]
+        if self._drafts:
+            self._cut_drafts(len(batch.members) + len(ready))
+            ready = [sequence for sequence in ready if sequence.seq_id not in self._drafted]
         if self._running is self._queues.running and not ready:
             ready = batch.members
             self._num_batched = len(ready)
@@ -161,6 +171,20 @@ class Draft:
         self._counts = [1] * len(ready)
         self._sequences.update(zip(self._ids, ready, strict=True))
         self._budget -= len(ready)
+
+    def _cut_drafts(self, num_decodes: int) -> None:
+        """Keep as many drafts as leave prompts their share of the step."""
+        left = self._limits.max_decode_tokens - num_decodes
+        for seq_id, drafts in self._drafts.items():
+            token_ids = drafts.token_ids[: max(0, left)]
+            left -= len(token_ids)
+            if token_ids:
+                self._drafted[seq_id] = token_ids
+
+    def _add_drafts(self) -> None:
+        """Ask for the last tokens of sequences with drafts, and for the drafts."""
+        for seq_id, token_ids in self._drafted.items():
+            self._extend(seq_id, self._drafts[seq_id].sequence, 1 + len(token_ids))
 
     def _shorten(self) -> None:
         """Leave no more of the budget than the pool has blocks for."""
