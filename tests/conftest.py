@@ -54,10 +54,17 @@ BEGIN = pytest.StashKey[tuple[float, float]]()
 # What begins first, the longest before the others: no process is left with a long file when the others have ended.
 FIRST = (
     "robustness/simulation/test_simulation.py",
+    "kernels/test_prompt_graphs.py",
+    "kernels/test_pieces.py",
     "robustness/faults/test_faults.py",
     "gpu_desk/test_start_and_steps.py",
-    "gateway/test_clients.py",
     "unit/framework/test_mutants.py",
+    "integration/test_bench.py",
+    "gpu_desk/test_ten_minutes.py",
+    "gateway/test_clients.py",
+    "gpu_desk/test_warm_up.py",
+    "integration/test_tutorials.py",
+    "kernels/test_fused_model.py",
     "integration/test_warm_restart.py",
     "integration/test_grammars.py",
     "integration/test_tensor_parallel.py",

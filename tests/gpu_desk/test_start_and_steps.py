@@ -98,6 +98,8 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
     with FakeGPU() as gpu:
         loaded = start(save(family, folder), dtype="bfloat16")
         assert loaded.decode is not None
+        assert len(loaded.decode.buckets) > 2
+        assert gpu.num_streams == 1, "one for all graphs"
         assert len(gpu.captures) > 0
         for captured in gpu.captures:
             assert (captured.syncs, captured.to_device, captured.to_host) == ([], 0, 0)
@@ -118,25 +120,19 @@ def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(
             executor.begin_epoch()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [GREEDY, SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)],
-    ids=["greedy", "temperature", "filters"],
-)
-def test_a_decode_step_is_one_copy_three_replays_and_the_tokens(params: SamplingParams, folder: Path) -> None:
+def test_a_decode_step_is_one_copy_three_replays_and_the_tokens(folder: Path) -> None:
+    """With penalties it is sampled outside of the graphs."""
+    filters = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     with FakeGPU() as gpu:
         executor = make_executor(start(save("qwen3", folder), dtype="bfloat16"))
-        mixed, decodes = mixed_and_decode_steps(params)
-        run(gpu, executor, mixed)
-        seen = run(gpu, executor, decodes)
-        assert_nothing_waits(seen)
-        assert (seen.to_device, seen.replays, seen.to_host) == (1, 3, 1)
-        assert seen.num_launches == 5
-
-
-def test_a_decode_step_with_penalties_is_sampled_outside_of_the_graphs(folder: Path) -> None:
-    with FakeGPU() as gpu:
-        executor = make_executor(start(save("qwen3", folder), dtype="bfloat16"))
+        for params in (GREEDY, SamplingParams(temperature=0.7), filters):
+            mixed, decodes = mixed_and_decode_steps(params)
+            run(gpu, executor, mixed)
+            seen = run(gpu, executor, decodes)
+            assert_nothing_waits(seen)
+            assert (seen.to_device, seen.replays, seen.to_host) == (1, 3, 1), params
+            assert seen.num_launches == 5, params
+            executor.begin_epoch()
         mixed, decodes = mixed_and_decode_steps(EVERYTHING)
         run(gpu, executor, mixed)
         seen = run(gpu, executor, decodes)
@@ -304,14 +300,6 @@ def test_a_pool_may_have_another_dtype_than_the_model(dtype: str, kv_dtype: str,
         executor = make_executor(loaded)
         for steps in mixed_and_decode_steps(GREEDY, num_groups=len(loaded.pool.groups)):
             assert_nothing_waits(run(gpu, executor, steps))
-
-
-def test_all_graphs_are_captured_on_one_stream(folder: Path) -> None:
-    with FakeGPU() as gpu:
-        loaded = start(save("llama", folder))
-        assert loaded.decode is not None
-        assert len(loaded.decode.buckets) > 2
-        assert gpu.num_streams == 1
 
 
 def test_the_record_of_penalties_is_there_before_the_first_request(folder: Path) -> None:
