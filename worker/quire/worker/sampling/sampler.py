@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.worker.device.transfer import indices, send, to_device
 from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
-from quire.worker.sampling.drafts import DraftRows, Kept, newest_of
+from quire.worker.sampling.drafts import DraftRows, Int64s, Kept, newest_of
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.row_parameters import (
@@ -48,7 +48,6 @@ _MAX_COUNT = 2**15 - 1
 _LEAST_LOGIT = torch.finfo(torch.float32).min
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _Uint64s = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
