@@ -27,7 +27,7 @@ from torch import Tensor
 from quire.worker.device.transfer import indices, send, to_device
 from quire.worker.sampling import gumbel
 from quire.worker.sampling.constraints import ConstraintPlan, ConstraintTable, Positions
-from quire.worker.sampling.drafts import DraftRows, Kept, newest_of
+from quire.worker.sampling.drafts import DraftRows, Int64s, Kept, newest_of
 from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.row_parameters import (
@@ -48,8 +48,6 @@ _IN_PROMPT, _IN_OUTPUT = 1, 2
 # A token is counted up to this many times: a frequency penalty of 2 has taken 65,534 from its logit then.
 _MAX_COUNT = 2**15 - 1
 _LEAST_LOGIT = torch.finfo(torch.float32).min
-
-Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
