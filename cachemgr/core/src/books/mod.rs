@@ -552,7 +552,7 @@ pub(crate) mod tests {
 
     /// An extend with drafts.
     pub(crate) fn draft(seq_id: i32, drafts: &[i32]) -> Extend {
-        Extend { seq_id, num_tokens: 1 + drafts.len() as i64, append: vec![], drafts: drafts.to_vec() }
+        Extend { seq_id, has_drafts: true, num_tokens: 1 + drafts.len() as i64, append: drafts.to_vec() }
     }
 
     pub(crate) fn admission(seq_id: i64, tokens: &[i32]) -> Admission {

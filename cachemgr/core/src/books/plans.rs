@@ -52,12 +52,19 @@ pub struct Fork {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Extend {
     pub seq_id: i32,
+    /// The tokens below are drafts: guesses at the tokens after the last one, which is computed with them.
+    pub has_drafts: bool,
     /// Tokens to compute.
     pub num_tokens: i64,
     /// Tokens to append before computing.
     pub append: Vec<i32>,
-    /// Guesses at the tokens after the last one, which is computed with them.
-    pub drafts: Vec<i32>,
+}
+
+impl Extend {
+    /// Tokens that become the sequence's before it is computed, and drafts.
+    pub fn appended_and_drafts(&self) -> (&[i32], &[i32]) {
+        if self.has_drafts { (&[], &self.append) } else { (&self.append, &[]) }
+    }
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]

@@ -169,16 +169,20 @@ fn extend_all(extends: &messages::Extends, max_drafts: usize) -> Result<Vec<Exte
     let (seq_ids, counts) = (&extends.sequence_ids, &extends.token_counts);
     let num_sequences = seq_ids.len();
     let mut appends = parts("append", &extends.append_token_counts, &extends.append_token_ids, num_sequences)?;
-    let mut drafts = parts("draft", &extends.draft_token_counts, &extends.draft_token_ids, num_sequences)?;
+    let drafts = parts("draft", &extends.draft_token_counts, &extends.draft_token_ids, num_sequences)?;
     check_parallel("extends.token_counts", counts.len(), "extends.sequence_ids", num_sequences)?;
     check_drafts(extends, max_drafts)?;
     let extend = |(seq_id, count): (&i32, &i32)| Extend {
         seq_id: *seq_id,
         num_tokens: (*count).into(),
         append: appends.next().map(<[i32]>::to_vec).unwrap_or_default(),
-        drafts: drafts.next().map(<[i32]>::to_vec).unwrap_or_default(),
+        has_drafts: false,
     };
-    Ok(seq_ids.iter().zip(counts).map(extend).collect())
+    let mut decoded: Vec<Extend> = seq_ids.iter().zip(counts).map(extend).collect();
+    for (extend, drafts) in decoded.iter_mut().zip(drafts).filter(|(_, drafts)| !drafts.is_empty()) {
+        (extend.has_drafts, extend.append) = (true, drafts.to_vec());
+    }
+    Ok(decoded)
 }
 
 /// A sequence with drafts computes one token and all of them, and nothing is appended.

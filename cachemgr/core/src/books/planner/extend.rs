@@ -33,10 +33,10 @@ impl StepPlanner<'_> {
             }
         }
         for (row, extend) in ready {
-            if extend.drafts.is_empty() {
-                self.schedule(row, extend.num_tokens as usize);
+            if extend.has_drafts {
+                self.schedule_drafts(row, &extend.append);
             } else {
-                self.schedule_drafts(row, &extend.drafts);
+                self.schedule(row, extend.num_tokens as usize);
             }
         }
         Ok(())
@@ -52,12 +52,12 @@ impl StepPlanner<'_> {
         if extend.num_tokens < 1 {
             return Ok(Err(invalid("extends.token_counts", extend.num_tokens, "at least 1")));
         }
-        let (num_appended, num_wanted, num_drafts) =
-            (extend.append.len(), extend.num_tokens as usize, extend.drafts.len());
+        let (append, drafts) = extend.appended_and_drafts();
+        let (num_appended, num_wanted, num_drafts) = (append.len(), extend.num_tokens as usize, drafts.len());
         let sequence = self.table.get(row);
         let end = sequence.num_scheduled + num_wanted;
-        refuse_if!(refuse_append(sequence, &extend.append, self.geometry));
-        refuse_if!(refuse_drafts(sequence, &extend.drafts, self.geometry));
+        refuse_if!(refuse_append(sequence, append, self.geometry));
+        refuse_if!(refuse_drafts(sequence, drafts, self.geometry));
         let num_most = end.max(sequence.num_known() + num_appended);
         refuse_if!(self.room_for(sequence.tenant).refuse_too_long(seq_id.into(), num_most, sequence.reserved_tokens));
         refuse_if!(refuse_uncomputable(sequence, num_wanted - num_drafts, num_appended));
@@ -66,7 +66,7 @@ impl StepPlanner<'_> {
             return Ok(Err(refusal));
         }
         if num_appended > 0 {
-            self.table.get_mut(row).append(&extend.append);
+            self.table.get_mut(row).append(append);
         }
         Ok(Ok(row))
     }
