@@ -455,3 +455,18 @@ def test_metrics_count_drafts_by_drafter() -> None:
 
 def draft_metrics(look: EngineLook) -> list[Metric]:
     return [each for each in families(look) if each.samples and "drafter" in each.samples[0].labels]
+
+
+@pytest.mark.parametrize("max_step_tokens", range(2, 10))
+def test_guesses_of_sequences_that_left_the_pool_are_no_candidates(max_step_tokens: int) -> None:
+    """All were admitted again after a failed step: none decodes, and gains were divided by their number."""
+    for num_turns in range(1, 8):
+        world = drafting(limits(num_blocks=5, max_step_tokens=max_step_tokens, max_draft_count=4))
+        for max_tokens in (3, 1):
+            world.add([0] * 4, max_tokens=max_tokens, seed=COPYING)
+        for _ in range(num_turns):
+            if world.scheduler.has_work:
+                world.turn()
+        if world.flight:
+            world.end_step(breaks=True)
+        world.run()

@@ -284,11 +284,11 @@ class Speculation:
 
     def _choose(self, candidates: abc.Sequence[Sequence], limits: SchedulerLimits) -> dict[Sequence, int]:
         """Choose the way, and the sequences that get drafts in it, with the number of these."""
-        if not self._costs.is_known:
+        num_all = self._num_decoding
+        if not num_all or not self._costs.is_known:
             return {}
         most = min(self._config.num_speculative_tokens, limits.max_draft_count)
         guessing = {each: chances for each in candidates if (chances := _chances_of(each, most))}
-        num_all = self._num_decoding
         budget = max(0, limits.max_decode_tokens - num_all)
         if not self._config.adaptive:
             self._together.is_on = 2 * len(guessing) >= num_all
