@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
+sys.path.extend(str(Path(__file__).parents[3] / each) for each in ("tests", "tests/framework", "benchmarks/harness"))
 
 import torch
 import transformers
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from gpu_desk.test_start_and_steps import CAPTURED
 from model_zoo import save
+from shapes import LLAMA_1B
 
 from quire.cli.launch import LocalServices
 from quire.cli.service_process import LaunchError
@@ -261,17 +262,8 @@ def check_compilations() -> None:
 
 def check_memory() -> None:
     """A model of a billion parameters with the largest step, pool and batch that the defaults allow."""
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )
+    config = LLAMA_1B.make_config()
+    config.max_position_embeddings = 32768
     with tempfile.TemporaryDirectory() as folder:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)

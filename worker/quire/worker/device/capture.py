@@ -1,16 +1,19 @@
-"""Parts of a capture of CUDA graphs that decode steps and the pieces of mixed steps share."""
+"""The parts of a capture of CUDA graphs that decode steps, the pieces of mixed steps, and small steps share."""
 
 from __future__ import annotations
 
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+Size = TypeVar("Size")
 
 _TORCH = Path(torch.__file__).parent
 
@@ -48,6 +51,47 @@ def waits_refused() -> Iterator[None]:
         raise CannotCapture(f"its forward waits for the device at {_line_of(error)}") from error
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def capture_each(
+    sizes: Iterable[Size],
+    *,
+    largest: Size,
+    prepare: Callable[[Size], object],
+    run: Callable[[Size], object],
+    capture: Callable[[Size], object],
+    forget: Callable[[], object],
+    is_warm: bool = False,
+) -> None:
+    """Capture the graphs of each size, in the order given: the largest first, so that the others find its memory.
+
+    prepare     puts padding alone in place, which reads and writes no block
+    run         does the work of a size, as it is
+    capture     makes and keeps its graphs
+    forget      drops all graphs that were kept
+    is_warm     says that the work of each size has been done before
+
+    Raises CannotCapture if the work waits for the device, or does anything else that a graph can't hold; then nothing
+    is kept. Cost: two runs of the largest, and two of each size, or one if they are warm.
+    """
+
+    def warm_up(size: Size) -> None:
+        """Compile, and let libraries allocate their memory."""
+        prepare(size)
+        with on_capture_stream():
+            run(size)
+
+    try:
+        warm_up(largest)  # work that is done only once may wait
+        with waits_refused():
+            run(largest)
+        for size in sizes:
+            if not is_warm:
+                warm_up(size)
+            capture(size)
+    except Exception as error:
+        forget()
+        raise cannot_capture(error) from error
 
 
 def free_bytes(device: torch.device) -> int:

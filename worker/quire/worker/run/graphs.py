@@ -22,13 +22,11 @@ from torch import Tensor
 from quire.kernels.ring_layout import LAST_SAMPLED, LENGTH, POSITION, ROW, TOKEN, RingLayout
 from quire.worker.device.capture import (
     CannotCapture,
-    cannot_capture,
+    capture_each,
     capture_stream,
     first_cause,
     free_bytes,
     measured_capture,
-    on_capture_stream,
-    waits_refused,
 )
 from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
@@ -473,34 +471,26 @@ class StaticDecode:
     def _capture_stages(
         self, stages: Sequence[Stage | Way | Whole], sizes: Sequence[int], *, is_warm: bool = False
     ) -> None:
-        """The largest bucket first, so that the others find its memory. is_warm says that its work has been done."""
         if self.memory is None:
             self.memory = torch.cuda.graph_pool_handle()
-        try:
-            self._refuse_waits(stages)
-            for bucket in sorted(sizes, reverse=True):
-                if not is_warm:
-                    self._warm_up(bucket, stages)
-                for stage in stages:
-                    self._graphs[stage, bucket] = self._capture(stage, bucket)
-        except Exception as error:
-            self._forget(stages)
-            raise cannot_capture(error) from error
 
-    def _refuse_waits(self, stages: Sequence[Stage | Way | Whole]) -> None:
-        """Raise CannotCapture, naming the line, if a stage waits for the device: a capture would break off there."""
-        bucket = self.buckets[-1]
-        self._warm_up(bucket, stages)  # work that is done only once may wait
-        with waits_refused():
+        def run(bucket: int) -> None:
             for stage in stages:
                 self._run(stage, bucket)
 
-    def _warm_up(self, bucket: int, stages: Sequence[Stage | Way | Whole]) -> None:
-        """Run padding alone: rows that read and write nothing. Compiles, and lets libraries allocate their memory."""
-        send(torch.from_numpy(self._padding), self._inputs)
-        with on_capture_stream():
+        def capture(bucket: int) -> None:
             for stage in stages:
-                self._run(stage, bucket)
+                self._graphs[stage, bucket] = self._capture(stage, bucket)
+
+        capture_each(
+            sorted(sizes, reverse=True),
+            largest=self.buckets[-1],
+            prepare=lambda _: send(torch.from_numpy(self._padding), self._inputs),
+            run=run,
+            capture=capture,
+            forget=partial(self._forget, stages),
+            is_warm=is_warm,
+        )
 
     def _capture(self, stage: Stage | Way | Whole, bucket: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

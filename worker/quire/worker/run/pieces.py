@@ -29,12 +29,10 @@ from torch import Tensor
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.device.capture import (
     CannotCapture,
-    cannot_capture,
+    capture_each,
     capture_stream,
     first_cause,
     measured_capture,
-    on_capture_stream,
-    waits_refused,
 )
 from quire.worker.device.profiling import phase
 from quire.worker.memory.kv_pool import KVPool
@@ -291,26 +289,20 @@ class StaticPieces:
         """
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        try:
-            largest = self.buckets[-1]
-            self._warm_up(largest)  # work that is done only once may wait
-            with waits_refused():
-                self._run(largest, _skip)
-            for bucket in sorted(sizes or self.buckets, reverse=True):
-                self._warm_up(bucket)
-                captured = _Captured(self._memory)
-                with captured.capture():
-                    self._run(bucket, captured.cut)
-                self._captured[bucket] = captured
-        except Exception as error:
-            self._captured.clear()
-            raise cannot_capture(error) from error
+        capture_each(
+            sorted(sizes or self.buckets, reverse=True),
+            largest=self.buckets[-1],
+            prepare=lambda _: self._inputs.copy_(self._padding),
+            run=lambda bucket: self._run(bucket, _skip),
+            capture=self._capture,
+            forget=self._captured.clear,
+        )
 
-    def _warm_up(self, bucket: int) -> None:
-        """Run padding alone, without attention. Compiles, and lets libraries allocate their memory."""
-        self._inputs.copy_(self._padding)
-        with on_capture_stream():
-            self._run(bucket, _skip)
+    def _capture(self, bucket: int) -> None:
+        captured = _Captured(self._memory)
+        with captured.capture():
+            self._run(bucket, captured.cut)
+        self._captured[bucket] = captured
 
 
 def _skip(_: _Attention) -> None:

@@ -25,13 +25,11 @@ from torch import Tensor
 
 from quire.worker.device.capture import (
     CannotCapture,
-    cannot_capture,
+    capture_each,
     capture_stream,
     first_cause,
     free_bytes,
     measured_capture,
-    on_capture_stream,
-    waits_refused,
 )
 from quire.worker.device.transfer import send
 from quire.worker.memory.kv_pool import KVPool
@@ -247,6 +245,7 @@ class StaticPrompts:
         lengths = (shape.num_tokens, shape.num_tokens, num_seqs, num_seqs, num_seqs + 1, NUM_SLOTS)
         return [column[:length] for column, length in zip(columns, lengths, strict=True)]
 
+    @torch.inference_mode()
     def _run(self, shape: Shape) -> None:
         """Run a forward of what is in place. Nothing here depends on the step but the content of the memory."""
         _, is_padding, _, lengths, starts, lasts = self._columns(shape)
@@ -274,37 +273,31 @@ class StaticPrompts:
         """
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        try:
-            largest = self.shapes[-1]
-            self._warm_up(largest)  # work that is done only once may wait
-            with waits_refused():
-                self._run(largest)
-            for shape in sorted(shapes or self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
-                self._warm_up(shape)
-                self._graphs[shape] = self._capture(shape)
-        except Exception as error:
-            self._graphs.clear()
-            raise cannot_capture(error) from error
+        capture_each(
+            sorted(shapes or self.shapes, key=lambda shape: shape.num_tokens, reverse=True),
+            largest=self.shapes[-1],
+            prepare=self._pad,
+            run=self._run,
+            capture=self._capture,
+            forget=self._graphs.clear,
+        )
 
-    def _capture(self, shape: Shape) -> torch.cuda.CUDAGraph:
+    def _capture(self, shape: Shape) -> None:
         # Not torch.cuda.graph: it collects the garbage of Python each time.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        with torch.cuda.stream(capture_stream()), torch.inference_mode():
+        with torch.cuda.stream(capture_stream()):
             graph.capture_begin(pool=self._memory)
             try:
                 self._run(shape)
             finally:
                 graph.capture_end()
-        return graph
+        self._graphs[shape] = graph
 
-    def _warm_up(self, shape: Shape) -> None:
-        """Run padding alone: it reads and writes no block. Compiles, and lets libraries allocate their memory."""
+    def _pad(self, shape: Shape) -> None:
         empty = place((), (), shape).pack(shape)
         send(torch.from_numpy(empty), self._numbers[: len(empty)])
-        with on_capture_stream(), torch.inference_mode():
-            self._run(shape)
 
 
 def capture_prompts(model: PagedModel, pool: KVPool, *, max_tokens: int, memory: Any) -> StaticPrompts | None:
