@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.activation import ACTIVATIONS, Activation
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
@@ -32,6 +33,7 @@ from quire.kernels.launching import (
     prepared_once,
     require_contiguous,
     require_dtype,
+    require_in,
     require_last_contiguous,
     require_same_device,
     require_shape,
@@ -49,22 +51,26 @@ def fixed_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: Activation | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return x weight^T + bias, or silu(gate) * up of it; with a residual, their sum.
+    """Return x weight^T + bias, or an activation of it, or silu(gate) * up; with a residual, their sum.
 
     Sizes: M rows, K inputs, N outputs.
         x               [M, K]  fp32/fp16/bf16, K contiguous
         weight          [N, K]  dtype of x, contiguous; gated: [2 * N, K], gates first
         bias            [N]     fp32/fp16/bf16, contiguous; gated: [2 * N]
-        residual        [M, N]  dtype of x, N contiguous; not together with gated
+        residual        [M, N]  dtype of x, N contiguous; not together with gated or an activation
+        activation              of ACTIVATIONS, of the result, gated of the gate: there None is silu
         out, returns    [M, N]  dtype of x, N contiguous; may be the residual. None allocates
 
     All arithmetic is float32, rounded where single operations round. The bits of a row depend on this row, the weight,
-    the bias and the GPU alone. Raises ValueError if a shape, stride, dtype or device is another. No sync.
-    Cost: one launch; reads the weight once for each ROWS rows, mostly from the L2 cache.
+    the bias and the GPU alone. Raises ValueError if a shape, stride, dtype, device or the activation is another.
+    No sync. Cost: one launch; reads the weight once for each ROWS rows, mostly from the L2 cache.
     """
-    launch = _prepare(gated, *layouts(x, weight, bias, residual, out))
+    if activation is None and gated:
+        activation = "silu"
+    launch = _prepare(gated, activation, *layouts(x, weight, bias, residual, out))
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(x.shape[0], num_outputs) if out is None else out
     if x.shape[0] == 0:
@@ -76,9 +82,19 @@ def fixed_linear(
 
 @prepared_once
 def _prepare(
-    gated: bool, x: Layout, weight: Layout, bias: Layout | None, residual: Layout | None, out: Layout | None
+    gated: bool,
+    activation: Activation | None,
+    x: Layout,
+    weight: Layout,
+    bias: Layout | None,
+    residual: Layout | None,
+    out: Layout | None,
 ) -> Launch:
     """The launch of fixed_linear_kernel; its grid is [tiles of rows, tiles of outputs]."""
+    if activation is not None:
+        require_in("activation", activation, ACTIVATIONS)
+        if residual is not None:
+            raise ValueError("residual is not taken together with gated or an activation")
     num_outputs = _check(gated, x, weight, bias, residual, out)
     out = out or contiguous((x.shape[0], num_outputs), x)
     variant = choose_tile(
@@ -88,12 +104,18 @@ def _prepare(
         gated=gated,
         limits=device_limits(x.device),
     )
-    constants = {**variant.constants, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
-    constants["GATED"] = gated
+    options: dict[str, int | bool | str] = {
+        **variant.options,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "GATED": gated,
+        "ACTIVATION": activation or "none",
+        **dependent_options(fixed_linear_kernel, x.device),
+    }
     return Launch(
         grid=(ceil_div(x.shape[0], ROWS), ceil_div(num_outputs, variant.constants["OUTPUTS"])),
         strides=(x.stride(0), num_outputs if residual is None else residual.stride(0), out.stride(0)),
-        options={**variant._replace(constants=constants).options, **dependent_options(fixed_linear_kernel, x.device)},
+        options=options,
     )
 
 
@@ -140,6 +162,7 @@ def fixed_linear_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Programs that follow one another read the same part of the weight.
@@ -159,7 +182,7 @@ def fixed_linear_kernel(
             up_total += dot(x, tl.trans(_load(ups + start, start + k, num_inputs, EVEN)))
     _write_out(
         total, up_total, m.to(tl.int64), n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
-        stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED,
+        stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
     )  # fmt: skip
 
 
@@ -185,7 +208,5 @@ def _check(
             require_shape(name, tensor, (x.shape[0], num_outputs))
             require_dtype(name, tensor, x.dtype)
             require_last_contiguous(name, tensor)
-    if gated and residual is not None:
-        raise ValueError("residual is not taken together with gated")
     require_same_device(x=x, weight=weight, bias=bias, residual=residual, out=out)
     return num_outputs

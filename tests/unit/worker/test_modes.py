@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.device.compilations import Compilations
-from quire.worker.fusion.steps import Activation, Norm, TorchSteps
+from quire.worker.fusion.activations import Activation
+from quire.worker.fusion.steps import Norm, TorchSteps
 from quire.worker.model import preparing
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.paged_model import PagedModel

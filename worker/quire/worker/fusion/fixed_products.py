@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quire.kernels.fixed_linear import fixed_linear
+from quire.worker.fusion.activations import Activation
 from quire.worker.fusion.product_table import ProductKind
 from quire.worker.fusion.projection import Projection
 
@@ -30,12 +31,19 @@ class FixedProducts:
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
         residual: Tensor | None = None,
+        activation: Activation | None = None,
     ) -> Tensor | None:
         """Return the product of x [T, C], or None with a norm. A residual [T, N] becomes the sum, in place."""
         if norm_weight is not None:
             return None
         return fixed_linear(
-            x, projection.weight, bias=projection.bias, residual=residual, gated=kind.is_gated, out=residual
+            x,
+            projection.weight,
+            bias=projection.bias,
+            residual=residual,
+            gated=kind.is_gated,
+            activation=activation,
+            out=residual,
         )
 
 

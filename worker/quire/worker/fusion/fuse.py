@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.rope_table import make_rope_table
+from quire.worker.fusion.activations import ACTIVATIONS, Activation
 from quire.worker.fusion.modules import (
     AttentionParts,
     FusedAttention,
@@ -41,7 +42,7 @@ from quire.worker.fusion.modules import (
     swap,
 )
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import ACTIVATIONS, Activation, FusedSteps, Norm, Rope
+from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
 

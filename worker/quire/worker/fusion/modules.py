@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from quire.worker.attention.torch_attention import running_step
 from quire.worker.device.profiling import phase
+from quire.worker.fusion.activations import Activation
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import Activation, FusedSteps, Norm, Rope
+from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 
 
 class ResidualStream:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.worker.attention.torch_attention import Slots, write_kv
+from quire.worker.fusion.activations import ACTIVATIONS, Activation
 from quire.worker.fusion.product_table import ProductKind, read_table
 from quire.worker.fusion.projection import Projection
 
@@ -26,15 +25,6 @@ if TYPE_CHECKING:  # it imports Triton
     from quire.worker.fusion.products import OwnProducts
 
 ProductSource = Literal["auto", "own", "library"]
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""As in quire.kernels.activation, which only a process with Triton can import."""
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 # A product without and with a norm in front.
 _PLAIN = ProductKind.PLAIN, ProductKind.NORM
