@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from robustness.simulation.admissions import Admissions
@@ -16,7 +16,7 @@ from robustness.simulation.cachemgr import ADDRESS, NAME, SimulatedCachemgr
 from robustness.simulation.deliveries import Answer, Deliveries
 from robustness.simulation.disk import Disk
 from robustness.simulation.faults import apply
-from robustness.simulation.gateway import SimulatedGateway, Task
+from robustness.simulation.gateway import DRAFTS, SimulatedGateway, Task
 from robustness.simulation.network import Network
 from robustness.simulation.schedule import LEASE_TTL_S, LONGEST_KEEP_S, FaultKind, Features, Schedule
 from robustness.simulation.server import SimulatedServer
@@ -156,7 +156,7 @@ class Cluster:
                 self.admissions,
                 uses_router=features.uses_router,
                 max_step_tokens=features.max_step_tokens,
-                has_drafts=features.has_drafts,
+                drafts=replace(DRAFTS, adaptive=features.adapts_drafts) if features.has_drafts else None,
                 lease_ttl_s=LEASE_TTL_S,
                 wrong=self._wrong(name),
                 call_timeout_s=features.call_timeout_s,

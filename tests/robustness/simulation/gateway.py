@@ -37,7 +37,8 @@ STEP_TIMEOUT_S = 2.0
 REOPEN_S = 0.05
 RECOVERY_TIMEOUT_S = 60.0
 DRAFTS = SpeculativeConfig("suffix", num_speculative_tokens=6, prompt_lookup_min=1, adaptive=False)
-"""Any guess is drafted. Those behind an answer that was given before are right, and most others are wrong."""
+"""Any guess is drafted, unless it is adaptive. Those behind an answer that was given before are right, and most others
+are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class SimulatedGateway:
         *,
         uses_router: bool,
         max_step_tokens: int,
-        has_drafts: bool,
+        drafts: SpeculativeConfig | None,
         lease_ttl_s: float,
         wrong: Callable[[str], None],
         call_timeout_s: float,
@@ -149,7 +150,7 @@ class SimulatedGateway:
             max_recoveries=64,
             tenants=True,
             verify=True,
-            speculative=DRAFTS if has_drafts else None,
+            speculative=drafts,
         )
         process.spawn(self._run())
 

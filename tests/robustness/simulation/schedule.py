@@ -92,6 +92,7 @@ class Features:
     has_watcher: bool = False
     has_breakpoints: bool = False
     has_drafts: bool = False
+    adapts_drafts: bool = False
     step_s: float = 0.002
     delay_s: float = 0.0003
     callback_s: float = 5e-6
@@ -112,6 +113,7 @@ class Features:
             "has_watcher",
             "has_breakpoints",
             "has_drafts",
+            "adapts_drafts",
         )
         return [
             f"model: {self.model.value}",
@@ -166,8 +168,8 @@ def make_schedule(seed: int) -> Schedule:
         features = replace(features, has_breakpoints=True)
         drawn = tuple(tuple(draw_breakpoints(keeping, call) for call in each) for each in drawn)
     # Of another one, too.
-    if random.Random(f"drafts {seed}").random() < 0.5:
-        features = replace(features, has_drafts=True)
+    drafting = random.Random(f"drafts {seed}").random()
+    features = replace(features, has_drafts=drafting < 0.5, adapts_drafts=drafting < 0.2)
     return Schedule(
         seed,
         features,

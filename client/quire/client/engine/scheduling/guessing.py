@@ -108,7 +108,7 @@ class _Track:
 
 
 class Guesses:
-    """The guesses of one sequence, by the drafter whose guess is the most probable."""
+    """The guesses of one sequence, by the drafter with the most probable one."""
 
     __slots__ = ("_best", "_num_seen", "_tracks")
 

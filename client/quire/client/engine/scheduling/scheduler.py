@@ -254,6 +254,7 @@ class Scheduler:
         if not step.samplers.keys() <= tokens.keys():
             raise ProtocolViolation("a step came back without a token that it was to sample")
         self._flight.end(step)
+        speculation = self._speculation
         got: dict[int, Sequence] = {}
         counts: dict[int, int] = {}
         ended: dict[Sequence, FinishReason] = {}
@@ -264,12 +265,14 @@ class Scheduler:
             if late_ids and seq_id in late_ids:
                 continue
             try:
-                if drafted and seq_id in drafted:
+                if speculation is None:
+                    reason = sequence.accept(tokens[seq_id])
+                elif seq_id in drafted:
                     counts[seq_id], reason = sequence.accept_all(drafted[seq_id])
+                    speculation.take(sequence, step.drafts[seq_id], counts[seq_id])
                 else:
                     reason = sequence.accept(tokens[seq_id])
-                if sequence.guesses is not None and self._speculation is not None:
-                    self._speculation.take(sequence, step.drafts.get(seq_id), counts.get(seq_id, 1))
+                    speculation.take(sequence, None, 1)
                 if reason is not None:
                     ended[sequence] = reason
                     self._endings.finish(sequence, reason)
@@ -282,9 +285,10 @@ class Scheduler:
             self._postpone_late(step, seq_id)
         num_taken = len(got) + sum(counts.values()) - len(counts)
         self._counters.sampled_tokens += num_taken
-        self._counters.drafts += len(counts)
-        self._counters.drafted_tokens += sum(len(step.drafts[seq_id]) for seq_id in counts)
-        self._counters.accepted_tokens += sum(counts.values()) - len(counts)
+        if counts:
+            self._counters.drafts += len(counts)
+            self._counters.drafted_tokens += sum(len(step.drafts[seq_id]) for seq_id in counts)
+            self._counters.accepted_tokens += sum(counts.values()) - len(counts)
         self._counters.discarded_tokens += len(token_ids) - num_taken
         if self._queues.suspects:
             self._failures.clear_suspects(step)
