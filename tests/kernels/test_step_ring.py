@@ -175,7 +175,7 @@ def test_steps_of_random_schedules_begin_with_the_hosts_numbers_and_end_with_the
 
 def _tokens(launched: object) -> list[int]:
     tokens, *others = launched.wait()  # type: ignore[attr-defined]
-    assert others == [None] * 3
+    assert others == [None] * 4
     result: list[int] = tokens.tolist()
     return result
 

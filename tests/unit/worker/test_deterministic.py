@@ -26,10 +26,10 @@ from quire.worker.model.thread_splits import GRAIN, Elementwise, most_threads, r
 from quire.worker.model.tiles import TILE_ROWS, cut_tiles
 from quire.worker.run.loading import check_deterministic
 from quire.worker.sampling.constraints import Constraints
-from quire.worker.sampling.grammar_masks import NO_MASKS, Masks
+from quire.worker.sampling.drafts import DraftRows
+from quire.worker.sampling.grammar_masks import Masks
 from quire.worker.sampling.parameters import SamplingParams
 from quire.worker.sampling.prompt_logprobs import score_tokens
-from quire.worker.sampling.row_by_row import sample_rows
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.unsupported_model import UnsupportedModel
 
@@ -215,7 +215,7 @@ class TestSampling:
     )
 
     def sampler(self) -> Sampler:
-        sampler = Sampler(max_num_seqs=len(self.PARAMS), vocab_size=self.VOCAB, device="cpu")
+        sampler = Sampler(max_num_seqs=len(self.PARAMS), vocab_size=self.VOCAB, device="cpu", row_by_row=True)
         for row, params in enumerate(self.PARAMS):
             sampler.set_params(row, params)
         return sampler
@@ -223,7 +223,7 @@ class TestSampling:
     def test_a_row_is_sampled_as_alone(self) -> None:
         logits = torch.randn(len(self.PARAMS), self.VOCAB, generator=torch.Generator().manual_seed(1)) * 3
         rows, positions = list(range(len(self.PARAMS))), [10 + row for row in range(len(self.PARAMS))]
-        together = sample_rows(self.sampler(), logits.clone(), rows, positions, NO_MASKS)
+        together = self.sampler().sample(logits.clone(), rows, positions)
         assert together.chosen_logprobs is not None
         assert together.top_ids is not None
         assert together.top_logprobs is not None
@@ -240,12 +240,25 @@ class TestSampling:
                 assert torch.equal(together.top_logprobs[row, :width], alone.top_logprobs[0])
             assert (together.top_ids[row, width:] == -1).all()
 
+    @pytest.mark.parametrize("row", range(len(PARAMS)))
+    def test_a_draft_is_sampled_as_a_step_of_its_own(self, row: int) -> None:
+        logits = torch.randn(4, self.VOCAB, generator=torch.Generator().manual_seed(row)) * 3
+        one_by_one = self.sampler()
+        steps = [one_by_one.sample(logits[i : i + 1].clone(), [row], [10 + i]) for i in range(4)]
+        drafts = [int(step.tokens[0]) for step in steps[:3]]
+        verified = self.sampler().sample(
+            logits.clone(), [row] * 4, [10, 11, 12, 13], drafts=DraftRows([drafts], device=torch.device("cpu"))
+        )
+        for name in ("tokens", "chosen_logprobs", "top_ids", "top_logprobs"):
+            of_steps, of_drafts = [getattr(step, name) for step in steps], getattr(verified, name)
+            assert of_drafts is None if of_steps[0] is None else torch.equal(torch.cat(of_steps), of_drafts)
+
     def test_a_mask_is_that_of_its_row(self) -> None:
         logits = torch.zeros(2, self.VOCAB)
         bits = torch.zeros(1, 125, dtype=torch.uint8).numpy()
         bits[0, 3] = 1
         masks = Masks(rows=(2,), bits=bits)
-        sampled = sample_rows(self.sampler(), logits, [1, 2], [3, 3], masks)
+        sampled = self.sampler().sample(logits, [1, 2], [3, 3], masks)
         assert sampled.tokens[1] == 24
 
     def test_scores_of_a_prompt_do_not_depend_on_each_other(self) -> None:

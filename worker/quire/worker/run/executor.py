@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -39,7 +38,6 @@ from quire.worker.sampling.drafts import DraftRows
 from quire.worker.sampling.grammar_masks import NO_MASKS, GrammarRows, MaskedRun, Masks
 from quire.worker.sampling.parameters import SamplingParams, TokenArray
 from quire.worker.sampling.prompt_logprobs import PromptLogprobs, ScoredTokens, Scores, read_scores, score_tokens
-from quire.worker.sampling.row_by_row import sample_rows
 from quire.worker.sampling.sampler import Draws, Sampled, Sampler
 
 log = logging.getLogger(__name__)
@@ -334,7 +332,12 @@ class Executor:
                 windowed=pool.windowed,
             )
         )
-        self._sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, device=model.device)
+        self._sampler = Sampler(
+            max_num_seqs=max_num_seqs,
+            vocab_size=model.vocab_size,
+            device=model.device,
+            row_by_row=model.is_deterministic,
+        )
         self._grammars = GrammarRows(self._table, vocab_size=model.vocab_size, end_token_ids=model.eos_token_ids)
         self._leases: dict[str, LeaseRows] = {}
         self._is_damaged = False
@@ -693,8 +696,7 @@ class Executor:
             rows, positions = [rows[run] for run in runs.chosen], positions[runs.chosen]
         if drafts is not None:
             return self._sample_drafts(logits, rows, positions, masks, drafts, index=index)
-        sample = partial(sample_rows, self._sampler) if self._model.is_deterministic else self._sampler.sample
-        sampled = self._ranks.sample(len(rows), lambda: sample(logits.float(), rows, positions, masks))
+        sampled = self._ranks.sample(len(rows), lambda: self._sampler.sample(logits.float(), rows, positions, masks))
         self._table.store_sampled(rows, sampled.tokens, positions, index=index)
         return sampled
 

@@ -12,7 +12,6 @@
     row_parameters.py   the parameters of many sequences, in columns
     gumbel.py           noise of tokens, and draws on a CPU
     sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities
-    row_by_row.py       the same for a deterministic model, each row by itself
     prompt_logprobs.py  log-probabilities of a prompt's tokens
 
 A token depends on its logits, the seed and its position, and not on the other rows of the batch.

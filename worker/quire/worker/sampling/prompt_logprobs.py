@@ -65,7 +65,7 @@ def score_tokens(
         tokens          [n]     int64, indexes in the step
         next_token_ids  [n]     int64
 
-    row_by_row: a token's bits do not depend on the other tokens (quire.worker.sampling.row_by_row).
+    row_by_row: a token's bits do not depend on the other tokens (see Sampler).
     Cost: the output layer on n rows, at most MAX_PIECE_LOGITS logits at a time.
     """
     num_rows = max(1, MAX_PIECE_LOGITS // vocab_size)

@@ -78,6 +78,25 @@ class Sampled:
         assert tokens is not None
         return Sampled(tokens, *others)
 
+    @staticmethod
+    def join(parts: Sequence[Sampled]) -> Sampled:
+        """Return the rows of several, one behind the other."""
+        tokens = torch.cat([part.tokens for part in parts])
+        if all(part.chosen_logprobs is None for part in parts):
+            return Sampled(tokens)
+        width = max(0 if part.top_ids is None else part.top_ids.shape[1] for part in parts)
+        chosen = tokens.new_full(tokens.shape, math.nan, dtype=torch.float32)
+        ids, values = tokens.new_full((len(tokens), width), -1), chosen.new_full((len(tokens), width), math.nan)
+        first = 0
+        for part in parts:
+            of_part = slice(first, first := first + len(part.tokens))
+            if part.chosen_logprobs is not None:
+                chosen[of_part] = part.chosen_logprobs
+            if part.top_ids is not None and part.top_logprobs is not None:
+                ids[of_part, : part.top_ids.shape[1]] = part.top_ids
+                values[of_part, : part.top_logprobs.shape[1]] = part.top_logprobs
+        return Sampled(tokens, chosen, ids if width else None, values if width else None)
+
 
 class Way(StrEnum):
     """The kernels' way to choose the tokens of a batch."""
@@ -194,11 +213,19 @@ class _SamplingPlan:
     draw: _Draw | None
     logprobs: _Logprobs | None
 
+    @property
+    def is_argmax(self) -> bool:
+        return self.draw is None and self.logprobs is None
+
 
 class Sampler:
     """Sampling parameters and penalty state per row of the sequence table."""
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str, row_by_row: bool = False
+    ) -> None:
+        """row_by_row: a row's token and log-probabilities do not depend on the other rows of a batch, bit for bit."""
+        self._is_row_by_row = row_by_row
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -319,12 +346,11 @@ class Sampler:
             scores = self._constraints.apply(plan.constraints, scores, positions, drafts)
         if plan.penalties is not None:
             scores = self._penalize(scores, plan.penalties, drafts)
-        if plan.draw is None:
-            tokens = scores.argmax(-1)
+        if self._is_row_by_row and not plan.is_argmax:
+            sampled = self._choose_row_by_row(logits, scores, rows, positions)
         else:
-            drawn = _draw(plan.draw, scores, positions)
-            tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
-        sampled = Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+            sampled = _choose(plan, logits, scores, positions)
+        tokens = sampled.tokens
         masks.void(tokens, rows)
         kept = None if drafts is None else drafts.keep(tokens)
         if plan.penalties is not None:  # last: a step that fails adds no token
@@ -332,6 +358,19 @@ class Sampler:
         if plan.constraints is not None:
             self._constraints.remember(plan.constraints, tokens, drafts, kept)
         return sampled
+
+    def _choose_row_by_row(self, logits: Tensor, scores: Tensor, rows: Sequence[int], positions: Positions) -> Sampled:
+        """Choose with bits that do not depend on other rows of the batch, nor on drafts of the same sequence.
+
+        The exponential of an element has other bits behind the last whole vector of the processor than within one, and
+        where the last vector of a batch ends depends on its rows. Masks, biases, penalties and the place of the
+        greatest score do not depend on that.
+        """
+        parts = []
+        for i, row in enumerate(rows):
+            plan = _make_plan((row,), self._params.of((row,)), None, self.device)
+            parts.append(_choose(plan, logits[i : i + 1], scores[i : i + 1], positions[i : i + 1]))
+        return Sampled.join(parts)
 
     def _penalize(self, logits: Tensor, penalties: _Penalties, drafts: DraftRows | None) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
@@ -487,6 +526,16 @@ def _subset(belongs: IsRow, device: torch.device) -> _Subset | None:
 
 def _column(values: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=dtype)[:, None], device)
+
+
+def _choose(plan: _SamplingPlan, logits: Tensor, scores: Tensor, positions: Positions) -> Sampled:
+    """Choose a token per row by its scores [B, V], with log-probabilities of its logits [B, V]."""
+    if plan.draw is None:
+        tokens = scores.argmax(-1)
+    else:
+        drawn = _draw(plan.draw, scores, positions)
+        tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
+    return Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
 
 
 def _draw(draw: _Draw, logits: Tensor, positions: Positions) -> Tensor:
