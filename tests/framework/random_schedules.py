@@ -82,7 +82,7 @@ class Schedule:
         self._num_forks = 0
 
     def run(self) -> Iterator[tuple[int, int]]:
-        """Run it to its end; yield sequence and position of each token whose logits differ from those alone."""
+        """Run it to its end; yield sequence and position of each token with logits that differ from those alone."""
         while self._waiting or self._live or self._offloaded:
             self._admit()
             self._disturb()

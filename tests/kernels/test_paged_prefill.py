@@ -265,7 +265,7 @@ def test_descriptors_are_refused_where_a_tile_is_no_box(device: torch.device) ->
 
 
 def test_measured_choices_are_taken_where_they_fit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU decides, a constant says; a pool that has no boxes is read as before, and not refused."""
+    """A constant holds the choice that a GPU decides. A pool without boxes is read as before, and not refused."""
     for name in ("QK_AHEAD", "DESCRIPTORS"):
         assert not getattr(module, name), "no GPU has decided this"
         monkeypatch.setattr(module, name, True)

@@ -131,8 +131,8 @@ def paged_prefill(
                         bits. None for QK_AHEAD, but not over fp8 and with head dims above 128, where it gains nothing
         descriptors     copies tiles that every query sees by tensor descriptors (TMA), one box of a block at a time:
                         the same bits. Needs a GPU from Hopper on, blocks of at least a tile of keys (64 always
-                        suffices), a pool whose address and strides are multiples of 16 bytes. None for DESCRIPTORS
-                        where that is so
+                        suffices), and the pool at an address and with strides of multiples of 16 bytes. None for
+                        DESCRIPTORS where that is so
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 TOOL = "nvidia-smi"
 COLUMNS = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "power.draw": "power_w", "temperature.gpu": "celsius"}
-"""What is asked for, by nvidia-smi's names, and its names here."""
+"""Columns of nvidia-smi, and their names here."""
 PERIOD_MS = 200
 
 

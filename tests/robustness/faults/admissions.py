@@ -29,7 +29,7 @@ Plan = cache_service_pb2.PlanStepRequest
 
 
 class Admissions:
-    """What links have seen since the processes began, and what clients were told."""
+    """Admissions that links have seen since the processes began, and outcomes that clients were told."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.failures: list[str] = []

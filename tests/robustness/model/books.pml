@@ -132,9 +132,15 @@ inline plan_step(l) {
     fi;
     for (q1 : 0 .. SEQS - 1) {
         if
-        :: (c_extend & BIT(q1)) && HELD(l, q1) && FAULT == FAULT_DRAFT_BUILT_ON && DRAFT(SEQ(l, q1)) ->
-            s1 = SEQ(l, q1); take_draft(); extend(l)
-        :: (c_extend & BIT(q1)) && HELD(l, q1) && !DRAFT(SEQ(l, q1)) -> extend(l)
+        :: (c_extend & BIT(q1)) && HELD(l, q1) && (!DRAFT(SEQ(l, q1)) || FAULT == FAULT_DRAFT_BUILT_ON) ->
+#if FAULT == FAULT_DRAFT_BUILT_ON
+            s1 = SEQ(l, q1);
+            if
+            :: DRAFT(s1) -> take_draft()
+            :: else
+            fi;
+#endif
+            extend(l)
         :: else
         fi
     }

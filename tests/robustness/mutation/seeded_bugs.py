@@ -1659,7 +1659,7 @@ BUGS = [
     ),
     client(
         "drafts",
-        "the engine plans a sequence again whose drafts are in flight",
+        "the engine plans a sequence again while its drafts are in flight",
         ("num_schedulable_tokens", "if self.is_held and self._num_sampling:", "if not self.token_ids:"),
     ),
     client(

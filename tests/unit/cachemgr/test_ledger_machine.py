@@ -145,7 +145,7 @@ def sample(prefix: tuple) -> int:
 
 
 def accept(prefix: tuple, num_drafts: int) -> list[int]:
-    """The tokens that a run samples whose last tokens are drafts: accepted drafts, and one more."""
+    """The tokens that a run with drafts samples: accepted drafts, and one more."""
     tokens: list[int] = []
     for end in range(len(prefix) - num_drafts, len(prefix) + 1):
         tokens.append(sample(prefix[:end]))
@@ -1227,7 +1227,7 @@ class Books:
             sequence.sampled_at = end
 
     def run_drafts(self, sequence: BookSequence, drafts: Sequence[int]) -> None:
-        """What is sampled in the drafts' places may be other tokens."""
+        """Run drafts. The tokens sampled in their places may be others."""
         sampled = [Token() for _ in range(len(drafts) + 1)]
         self.runs.append((sequence.seq_id, sequence.scheduled, 1 + len(drafts), True, True))
         self.enter_run(sequence, [*sequence.tokens, *map(Token, drafts)], sampled, len(drafts))

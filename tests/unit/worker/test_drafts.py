@@ -190,7 +190,7 @@ def test_right_drafts_are_all_accepted_and_wrong_ones_give_one_token(model: Page
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_a_sequence_with_rejected_drafts_is_forked_moved_to_the_host_tier_and_goes_on(family: str) -> None:
-    """What rejected drafts left in a block is copied with it, and read by nobody."""
+    """Keys and values of rejected drafts are copied with their block, and nothing reads them."""
     some = prepare_model(zoo.build(family), max_model_len=MAX_MODEL_LEN)
     prompts = make_prompts()
     own = zoo.build(family)
@@ -286,7 +286,7 @@ def make_step(step_grant: grant_pb2.StepGrant, **given: list[int]) -> AcceptedSt
 
 
 def test_steps_of_other_sequences_are_launched_behind_a_step_with_drafts(model: PagedModel) -> None:
-    """Where the sequence goes on is known when its step has ended; until then the others do not wait for it."""
+    """The sequence's next position is known when its step has ended; until then the others do not wait for it."""
 
     def decode(number: int, seq_id: int, start: int, drafts: list[int] | None = None) -> AcceptedStep:
         runs = {"run_sequence_ids": [seq_id], "run_starts": [start], "run_samples": [True]}

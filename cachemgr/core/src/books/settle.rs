@@ -34,7 +34,7 @@ pub struct StepReport {
     pub sampled_ids: Vec<i32>,
     /// Sequence by sequence.
     pub sampled_tokens: Vec<i32>,
-    /// Of each sequence, whose sum is the number of tokens. Empty: 1 of each.
+    /// Tokens of each sequence; their sum is the number of sampled_tokens. Empty: 1 of each.
     pub sampled_counts: Vec<i32>,
     /// 0: of no report.
     pub report_number: u64,

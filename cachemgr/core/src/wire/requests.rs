@@ -33,8 +33,8 @@ pub fn digest_of(request: &PlanStepRequest, body: &[u8]) -> Vec<u8> {
     if request.request_id.is_empty() { Vec::new() } else { Sha256::digest(body).to_vec() }
 }
 
-/// The items of a plan for a pool with so many sequences, of so many tokens each, whose worker verifies so many drafts of
-/// each. Refused (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
+/// The items of a plan, within a pool's limits of sequences, of tokens of each, and of drafts of each. Refused
+/// (INVALID_ARGUMENT) for lists that do not fit together and values out of range.
 ///
 /// Moves the lists of tokens and ids out of the message. `names_tenants`: the caller may name the tenant of an
 /// admission.

@@ -1692,7 +1692,7 @@ class Sequence(_message.Message):
     tenant: _builtins.str
     """Its tenant: the one that its admission named, else the lease's."""
     draft_token_count: _builtins.int
-    """Its drafts in flight: of a step whose outcome is not known."""
+    """Its drafts in flight, of a step that is not reported yet."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its blocks, in order; with several layer groups, one group after the other.

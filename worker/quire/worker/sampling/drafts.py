@@ -27,7 +27,7 @@ DraftIds = Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 NO_DRAFT = -2
-"""What the last row of a sequence expects. No row has this token."""
+"""The draft of a sequence's last row. No row has this token."""
 VOID = -1
 """The token of a row that is not kept, whatever was sampled before it."""
 

@@ -2986,7 +2986,7 @@ type Sequence struct {
 	// The parts of block_ids (host_block_ids, if it is offloaded) by layer group, in
 	// the groups' order. Empty in lists, and in pools with one group.
 	GroupBlockTables []*GroupBlockTable `protobuf:"bytes,15,rep,name=group_block_tables,json=groupBlockTables,proto3" json:"group_block_tables,omitempty"`
-	// Its drafts in flight: of a step whose outcome is not known.
+	// Its drafts in flight, of a step that is not reported yet.
 	DraftTokenCount int32 `protobuf:"varint,16,opt,name=draft_token_count,json=draftTokenCount,proto3" json:"draft_token_count,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
