@@ -212,7 +212,7 @@ def test_the_calls_of_open_webui(gateway: Gateway) -> None:
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [MODEL]
         body = asked | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
         answer = client.post("/v1/chat/completions", json=body)
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
         assert events.pop() == "[DONE]"
         assert json.loads(events[-1])["usage"]["completion_tokens"] == 8
         title = client.post("/v1/chat/completions", json=asked | {"stream": False, "max_completion_tokens": 1000})

@@ -124,7 +124,7 @@ def events_of(gateway: Gateway, body: dict[str, Any]) -> list[dict[str, Any]]:
     with gateway.client(headers={"Authorization": f"Bearer {KEYS['alice']}"}) as client:
         answer = client.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
-    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: ")]
 
 
 # -- Codex --------------------------------------------------------------------------------------------------------

@@ -376,6 +376,7 @@ AT_BOUNDS: dict[str, list[Any]] = {
     "stop": [()],  # there is no tokenizer here
     "stop_token_ids": [(), (0,), (VOCAB_SIZE - 1,)],
     "ignore_eos": [False, True],
+    "speculative": [False, True],
     "logprobs": [0, 20, None],
     "grammar": [None],  # there is no tokenizer here
     "n": [1, MAX_SAMPLES],

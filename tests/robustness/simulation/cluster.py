@@ -26,6 +26,7 @@ from robustness.simulation.workload import FUNCTIONS, requests
 from robustness.simulation.world import Process, World, WorldFailed
 
 from quire.cachemgr.shares import Percentage, Share
+from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.serving.addresses import parse_dial_address
 
@@ -68,6 +69,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         every = [requests()[call.request] for calls in self.schedule.calls for call in calls]
+        if self.features.has_drafts:  # a gateway rehearses those that can have drafts
+            every += [request for request in every if isinstance(request.params, SamplingParams)]
         self.admissions = Admissions(self.world.fail, Counter((each.params.tenant, each.prompt) for each in every))
 
     @property
