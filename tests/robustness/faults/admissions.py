@@ -86,7 +86,7 @@ class Admissions:
         """One event of a request: it may have the outcome of its admission."""
         outcome = event.get("outcome")
         if outcome is not None:
-            request = self._requests[event["request"]]
+            request = self._requests[event["rehearsed" if "rehearsed" in event else "request"]]
             place, counts = (POOL, outcome["epoch"]), (outcome["cached"], outcome["written"])
             self._told[Accepted(place, request.params.tenant, request.prompt, *counts)] += 1
 

@@ -5,6 +5,7 @@ end. To it:
 
     {"task", "request", "sample", "tokens", "finish"}      new tokens of a sample; "outcome" with the first ones of a
                                                            prompt: {"epoch", "cached", "written"}
+    {"task", "rehearsed", "outcome"}                       a request that was asked for once before, with drafts
     {"task", "request", "error"}                           how a request ended instead
     {"task", "done": statistics}                           all requests have ended and the engine is closed
 
@@ -72,7 +73,7 @@ class Client:
         engine = self._running = await self._open_engine(drafts)
         try:
             if drafts is not None:
-                await asyncio.gather(*(self._rehearse(engine, index) for index in order["requests"]))
+                await asyncio.gather(*(self._rehearse(engine, order, index) for index in order["requests"]))
             await asyncio.gather(*(self._request(engine, order, index) for index in order["requests"]))
             statistics = engine.statistics()
         finally:
@@ -80,12 +81,13 @@ class Client:
             self._running = None
         self._say(task=order["task"], done=asdict(statistics))
 
-    async def _rehearse(self, engine: Engine, index: int) -> None:
+    async def _rehearse(self, engine: Engine, order: dict[str, Any], index: int) -> None:
         """Ask for an answer that nobody reads: then the same request has drafts that come true."""
         request = self._requests[index]
         with contextlib.suppress(QuireError):
-            async for _ in engine.generate(request.prompt, request.params, cache=request.cache):
-                pass
+            async for chunk in engine.generate(request.prompt, request.params, cache=request.cache):
+                if chunk.cache_outcome is not None:
+                    self._say(task=order["task"], rehearsed=index, outcome=described(chunk.cache_outcome))
 
     async def _open_engine(self, drafts: SpeculativeConfig | None) -> Engine:
         """An engine, as soon as it can be had: one outlives the services' absence, but needs them for its start."""

@@ -1637,7 +1637,7 @@ BUGS = [
         "a follower takes the tokens of one run for another's",
         (
             "read_step",
-            "counts = [grant.run_token_counts[run] for run in given_runs.tolist()]",
+            "counts = [num_given(grant, run) for run in given_runs.tolist()]",
             "counts = list(grant.run_token_counts)[: len(given_runs)]",
         ),
     ),
