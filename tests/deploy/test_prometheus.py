@@ -66,6 +66,10 @@ UNSHOWN = {
     # Of drafts: the engine that sends them decides by its own counts.
     "quire_cache_accepted_draft_tokens_total",
     "quire_cache_drafted_tokens_total",
+    # The same under vLLM's names, for its dashboards.
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_drafts_total",
     # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
     "quire_cache_kept_blocks_evicted_total",
     "quire_cache_prefix_written_tokens_total",
