@@ -1,7 +1,8 @@
 """Random schedules of a few sequences on a worker's executor, and the logits of each sequence alone.
 
 A schedule draws which sequences run in a step, in which order, and how many tokens of each; and now and then it
-preempts one, moves one to the host tier and back, begins one with blocks of another, or forks one.
+preempts one, moves one to the host tier and back, begins one with blocks of another, or forks one. Sequences that
+decode have drafts now and then, right ones and wrong ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from executor_driver import BLOCK_SIZE, ExecutorDriver, Stream
@@ -28,7 +30,7 @@ NUM_NEW = 5
 
 
 class WatchedDriver(ExecutorDriver):
-    """A driver that keeps the logits of its last step, [sequences, vocab_size], in the order of the step."""
+    """A driver that keeps the logits of its last step, [L, vocab_size], in the order of the step."""
 
     def __init__(self, model: PagedModel) -> None:
         super().__init__(model, max_num_seqs=MAX_NUM_SEQS)
@@ -68,7 +70,7 @@ class Schedule:
     """One schedule on a pool of its own."""
 
     def __init__(self, model: PagedModel, alone: list[Alone], seed: int) -> None:
-        self._draw = random.Random(seed)
+        self._draw, self._draw_drafts = random.Random(seed), random.Random(seed)
         self._driver = WatchedDriver(model)
         self._has_states = model.has_recurrent_state
         self._is_offloaded = not self._has_states and not any(self._driver.pool.windowed)
@@ -80,6 +82,7 @@ class Schedule:
         self._known: set[int] = set()
         """Ids of sequences that have run."""
         self._num_forks = 0
+        self.num_drafts = 0
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Run it to its end; yield sequence and position of each token with logits that differ from those alone."""
@@ -89,12 +92,36 @@ class Schedule:
             counts = self._counts()
             if not counts:
                 continue
-            assert self._driver.step([(stream, count) for _, stream, count in counts]) is Outcome.COMPUTED
+            drafts = {stream.seq_id: self._guess(seq, stream) for seq, stream, _ in counts}
+            firsts = [stream.num_computed + count - 1 for _, stream, count in counts]
+            assert (
+                self._driver.step([(stream, count) for _, stream, count in counts], drafts=drafts) is Outcome.COMPUTED
+            )
             self._known.update(stream.seq_id for _, stream, _ in counts)
-            for (seq, stream, _), logits in zip(counts, self._driver.logits, strict=True):
-                if not torch.equal(logits, self._alone[seq].logits[stream.num_computed - 1]):
-                    yield seq, stream.num_computed - 1
+            rows = iter(self._driver.logits)
+            for (seq, stream, _), first in zip(counts, firsts, strict=True):
+                own = list(islice(rows, 1 + len(drafts[stream.seq_id])))
+                for position in range(first, stream.num_computed):
+                    if not torch.equal(own[position - first], self._alone[seq].logits[position]):
+                        yield seq, position
             self._finish()
+
+    def _guess(self, seq: int, stream: Stream) -> list[int]:
+        """Return drafts for one that decodes, of its next tokens; the last one may be wrong."""
+        length = len(stream.tokens)
+        room = PROMPT_LENGTHS[seq] + NUM_NEW - length - 1
+        if (
+            self._has_states
+            or room < 1
+            or stream.sampled_at != stream.num_computed
+            or length != stream.num_computed + 1
+        ):
+            return []
+        drafts = self._alone[seq].tokens[length : length + self._draw_drafts.randint(0, min(3, room))]
+        if drafts and self._draw_drafts.random() < 0.5:
+            drafts[-1] = (drafts[-1] + 1) % VOCAB_SIZE
+        self.num_drafts += len(drafts)
+        return drafts
 
     def _admit(self) -> None:
         while self._waiting and len(self._live) < 14 and self._draw.random() < 0.6:

@@ -33,7 +33,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -450,9 +450,6 @@ class Harness:
     async def run(self, schedule: Schedule) -> Outcome:
         """Runs it and checks everything. After a failure the processes may be in any state: make another Harness."""
         started = time.monotonic()
-        if self._dtype_flags == DTYPE_FLAGS[True]:  # such a worker verifies no drafts
-            tasks = {client: replace(task, has_drafts=False) for client, task in schedule.tasks.items()}
-            schedule = replace(schedule, tasks=tasks)
         outcome = self.outcome = Outcome(schedule.seed)
         self._num_messages = 0
         self._pending = list(schedule.faults)

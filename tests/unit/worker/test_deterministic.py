@@ -56,12 +56,17 @@ def prepare(family: str, dtype: torch.dtype = torch.float32, *, deterministic: b
 
 def count_differences(model: PagedModel, num_schedules: int) -> int:
     alone = [run_alone(model, prompt) for prompt in make_prompts()]
-    return sum(len(list(Schedule(model, alone, seed).run())) for seed in range(num_schedules))
+    num_differences = 0
+    for seed in range(num_schedules):
+        schedule = Schedule(model, alone, seed)
+        num_differences += len(list(schedule.run()))
+        assert model.has_recurrent_state or schedule.num_drafts
+    return num_differences
 
 
 @pytest.mark.parametrize(("family", "dtype"), SAMPLE, ids=str)
 def test_logits_of_random_schedules_are_those_of_a_sequence_alone(family: str, dtype: torch.dtype) -> None:
-    """With chunks, other batches, preemptions, the host tier, forks and prefixes of others."""
+    """With chunks, other batches, preemptions, the host tier, forks, prefixes of others and drafts."""
     assert count_differences(prepare(family, dtype), 1) == 0
 
 
@@ -147,13 +152,13 @@ class TestTiles:
     def test_a_reader_of_shared_blocks_comes_behind_the_tokens_that_fill_them(self) -> None:
         tiles = cut_tiles(self.batch([20, 0, 3], [2, 20, 1]))
         assert [tile.tokens for tile in tiles] == [tuple(range(2, 18)), (18, 19, 20, 21, 22, 0, 1)]
-        assert [(tile.ended, tile.lasts) for tile in tiles] == [((), ()), ((1, 2, 0), (3, 4, 6))]
+        assert [(tile.logits, tile.places) for tile in tiles] == [((), ()), ((1, 2, 0), (3, 4, 6))]
 
     def test_every_token_is_in_one_tile(self) -> None:
         batch = self.batch([5, 0, 7, 1], [3, 33, 1, 16])
         tiles = cut_tiles(batch)
         assert sorted(token for tile in tiles for token in tile.tokens) == list(range(53))
-        assert sorted(seq for tile in tiles for seq in tile.ended) == [0, 1, 2, 3]
+        assert sorted(seq for tile in tiles for seq in tile.logits) == [0, 1, 2, 3]
         assert [len(tile.tokens) for tile in tiles] == [16, 16, 16, 5]
 
 

@@ -122,6 +122,11 @@ class StepBatch:
         """The tokens with logits, [L] int64: L = B in a step without drafts."""
         return self.last_indices if self.draft_logits is None else self.draft_logits
 
+    @property
+    def logit_indices_host(self) -> Int64s:
+        """The same without a sync."""
+        return tokens_with_logits(np.asarray(self.counts_host), self.drafts)
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:
@@ -142,17 +147,18 @@ class Runs:
         """True if the run's first token is given."""
         return run in self.given and (self.drafts is None or not self.drafts.given[run])
 
-    def tokens_with_logits(self, firsts: Int64s) -> tuple[Int64s, ...]:
-        """The places of these tokens in the packed batch, if the step has drafts; firsts are those of the runs, [B]."""
-        if self.drafts is None:
-            return ()
-        begins, num_logits = firsts + self.counts - 1 - self.drafts.given, self.drafts.num_logits
-        return (begins.repeat(num_logits) + offsets_in_runs(num_logits),)
-
 
 def offsets_in_runs(counts: Int64s) -> Int64s:
     """Return 0 .. count - 1 for each count, one after the other."""
     return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+
+
+def tokens_with_logits(counts: Int64s, drafts: DraftCounts | None) -> Int64s:
+    """Return the places in the packed batch of the tokens with logits, [L], of runs of so many tokens, [B]."""
+    lasts = counts.cumsum() - 1
+    if drafts is None:
+        return lasts
+    return (lasts - drafts.given).repeat(drafts.num_logits) + offsets_in_runs(drafts.num_logits)
 
 
 def build_step_batch(
@@ -180,7 +186,7 @@ def build_step_batch(
     positions = np.arange(cu_seqlens[-1]) + (runs.starts - firsts).repeat(runs.counts)
     slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
     from_host = _tokens_from_host(runs, cu_seqlens) if runs.given else ()
-    logits = runs.tokens_with_logits(firsts)
+    logits = () if drafts is None else (tokens_with_logits(runs.counts, drafts),)
     device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *others = _to_device(
         [
             positions,

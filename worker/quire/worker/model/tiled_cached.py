@@ -29,7 +29,7 @@ from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.cache_layout import CacheLayout
 from quire.worker.model.cached_model import Access, CachedModel, PagedCache
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
-from quire.worker.model.tiles import TILE_ROWS, padded, runs_in_order
+from quire.worker.model.tiles import TILE_ROWS, padded, padded_order, rows_of_logits, runs_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,16 @@ class TiledCachedModel(CachedModel):
             after = self.states.load(batch.rows_host, starts)
             before: dict[StateKey, Tensor] = {}
             logits: Tensor | None = None
+            logit_rows = rows_of_logits(batch)
             for tile in cut_token_tiles(batch, self._layout):
                 if tile.tokens[0].is_last and not before:
                     before = {key: state.clone() for key, state in after.items()}
                 result = self._run_tile(tile, batch, pool, after)
                 if logits is None:
-                    logits = result.new_empty(batch.num_seqs, result.shape[-1])
-                for row, token in enumerate(tile.tokens):
-                    if token.is_last:
-                        logits[token.seq] = result[row]
+                    logits = result.new_empty(len(logit_rows), result.shape[-1])
+                for place, token in enumerate(tile.tokens):
+                    if token.index in logit_rows:
+                        logits[logit_rows[token.index]] = result[place]
             self.states.store(batch.rows_host, batch.seq_lens_host, before=before, after=after)
         assert logits is not None
         return logits
@@ -129,10 +130,8 @@ class TiledCachedModel(CachedModel):
 
     def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> AbstractContextManager[HiddenStates]:
         """See PagedModel.keeping_hidden_states."""
-        order = []
-        for tile in cut_token_tiles(batch, self._layout):
-            order += [token.index for token in tile.tokens]
-            order += [batch.num_tokens] * (TILE_ROWS - len(tile.tokens))
+        tiles = ([token.index for token in tile.tokens] for tile in cut_token_tiles(batch, self._layout))
+        order = padded_order(tiles, batch.num_tokens)
         return kept_hidden_states(self._model, order=order, num_rows=TILE_ROWS)
 
 

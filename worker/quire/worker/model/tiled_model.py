@@ -18,7 +18,7 @@ from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.paged_model import PagedModel
-from quire.worker.model.tiles import TILE_ROWS, Tile, cut_tiles, tile_batch
+from quire.worker.model.tiles import TILE_ROWS, Tile, cut_tiles, padded_order, tile_batch
 
 
 class TiledModel(PagedModel):
@@ -31,25 +31,20 @@ class TiledModel(PagedModel):
         tiles = cut_tiles(batch)
         with torch.inference_mode():
             results = [result for tile in tiles if (result := self._run_tile(batch, tile, pool)) is not None]
-            order = [seq for tile in tiles for seq in tile.ended]
+            order = [row for tile in tiles for row in tile.logits]
             logits = torch.cat(results)
             return logits.new_empty(logits.shape).index_copy_(0, indices(order, logits.device), logits)
 
     def _run_tile(self, batch: StepBatch, tile: Tile, pool: KVPool) -> Tensor | None:
-        """Return logits of the sequences that end in the tile, in its order; None if there is none."""
+        """Return the logits of the step that the tile has, in its order; None if there is none."""
         part = tile_batch(batch, tile)
-        if not tile.ended and self.has_head:
+        if not tile.logits and self.has_head:
             self.forward_base(part, self.attention_step(part, pool))
             return None
         logits = super().forward_unconverted(part, pool)
-        return logits[: len(tile.ended)] if tile.ended else None
+        return logits[: len(tile.logits)] if tile.logits else None
 
     def keeping_hidden_states(self, batch: StepBatch, pool: KVPool) -> AbstractContextManager[HiddenStates]:
         """See PagedModel.keeping_hidden_states."""
-        return kept_hidden_states(self._model, order=padded_order(cut_tiles(batch)), num_rows=TILE_ROWS)
-
-
-def padded_order(tiles: list[Tile]) -> list[int]:
-    """Return indexes in the step of the tokens of all tiles; a padded token has one behind all of these."""
-    num_tokens = sum(len(tile.tokens) for tile in tiles)
-    return [index for tile in tiles for index in (*tile.tokens, *[num_tokens] * (TILE_ROWS - len(tile.tokens)))]
+        order = padded_order((tile.tokens for tile in cut_tiles(batch)), batch.num_tokens)
+        return kept_hidden_states(self._model, order=order, num_rows=TILE_ROWS)

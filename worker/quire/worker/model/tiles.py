@@ -9,7 +9,7 @@ the tokens that fill it. The tiles take the sequences by rising start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,19 +37,20 @@ class Tile:
     """At most TILE_ROWS tokens of a step.
 
     tokens      indexes in the step
-    ended       sequences of the step that have their last token in the tile
-    lasts       the places of these tokens in the tile
+    logits      rows of the step's logits that are of tokens in the tile
+    places      the places of these tokens in the tile
     """
 
     runs: tuple[Run, ...]
     tokens: tuple[int, ...]
-    ended: tuple[int, ...]
-    lasts: tuple[int, ...]
+    logits: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 def cut_tiles(batch: StepBatch) -> list[Tile]:
     """Divide a step's tokens into tiles, in an order in which nothing is read before it is written."""
     tiles, runs, room = [], [], TILE_ROWS
+    logit_rows = rows_of_logits(batch)
     for run in runs_in_order(batch):
         while run.count:
             part = Run(run.seq, run.first, run.start, min(run.count, room))
@@ -57,11 +58,16 @@ def cut_tiles(batch: StepBatch) -> list[Tile]:
             room -= part.count
             run = Run(run.seq, run.first + part.count, run.start + part.count, run.count - part.count)
             if not room:
-                tiles.append(_tile(batch, runs))
+                tiles.append(_tile(runs, logit_rows))
                 runs, room = [], TILE_ROWS
     if runs:
-        tiles.append(_tile(batch, runs))
+        tiles.append(_tile(runs, logit_rows))
     return tiles
+
+
+def rows_of_logits(batch: StepBatch) -> dict[int, int]:
+    """Return the row of the step's logits of each token that has logits, by the token's index in the step."""
+    return {token: row for row, token in enumerate(batch.logit_indices_host.tolist())}
 
 
 def padded(values: Sequence[int]) -> list[int]:
@@ -77,7 +83,7 @@ def tile_batch(batch: StepBatch, tile: Tile) -> StepBatch:
     device = batch.input_ids.device
     counts = [run.count for run in tile.runs]
     seqs = [run.seq for run in tile.runs]
-    index, seq_index, lasts = (indices(each, device) for each in (padded(tile.tokens), seqs, padded(tile.lasts)))
+    index, seq_index, places = (indices(each, device) for each in (padded(tile.tokens), seqs, padded(tile.places)))
     seq_lens = [run.start + run.count for run in tile.runs]
     return StepBatch(
         input_ids=batch.input_ids.index_select(0, index),
@@ -86,7 +92,7 @@ def tile_batch(batch: StepBatch, tile: Tile) -> StepBatch:
         block_tables=batch.block_tables.index_select(1, seq_index),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32),
-        last_indices=lasts,
+        last_indices=places,
         rows=batch.rows.index_select(0, seq_index),
         seq_lens_host=tuple(seq_lens),
         counts_host=tuple(counts),
@@ -103,13 +109,12 @@ def runs_in_order(batch: StepBatch) -> Iterator[Run]:
     yield from sorted(runs, key=lambda run: run.start)
 
 
-def _tile(batch: StepBatch, runs: Sequence[Run]) -> Tile:
-    tokens: list[int] = []
-    ended: list[int] = []
-    lasts: list[int] = []
-    for run in runs:
-        tokens += range(run.first, run.first + run.count)
-        if run.start + run.count == batch.seq_lens_host[run.seq]:
-            ended.append(run.seq)
-            lasts.append(len(tokens) - 1)
-    return Tile(tuple(runs), tuple(tokens), tuple(ended), tuple(lasts))
+def _tile(runs: Sequence[Run], logit_rows: Mapping[int, int]) -> Tile:
+    tokens = [token for run in runs for token in range(run.first, run.first + run.count)]
+    places = [place for place, token in enumerate(tokens) if token in logit_rows]
+    return Tile(tuple(runs), tuple(tokens), tuple(logit_rows[tokens[place]] for place in places), tuple(places))
+
+
+def padded_order(tiles: Iterable[Sequence[int]], num_tokens: int) -> list[int]:
+    """Return indexes in the step of the tokens of all tiles; a padded token has one behind all of these."""
+    return [index for tokens in tiles for index in (*tokens, *[num_tokens] * (TILE_ROWS - len(tokens)))]

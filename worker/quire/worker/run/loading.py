@@ -118,7 +118,7 @@ def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
         config.max_num_seqs,
         model.max_model_len,
         can_go_on=not model.has_recurrent_state,
-        max_drafts=0 if model.has_recurrent_state or model.is_deterministic else config.max_draft_tokens,
+        max_drafts=0 if model.has_recurrent_state else config.max_draft_tokens,
     )
     warm_up(
         executor,

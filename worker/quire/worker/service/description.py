@@ -64,14 +64,11 @@ def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeomet
 
 
 def count_drafts(config: WorkerConfig, model: PagedModel) -> int:
-    """Return how many drafts of a sequence a step verifies at most."""
-    if model.has_recurrent_state:
-        log.info("no drafts are verified: the model keeps states, and a state behind a draft can't be taken back")
-        return 0
-    if model.is_deterministic:
-        log.info("no drafts are verified: with --deterministic only the last token of a run has logits")
-        return 0
-    return min(config.max_draft_tokens, config.max_step_tokens - 1)
+    """Return how many drafts of a sequence a step verifies at most. A state can't be taken back to before a draft."""
+    if not model.has_recurrent_state:
+        return min(config.max_draft_tokens, config.max_step_tokens - 1)
+    log.info("no drafts are verified: the model keeps states, and a state behind a draft can't be taken back")
+    return 0
 
 
 def describe_layer_groups(groups: LayerGroups) -> list[attach_pb2.LayerGroup]:
