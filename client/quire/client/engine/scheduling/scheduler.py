@@ -186,14 +186,11 @@ class Scheduler:
         if not self._flight.may_plan():
             return Plan()
         queues, room = self._queues, self._room
-        drafts: abc.Mapping[int, Drafts] = {}
+        drafts: abc.Mapping[int, Drafts] | None = {}
         if self._speculation is not None:
-            is_running = bool(self._flight)
-            if not self._speculation.may_plan(self.limits, is_running=is_running):
-                return Plan()
-            drafts = self._speculation.drafts(self.limits, is_running=is_running)
-            if not self._speculation.may_plan(self.limits, is_running=is_running):
-                return Plan()
+            drafts = self._speculation.drafts(self.limits, is_running=bool(self._flight))
+        if drafts is None:
+            return Plan()
         planning = Planning(
             self.limits,
             queues,

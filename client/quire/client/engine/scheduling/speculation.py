@@ -235,18 +235,16 @@ class Speculation:
 
     # The next step.
 
-    def may_plan(self, limits: SchedulerLimits, *, is_running: bool) -> bool:
-        """Return False while a step has to end first: sequences run together, and is_running."""
+    def drafts(self, limits: SchedulerLimits, *, is_running: bool) -> dict[int, Drafts] | None:
+        """Hold sequences back or let them go, and return the drafts of those that are ready for them, by id.
+
+        None if the step in flight (is_running) has to end first: the sequences run together.
+        """
         self._held = {sequence: None for sequence in self._held if sequence.is_held}
         if not (self._may_draft_now(limits) and self._num_decoding):
             self._together.stop()
-        return not (self._together.is_on and is_running)
-
-    def drafts(self, limits: SchedulerLimits, *, is_running: bool) -> dict[int, Drafts]:
-        """Hold sequences back or let them go, and return the drafts of those that are ready for them, by id.
-
-        is_running: a step is in flight. Ask may_plan again afterwards: the sequences may run together from now on.
-        """
+        if self._together.is_on and is_running:
+            return None
         self._steps_without += 1
         if not (self._hopeful or self._held or self._together.is_on):
             return {}
@@ -254,8 +252,8 @@ class Speculation:
             self._let_go(list(self._held))
             return {}
         chosen = self._choose(self._candidates(), limits)
-        if not self.may_plan(limits, is_running=is_running):
-            return {}
+        if self._together.is_on and is_running:  # from now on
+            return None
         made: dict[int, Drafts] = {}
         for sequence, count in chosen.items():
             if not sequence.is_held:
