@@ -15,6 +15,7 @@ In the order in which a step runs them:
     decode_plan.py      the work list of a step's decode attention
     add_rmsnorm.py      the norm before each half of a layer
     activation.py       SiLU and GELU, at the end of another kernel
+    product_parts.py    the parts that all products share
     skinny_linear.py    products of few rows, with norm in front, activation or residual behind
     skinny_tiling.py    their division among programs
     fixed_linear.py     products of any number of rows in one tile shape

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.activation import ACTIVATIONS, Activation
+from quire.kernels.activation import Activation
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
 from quire.kernels.launching import (
-    FLOAT_DTYPES,
     DeviceLimits,
     Launch,
     Layout,
@@ -31,14 +30,8 @@ from quire.kernels.launching import (
     dot,
     layouts,
     prepared_once,
-    require_contiguous,
-    require_dtype,
-    require_in,
-    require_last_contiguous,
-    require_same_device,
-    require_shape,
 )
-from quire.kernels.skinny_linear import _load, _write_out
+from quire.kernels.product_parts import check_product, load_inputs, write_out
 
 ROWS = 64
 _STAGES = 4
@@ -91,11 +84,9 @@ def _prepare(
     out: Layout | None,
 ) -> Launch:
     """The launch of fixed_linear_kernel; its grid is [tiles of rows, tiles of outputs]."""
-    if activation is not None:
-        require_in("activation", activation, ACTIVATIONS)
-        if residual is not None:
-            raise ValueError("residual is not taken together with gated or an activation")
-    num_outputs = _check(gated, x, weight, bias, residual, out)
+    num_outputs = check_product(gated, activation, x, weight, bias, residual, out)
+    if min(weight.shape) == 0 or (gated and weight.shape[0] % 2):
+        raise ValueError(f"weight is {list(weight.shape)}: it is empty, or has not as many gates as ups")
     out = out or contiguous((x.shape[0], num_outputs), x)
     variant = choose_tile(
         num_outputs=num_outputs,
@@ -176,37 +167,11 @@ def fixed_linear_kernel(
     up_total = total
     wait_for_earlier_kernels(PDL)
     for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        x = _load(rows + start, start + k, num_inputs, EVEN)
-        total += dot(x, tl.trans(_load(weights + start, start + k, num_inputs, EVEN)))
+        x = load_inputs(rows + start, start + k, num_inputs, EVEN)
+        total += dot(x, tl.trans(load_inputs(weights + start, start + k, num_inputs, EVEN)))
         if GATED:
-            up_total += dot(x, tl.trans(_load(ups + start, start + k, num_inputs, EVEN)))
-    _write_out(
+            up_total += dot(x, tl.trans(load_inputs(ups + start, start + k, num_inputs, EVEN)))
+    write_out(
         total, up_total, m.to(tl.int64), n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
         stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
     )  # fmt: skip
-
-
-def _check(
-    gated: bool, x: Layout, weight: Layout, bias: Layout | None, residual: Layout | None, out: Layout | None
-) -> int:
-    """Return the number of outputs."""
-    require_shape("x", x, (None, None))
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_last_contiguous("x", x)
-    require_shape("weight", weight, (None, x.shape[1]))
-    require_dtype("weight", weight, x.dtype)
-    require_contiguous("weight", weight)
-    if min(weight.shape) == 0 or (gated and weight.shape[0] % 2):
-        raise ValueError(f"weight is {list(weight.shape)}: it is empty, or has not as many gates as ups")
-    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-        require_dtype("bias", bias, FLOAT_DTYPES)
-        require_contiguous("bias", bias)
-    for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None:
-            require_shape(name, tensor, (x.shape[0], num_outputs))
-            require_dtype(name, tensor, x.dtype)
-            require_last_contiguous(name, tensor)
-    require_same_device(x=x, weight=weight, bias=bias, residual=residual, out=out)
-    return num_outputs

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.activation import ACTIVATIONS, Activation, activate
+from quire.kernels.activation import Activation
 from quire.kernels.dependent_launch import dependent_options, prefetch, wait_for_earlier_kernels
 from quire.kernels.launching import (
     FLOAT_DTYPES,
@@ -39,14 +39,11 @@ from quire.kernels.launching import (
     in_units,
     layouts,
     prepared_once,
-    require_contiguous,
-    require_dtype,
     require_in,
-    require_last_contiguous,
     require_same_device,
-    require_shape,
     round_to,
 )
+from quire.kernels.product_parts import check_product, load_inputs, require_vector, write_out
 from quire.kernels.skinny_tiling import (
     FORMS,
     LOAD_BYTES,
@@ -69,50 +66,6 @@ _TILES_AHEAD = tl.constexpr(MOST_STAGES)
 
 # Tiles of one product with a split sum.
 _MAX_TICKETS = 4096
-
-
-@triton.jit
-def _write_out(
-    total,  # [ROWS, OUTPUTS] float32
-    up,  # the same; read with a gate alone
-    m,
-    n,
-    num_rows,
-    num_outputs,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    stride_residual,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """Bias, rounding, activation, gate and residual of a tile of sums, and its store. m [ROWS, 1], n [1, OUTPUTS]."""
-    inside = (m < num_rows) & (n < num_outputs)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)
-    y = round_to(total, out_ptr.dtype.element_ty)
-    if ACTIVATION != "none":
-        activated = activate(y.to(tl.float32), ACTIVATION)
-        if GATED:
-            if HAS_BIAS:
-                up += tl.load(bias_ptr + num_outputs + n, mask=n < num_outputs, other=0.0).to(tl.float32)
-            activated *= round_to(up, out_ptr.dtype.element_ty).to(tl.float32)
-        y = round_to(activated, out_ptr.dtype.element_ty)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + m * stride_residual + n, mask=inside, other=0.0)
-        y = round_to(y.to(tl.float32) + residual.to(tl.float32), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + m * stride_out + n, y, mask=inside)
-
-
-@triton.jit
-def _load(pointers, k, num_inputs, EVEN: tl.constexpr):
-    """Values at inputs k, which has the dimensions of the pointers, and zeros beyond the last input."""
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=k < num_inputs, other=0.0)
 
 
 @triton.jit
@@ -165,16 +118,16 @@ def skinny_gemv_kernel(
     if GATED:
         up = _load_once(ups, k, num_inputs, EVEN)
     if HAS_NORM:
-        gain = _load(norm_ptr + k, k, num_inputs, EVEN)
+        gain = load_inputs(norm_ptr + k, k, num_inputs, EVEN)
     wait_for_earlier_kernels(PDL)
     rows = x_ptr + tl.minimum(m, num_rows - 1) * stride_x.to(tl.int64) + k
-    x = _load(rows, k, num_inputs, EVEN).to(tl.float32)
+    x = load_inputs(rows, k, num_inputs, EVEN).to(tl.float32)
     scale = 1.0
     if HAS_NORM:
         squares = x * x
         if not ONE_STEP:
             for start in tl.range(INPUTS, num_inputs, INPUTS, num_stages=1):
-                later = _load(rows + start, start + k, num_inputs, EVEN).to(tl.float32)
+                later = load_inputs(rows + start, start + k, num_inputs, EVEN).to(tl.float32)
                 squares += later * later
         scale = tl.rsqrt(tl.sum(squares, 2, keep_dims=True) / num_inputs + eps)
     if ONE_STEP:
@@ -194,9 +147,9 @@ def skinny_gemv_kernel(
             next_up = next_weight
             if GATED:
                 next_up = _load_once(ups + following, following + k, num_inputs, False)
-            x = _load(rows + start, start + k, num_inputs, EVEN).to(tl.float32)
+            x = load_inputs(rows + start, start + k, num_inputs, EVEN).to(tl.float32)
             if HAS_NORM:
-                gain = _load(norm_ptr + start + k, start + k, num_inputs, EVEN)
+                gain = load_inputs(norm_ptr + start + k, start + k, num_inputs, EVEN)
                 x = _normed(x, scale, gain, x_ptr.dtype.element_ty)
             sums += x * weight.to(tl.float32)
             if GATED:
@@ -209,7 +162,7 @@ def skinny_gemv_kernel(
         up_total = tl.sum(up_sums, 2)
     m = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-    _write_out(
+    write_out(
         total, up_total, m, n, num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
         stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
     )  # fmt: skip
@@ -274,12 +227,12 @@ def skinny_dot_kernel(
             prefetch(begins + num_outputs.to(tl.int64) * num_inputs + ahead)
     wait_for_earlier_kernels(PDL)
     for start in tl.range(first, last, INPUTS, num_stages=STAGES):
-        x = _load(rows + start, start + k, num_inputs, EVEN)
+        x = load_inputs(rows + start, start + k, num_inputs, EVEN)
         total += dot(x, tl.trans(_load_once(weights + start, start + k, num_inputs, EVEN)))
         if GATED:
             up_total += dot(x, tl.trans(_load_once(ups + start, start + k, num_inputs, EVEN)))
     if SPLIT == 1:
-        _write_out(
+        write_out(
             total, up_total, m, n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
             stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
         )  # fmt: skip
@@ -304,7 +257,7 @@ def skinny_dot_kernel(
                     if GATED:
                         up_total += tl.load(source + size, cache_modifier=".cg")
             tl.store(tickets_ptr + tile, 0)
-            _write_out(
+            write_out(
                 total, up_total, m, n[None, :], num_rows, num_outputs, bias_ptr, residual_ptr, out_ptr,
                 stride_residual, stride_out, HAS_BIAS, HAS_RESIDUAL, GATED, ACTIVATION,
             )  # fmt: skip
@@ -434,11 +387,7 @@ def _prepare(
     out: Layout | None,
 ) -> Launch:
     require_in("form", form, FORMS)
-    if activation is not None:
-        require_in("activation", activation, ACTIVATIONS)
-        if residual is not None:
-            raise ValueError("residual is not taken together with gated or an activation")
-    num_outputs = _check(form, gated, x, weight, bias, norm, residual, out)
+    num_outputs = _check(form, gated, activation, x, weight, bias, norm, residual, out)
     num_rows, num_inputs = x.shape
     out = out or contiguous((num_rows, num_outputs), x)
     tiling = tiling or default_tiling(
@@ -479,6 +428,7 @@ def _prepare(
 def _check(
     form: Form,
     gated: bool,
+    activation: Activation | None,
     x: Layout,
     weight: Layout,
     bias: Layout | None,
@@ -487,12 +437,7 @@ def _check(
     out: Layout | None,
 ) -> int:
     """Return the number of outputs."""
-    require_shape("x", x, (None, None))
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_last_contiguous("x", x)
-    require_shape("weight", weight, (None, x.shape[1]))
-    require_dtype("weight", weight, x.dtype)
-    require_contiguous("weight", weight)
+    num_outputs = check_product(gated, activation, x, weight, bias, residual, out)
     if not 0 < x.shape[0] <= MAX_ROWS[form]:
         raise ValueError(f"x has {x.shape[0]} rows, not 1 .. {MAX_ROWS[form]} as form {form} takes")
     if gated and weight.shape[0] % 2:
@@ -500,18 +445,10 @@ def _check(
     if not takes(x, weight, form=form):
         strides = f"x has row stride {x.stride(0)}, weight {list(weight.shape)}"
         raise ValueError(f"{strides}: rows have to be multiples of {LOAD_BYTES} bytes, and not empty")
-    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    for name, vector, size in (("bias", bias, weight.shape[0]), ("norm_weight", norm, x.shape[1])):
-        if vector is not None:
-            require_shape(name, vector, (size,))
-            require_dtype(name, vector, FLOAT_DTYPES)
-            require_contiguous(name, vector)
-    for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None:
-            require_shape(name, tensor, (x.shape[0], num_outputs))
-            require_dtype(name, tensor, x.dtype)
-            require_last_contiguous(name, tensor)
-    if form == "dot" and norm is not None:
+    if norm is None:
+        return num_outputs
+    require_vector("norm_weight", norm, x.shape[1])
+    require_same_device(x=x, norm_weight=norm)
+    if form == "dot":
         raise ValueError("norm_weight is taken by form gemv alone")
-    require_same_device(x=x, weight=weight, bias=bias, norm_weight=norm, residual=residual, out=out)
     return num_outputs
