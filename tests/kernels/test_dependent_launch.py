@@ -32,6 +32,7 @@ from quire.kernels.dependent_launch import (
     use_dependent_launches,
     wait_for_earlier_kernels,
 )
+from quire.kernels.fixed_linear import fixed_linear
 from quire.kernels.ring_layout import RingLayout
 from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear
 from quire.kernels.skinny_tiling import Form
@@ -60,6 +61,12 @@ def multiply(batch: Batch, form: Form) -> None:
     common: dict[str, Any] = {"form": form, "norm_weight": norm_weight, "workspace": workspace}
     skinny_linear(x, x.new_empty(x.shape[1], x.shape[1]), residual=residual, **common)
     skinny_linear(x, x.new_empty(2048, x.shape[1]), gated=True, **common)
+
+
+def multiply_in_fixed_tiles(batch: Batch) -> None:
+    x, residual, _ = batch.hidden
+    fixed_linear(x, x.new_empty(x.shape[1], x.shape[1]), residual=residual)
+    fixed_linear(x, x.new_empty(2048, x.shape[1]), gated=True)
 
 
 def take_turn() -> None:
@@ -95,11 +102,13 @@ WORK: dict[str, Callable[[Batch], object]] = {
     "collect_kernel": Batch.sample,
     "choose_kernel": Batch.sample,
     "pick_kernel": Batch.sample,
+    "draw_kernel": Batch.draw,
     "paged_decode_kernel": lambda batch: batch.decode(batch.plan()),
     "paged_prefill_kernel": Batch.prefill,
     "merge_states_kernel": Batch.merge,
     "skinny_gemv_kernel": lambda batch: multiply(batch, "gemv"),
     "skinny_dot_kernel": lambda batch: multiply(batch, "dot"),
+    "fixed_linear_kernel": multiply_in_fixed_tiles,
     "begin_step_kernel": lambda _: take_turn(),
     "end_step_kernel": lambda _: take_turn(),
 }
