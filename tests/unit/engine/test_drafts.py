@@ -378,7 +378,8 @@ class Timed(World):
             return False
         self.now += self.plan_s
         step = self.flight[-1][0]
-        self.scheduler.step_costs.observe_plan(self.plan_s)
+        if self.scheduler.step_costs is not None:
+            self.scheduler.step_costs.observe_plan(self.plan_s)
         took = self.base_s + self.token_s * sum(step.counts) if step.seq_ids else 0.0
         self.device_free_at = max(self.now, self.device_free_at) + took
         self.times[step.step_number] = began, self.device_free_at, is_ahead
@@ -388,7 +389,7 @@ class Timed(World):
         step: StepInFlight = self.flight[0][0]
         began, ended, is_ahead = self.times[step.step_number]
         self.now = max(self.now, ended)
-        if step.seq_ids:
+        if step.seq_ids and self.scheduler.step_costs is not None:
             num_tokens = sum(step.counts)
             since = max(began, self.last_end) if is_ahead else began
             device_s = self.base_s + self.token_s * num_tokens

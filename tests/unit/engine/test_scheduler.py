@@ -1518,6 +1518,7 @@ def drafting(shape: SchedulerLimits, method: str = "ngram", *, gap_s: float = 0.
     """With a device on which drafts cost nothing; it waits gap_s for a step that is planned while none runs."""
     config = SpeculativeConfig(method, num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=4)
     world = World(shape, speculative=config)
+    assert world.scheduler.step_costs is not None
     for num_tokens in (1, 64) * 2:
         for gap, is_ahead in ((0.0, True), (gap_s, False)):
             world.scheduler.step_costs.observe(num_tokens, device_s=0.01, period_s=0.01 + gap, is_ahead=is_ahead)

@@ -61,6 +61,7 @@ from quire.client.engine.scheduling.request_limits import check_drafts
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import Delivered, Sequence
 from quire.client.engine.scheduling.statistics import SchedulerStatistics
+from quire.client.engine.scheduling.step_costs import StepCosts
 from quire.client.engine.session import ConnectWorker, Session
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import NO_SPAN, NoSpan, StepSpan, TracedCacheClient, TracedWorkerClient, Tracing
@@ -576,7 +577,8 @@ class Engine:
         sent = time.perf_counter()
         void = _prior_failed() if step.is_void else None
         self._flight.append(_Sent(step, grant, answer, sent, span, void, started, is_ahead))
-        self._scheduler.step_costs.observe_plan(sent - started)
+        if self._scheduler.step_costs is not None:
+            self._scheduler.step_costs.observe_plan(sent - started)
         self._measured.plan.observe(planned - scheduled)
         self._counters.plan_s += planned - scheduled
         self._counters.schedule_s += (scheduled - started) + (sent - planned)
@@ -647,8 +649,9 @@ class Engine:
         self._measured.step.observe(ended - sent.sent_at)
         timings = _timings_of(response)
         self._observe_costs(step, response, timings)
-        self._observe_step(sent, ended, timings)
         step_s = timings["prepare_s"] + timings["forward_s"] + timings["sample_s"]
+        if self._scheduler.step_costs is not None:
+            self._observe_step(self._scheduler.step_costs, sent, ended, device_s=step_s)
         self._limit.observe(step_s, device=session.model.device)
         if span is not NO_SPAN:
             span.end(step_number=step.step_number, tokens=sum(step.counts), **timings)
@@ -688,17 +691,12 @@ class Engine:
             copy_s=seconds["offload_s"] + seconds["restore_s"],
         )
 
-    def _observe_step(self, sent: _Sent, ended: float, seconds: dict[str, float]) -> None:
+    def _observe_step(self, costs: StepCosts, sent: _Sent, ended: float, *, device_s: float) -> None:
         """Learn what a step of so many tokens takes, on the device and all in all."""
         began = max(self._last_step_at, sent.began_at) if sent.is_ahead else sent.began_at
         self._last_step_at = ended
         if sent.step.seq_ids:
-            self._scheduler.step_costs.observe(
-                sum(sent.step.counts),
-                device_s=seconds["prepare_s"] + seconds["forward_s"] + seconds["sample_s"],
-                period_s=ended - began,
-                is_ahead=sent.is_ahead,
-            )
+            costs.observe(sum(sent.step.counts), device_s=device_s, period_s=ended - began, is_ahead=sent.is_ahead)
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
         """A span for work on these sequences."""

@@ -71,7 +71,6 @@ class Scheduler:
         by_tenant: the tenants of requests are cachemgr's too, and a quota is the tenant's, not this client's.
         """
         self.costs = TierCosts()
-        self.step_costs = StepCosts()
         self._policy = policy or PriorityPolicy()
         self._by_tenant = by_tenant
         self._verify = verify
@@ -80,7 +79,7 @@ class Scheduler:
         self._queues = queues = Queues(limits.tables)
         self._room = room = Room.of_empty_pool(limits)
         self._flight = flight = Flight()
-        self._speculation = None if speculative is None else Speculation(speculative, queues, self.step_costs)
+        self._speculation = None if speculative is None else Speculation(speculative, queues)
         endings = Endings(queues, room, self._policy, self._speculation)
         preemption = Preemption(queues, room, self._policy, self.costs, counters)
         shortage = Shortage(queues, room, self._policy, preemption, counters, by_tenant=by_tenant)
@@ -96,6 +95,11 @@ class Scheduler:
     def limits(self) -> SchedulerLimits:
         """The limits of the pool and of the model."""
         return self._room.limits
+
+    @property
+    def step_costs(self) -> StepCosts | None:
+        """The time of steps, to be measured for drafts; None without these."""
+        return None if self._speculation is None else self._speculation.costs
 
     @property
     def drafters(self) -> abc.Mapping[str, DrafterCounts]:

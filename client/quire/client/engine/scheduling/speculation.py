@@ -176,12 +176,12 @@ def _most_tokens(
 class Speculation:
     """Gives sequences their drafts."""
 
-    def __init__(self, config: SpeculativeConfig, queues: Queues, costs: StepCosts) -> None:
-        """Hold back sequences of these queues, by these costs."""
+    def __init__(self, config: SpeculativeConfig, queues: Queues) -> None:
+        """Hold back sequences of these queues, by the costs of steps that are measured."""
+        self.costs = StepCosts()
         self._config = config
         self._least_chance = _LEAST_CHANCE if config.adaptive else 0.0
         self._queues = queues
-        self._costs = costs
         self._recent = RecentAnswers(size=config.prompt_lookup_min, most=config.prompt_lookup_max)
         names = ("ngram", "suffix") if config.method == "suffix" else ("ngram",)
         self.counts = {name: DrafterCounts() for name in names}
@@ -283,7 +283,7 @@ class Speculation:
     def _choose(self, candidates: abc.Sequence[Sequence], limits: SchedulerLimits) -> dict[Sequence, int]:
         """Choose the way, and the sequences that get drafts in it, with the number of these."""
         num_all = self._num_decoding
-        if not num_all or not self._costs.is_known:
+        if not num_all or not self.costs.is_known:
             return {}
         most = min(self._config.num_speculative_tokens, limits.max_draft_count)
         guessing = {each: chances for each in candidates if (chances := _chances_of(each, most))}
@@ -295,7 +295,7 @@ class Speculation:
             self._judge()
         is_on = self._together.is_on
         ways = (Way.TOGETHER,) if is_on else tuple(Way)
-        choice = best_choice([*guessing.values()], num_all - len(guessing), self._costs, budget=budget, ways=ways)
+        choice = best_choice([*guessing.values()], num_all - len(guessing), self.costs, budget=budget, ways=ways)
         if not is_on:
             self._together.expect(choice.gain if choice.way is Way.TOGETHER else 0.0)
         if self._together.is_on or choice.gain > (1.0 if self._held else self._together.least_gain):
@@ -307,7 +307,7 @@ class Speculation:
 
     def _judge(self) -> None:
         """Take the gain of the last step together, by the tokens that came."""
-        costs, num_all = self._costs, self._num_asked
+        costs, num_all = self.costs, self._num_asked
         together_s = costs.device_s(num_all + self._num_drafts) + costs.gap_alone_s
         ahead_s = costs.device_s(num_all) + costs.gap_ahead_s
         if num_all and together_s:
