@@ -70,6 +70,11 @@ class DraftCounts:
         """Tokens of each run with logits, [B]: they are the run's first ones, if it has drafts."""
         return 1 + self.verified
 
+    def logit_rows(self, runs: Sequence[int] | Int64s) -> Int64s:
+        """Return the rows of the step's logits that belong to these runs, given by index."""
+        counts, index = self.num_logits, np.asarray(runs)
+        return count_on((counts.cumsum() - counts)[index], counts[index])
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -148,9 +153,11 @@ class Runs:
         return run in self.given and (self.drafts is None or not self.drafts.given[run])
 
 
-def offsets_in_runs(counts: Int64s) -> Int64s:
-    """Return 0 .. count - 1 for each count, one after the other."""
-    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+def count_on(firsts: Int64s, counts: Int64s) -> Int64s:
+    """Return first .. first + count - 1 for each first and its count, one after the other."""
+    before: Int64s = counts.cumsum() - counts
+    numbers: Int64s = np.arange(counts.sum()) + (firsts - before).repeat(counts)
+    return numbers
 
 
 def tokens_with_logits(counts: Int64s, drafts: DraftCounts | None) -> Int64s:
@@ -158,7 +165,7 @@ def tokens_with_logits(counts: Int64s, drafts: DraftCounts | None) -> Int64s:
     lasts = counts.cumsum() - 1
     if drafts is None:
         return lasts
-    return (lasts - drafts.given).repeat(drafts.num_logits) + offsets_in_runs(drafts.num_logits)
+    return count_on(lasts - drafts.given, drafts.num_logits)
 
 
 def build_step_batch(

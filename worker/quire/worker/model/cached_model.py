@@ -38,7 +38,7 @@ from quire.worker.attention.torch_attention import Slots, Workspace, write_kv
 from quire.worker.device.transfer import indices
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.state_slots import StateKey, StateSlots
-from quire.worker.memory.step_batch import StepBatch, offsets_in_runs
+from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.cache_layout import CacheLayout
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.paged_model import PagedModel
@@ -356,9 +356,7 @@ def _logit_rows(part: Part, numbers: _Numbers, batch: StepBatch) -> Tensor:
     """The rows of the step's logits that the part makes. A sequence with drafts is a part of its own."""
     if batch.drafts is None:
         return numbers.seqs
-    num_logits = batch.drafts.num_logits
-    firsts, seqs = num_logits.cumsum() - num_logits, list(part.seqs)
-    return indices(firsts[seqs].repeat(num_logits[seqs]) + offsets_in_runs(num_logits[seqs]), numbers.seqs.device)
+    return indices(batch.drafts.logit_rows(part.seqs), numbers.seqs.device)
 
 
 class CachedModel(PagedModel):

@@ -28,7 +28,7 @@ from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
-from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, max_logits, offsets_in_runs
+from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, count_on, max_logits
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
@@ -121,8 +121,8 @@ class SampledDrafts:
 
     def kept(self, sampled: Sampled, counts: list[int]) -> Sampled:
         """Return the rows that the sequences keep, so many of each, of a sample on the host."""
-        firsts, num_kept = self.num_rows.cumsum() - self.num_rows, np.array(counts, dtype=np.int64)
-        return sampled.take(torch.from_numpy(firsts.repeat(num_kept) + offsets_in_runs(num_kept)))
+        firsts = self.num_rows.cumsum() - self.num_rows
+        return sampled.take(torch.from_numpy(count_on(firsts, np.array(counts, dtype=np.int64))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +269,7 @@ class GrantedRuns:
 
     def chosen_logits(self) -> Int64s:
         """The rows of the step's logits that belong to the chosen runs."""
-        if self.drafts is None:
-            return self.chosen
-        counts = self.drafts.num_logits
-        firsts = counts.cumsum() - counts
-        return firsts[self.chosen].repeat(counts[self.chosen]) + offsets_in_runs(counts[self.chosen])
+        return self.chosen if self.drafts is None else self.drafts.logit_rows(self.chosen)
 
     def those_of(self, rows: Collection[int]) -> list[tuple[int, int]]:
         """The sequences that have one of these rows, and the row."""
