@@ -375,6 +375,22 @@ def one_layer_llama(*, max_position_embeddings: int) -> Any:
     return _with_own_weights(config)
 
 
+def four_layer_llama(*, max_position_embeddings: int) -> Any:
+    """A Llama of four layers in bfloat16, of the shapes that a GPU's kernels are made for."""
+    config = hf.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=max_position_embeddings,
+        eos_token_id=None,
+    )
+    return _with_own_weights(config, dtype=torch.bfloat16)
+
+
 def deep_llama(*, dtype: torch.dtype) -> Any:
     """A Llama of 32 layers with large random weights, which makes much of rounding."""
     config = hf.LlamaConfig(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import model_zoo as zoo
 import pytest
 import torch
-import transformers as hf
 from bit_schedules import Sequences
 
 from quire.kernels.fixed_tiles import use_fixed_tiles
@@ -28,18 +28,7 @@ def _fixed() -> Iterator[None]:
 
 def sequences(device: torch.device, *, fixed: bool) -> Sequences:
     """Of a Llama of four layers in bfloat16."""
-    config = hf.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
-    torch.manual_seed(0)
-    llama = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False).to(device)
+    llama = zoo.four_layer_llama(max_position_embeddings=1024).to(device)
     steps = KernelSteps(FixedProducts() if fixed else None)
     model = prepare_model(llama, max_model_len=1024, step_kind=TritonAttentionStep, fused_steps=steps)
     if fixed:

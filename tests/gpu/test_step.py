@@ -10,7 +10,6 @@ import model_zoo as zoo
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from compilations import compilations
 from gpu_desk.steps import mixed_and_decode_steps
 
@@ -47,19 +46,7 @@ TOLERANCE = 5e-2
 @pytest.fixture(scope="module")
 def model(device: torch.device) -> PagedModel:
     """A Llama of four layers in bfloat16."""
-    config = hf.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MAX_MODEL_LEN,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    llama = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False).to(device)
+    llama = zoo.four_layer_llama(max_position_embeddings=MAX_MODEL_LEN).to(device)
     return prepare_model(llama, max_model_len=MAX_MODEL_LEN, step_kind=TritonAttentionStep)
 
 
