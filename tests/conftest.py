@@ -16,8 +16,6 @@ DEFAULTS = {
     # OpenMP threads that spin while they wait take the cores of the other processes of a test.
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
-    # As for a deterministic worker: MKL reads it once, when the first test uses it.
-    "MKL_CBWR": "AUTO",
     "GRPC_VERBOSITY": "NONE",
     # Tests of `quire up` at the same time would take the same port; tests/gateway has the test of its gateway.
     "QUIRE_UP_NO_HTTP": "1",
