@@ -126,7 +126,7 @@ class CountedSteps(TorchSteps):
 
     def __init__(self) -> None:
         self.as_one: Callable[[], AbstractContextManager[None]] | None = None
-        for name in ("add_rmsnorm", "silu_mul", "qkv_prologue"):
+        for name in ("add_rmsnorm", "apply_gate", "qkv_prologue"):
             setattr(self, name, self._counted(getattr(self, name)))
 
     def _counted(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
