@@ -28,6 +28,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 NUM_NEW = 60
 # Of each stream, before something is broken.
 DISTURBED_AFTER = 12
+# One pool may be much faster than the other: it must have something left to do.
+DISTURBED_AT_MOST_AFTER = NUM_NEW // 2
 
 Request = tuple[str, SamplingParams]
 Streams = dict[tuple[int, int], tuple[list[int], str]]
@@ -83,7 +85,7 @@ async def until_all_pools_are_ready(routing: Router) -> None:
 
 
 async def run(routing: Router, requests: list[Request], disturb: Disturb | None = None) -> Streams:
-    """All requests at once; something is broken when each has some tokens."""
+    """All requests at once; something is broken when each has some tokens, or one has half of its tokens."""
     streams: Streams = {}
     begun, is_begun = set[int](), asyncio.Event()
 
@@ -92,9 +94,11 @@ async def run(routing: Router, requests: list[Request], disturb: Disturb | None 
         async for chunk in routing.generate(TOKENIZER.encode(prompt), params):
             tokens, text = streams.get((number, chunk.index), ([], ""))
             streams[number, chunk.index] = (tokens + list(chunk.token_ids), text + chunk.text)
-            if len(streams[number, chunk.index][0]) >= DISTURBED_AFTER:
+            num_tokens = len(streams[number, chunk.index][0])
+            if num_tokens >= DISTURBED_AFTER:
                 begun.add(number)
-            if len(begun) == len(requests) or chunk.finish_reason is not None:
+            is_late = num_tokens >= DISTURBED_AT_MOST_AFTER or chunk.finish_reason is not None
+            if len(begun) == len(requests) or is_late:
                 is_begun.set()
 
     async def disturb_once(disturb: Disturb) -> None:
