@@ -12,10 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 from worker_flags import DEFAULTS, WorkerFlags
 
-from quire.worker.fusion.steps import choose_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
-from quire.worker.run.loading import choose_launches, pick_attention
+from quire.worker.run.loading import choose_launches, choose_tiles, pick_attention, pick_steps
 
 BLOCK_SIZE = 16
 
@@ -67,14 +66,23 @@ class Shape:
         Kernels of this process are launched from now on as the flags say.
         """
         choose_launches(flags.dependent_launch, device)
+        choose_tiles(device, are_fixed=flags.deterministic)
+        step_kind = pick_attention("auto", device, block_size=BLOCK_SIZE)
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         return prepare_model(
             model.eval().requires_grad_(False),
             max_model_len=max_model_len,
-            step_kind=pick_attention("auto", device, block_size=BLOCK_SIZE),
-            fused_steps=choose_steps(device, block_size=BLOCK_SIZE, wanted=None, products=flags.products),
+            step_kind=step_kind,
+            fused_steps=pick_steps(
+                device,
+                step_kind,
+                block_size=BLOCK_SIZE,
+                wanted=None,
+                products=flags.products,
+                deterministic=flags.deterministic,
+            ),
             deterministic=flags.deterministic,
         )
 

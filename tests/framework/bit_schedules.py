@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.memory.step_batch import build_step_batch
+from quire.worker.memory.step_batch import StepBatch, build_step_batch
 from quire.worker.model.paged_model import PagedModel
 
 
@@ -21,14 +21,14 @@ class Sequences:
     """
 
     def __init__(self, model: PagedModel, lengths: Sequence[int], *, block_size: int) -> None:
-        self._model, self._block_size, self.lengths = model, block_size, tuple(lengths)
+        self.model, self._block_size, self.lengths = model, block_size, tuple(lengths)
         generator = torch.Generator().manual_seed(0)
         self._tokens = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in lengths]
         per_seq, num_groups = -(-max(lengths) // block_size), len(model.layer_groups)
         num_blocks = 1 + len(lengths) * per_seq * num_groups
-        self._pool: KVPool = model.make_pool(num_blocks=num_blocks, block_size=block_size)
+        self.pool: KVPool = model.make_pool(num_blocks=num_blocks, block_size=block_size)
         self._table = SequenceTable(
-            max_num_seqs=len(lengths), max_blocks_per_seq=per_seq, device=model.device, windowed=self._pool.windowed
+            max_num_seqs=len(lengths), max_blocks_per_seq=per_seq, device=model.device, windowed=self.pool.windowed
         )
         block_ids = iter(range(1, num_blocks))
         for _ in lengths:
@@ -38,7 +38,11 @@ class Sequences:
 
     def run(self, runs: Sequence[tuple[int, int, int]]) -> Tensor:
         """Compute tokens start .. end - 1 of sequences; returns the logits of the last one of each, [n, vocab_size]."""
-        batch = build_step_batch(
+        return self.model.forward(self.batch(runs), self.pool)
+
+    def batch(self, runs: Sequence[tuple[int, int, int]]) -> StepBatch:
+        """Return the batch of such a step."""
+        return build_step_batch(
             self._table,
             block_size=self._block_size,
             rows=[seq for seq, _, _ in runs],
@@ -46,7 +50,6 @@ class Sequences:
             counts=[end - start for _, start, end in runs],
             token_ids=[self._tokens[seq][start:end] for seq, start, end in runs],
         )
-        return self._model.forward(batch, self._pool)
 
     def decoded_alone(self) -> list[Tensor]:
         """Return the logits of every token [length, vocab_size] of each sequence, one token a step."""

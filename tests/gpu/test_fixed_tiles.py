@@ -11,8 +11,7 @@ from bit_schedules import Sequences
 
 from quire.kernels.fixed_tiles import use_fixed_tiles
 from quire.worker.attention.triton_attention import TritonAttentionStep
-from quire.worker.fusion.fixed_products import FixedProducts, fix_linears
-from quire.worker.fusion.steps import KernelSteps
+from quire.worker.fusion.steps import KernelSteps, fixed_steps
 from quire.worker.model.preparing import prepare_model
 
 LENGTHS = (1, 40, 130, 200, 65, 333)
@@ -29,10 +28,10 @@ def _fixed() -> Iterator[None]:
 def sequences(device: torch.device, *, fixed: bool) -> Sequences:
     """Of a Llama of four layers in bfloat16."""
     llama = zoo.four_layer_llama(max_position_embeddings=1024).to(device)
-    steps = KernelSteps(FixedProducts() if fixed else None)
-    model = prepare_model(llama, max_model_len=1024, step_kind=TritonAttentionStep, fused_steps=steps)
-    if fixed:
-        fix_linears(llama)
+    steps = fixed_steps() if fixed else KernelSteps()
+    model = prepare_model(
+        llama, max_model_len=1024, step_kind=TritonAttentionStep, fused_steps=steps, deterministic=fixed
+    )
     return Sequences(model, LENGTHS, block_size=16)
 
 

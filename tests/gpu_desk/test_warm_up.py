@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from quire.cache.v1 import grant_pb2
 from quire.worker.config import WorkerConfig
 from quire.worker.grant.decoding import AcceptedStep, RowSampling
+from quire.worker.memory.sequence_table import SequenceTable
+from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.run.executor import Executor, Outcome
 from quire.worker.run.loading import Loaded, load, load_warm
 from quire.worker.sampling.parameters import SamplingParams
@@ -173,6 +175,37 @@ class Traffic:
 
     def execute(self, step: AcceptedStep) -> None:
         assert self.executor.execute(step).outcome is Outcome.COMPUTED
+
+
+COPIES = {"write_kv_kernel"}
+"""Kernels that compute nothing: their tiles may follow from the batch."""
+
+
+def test_a_deterministic_step_has_the_same_compiled_kernels_whatever_its_size(tmp_path: Path) -> None:
+    """Another tile, or another number of threads, adds up in another order."""
+    with FakeGPU() as gpu:
+        loaded = load(make_long_config(save_long("qwen3", tmp_path), dtype="bfloat16", deterministic=True))
+        pool, model = loaded.pool, loaded.model
+        table = SequenceTable(
+            max_num_seqs=MAX_NUM_SEQS, max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE, device=model.device
+        )
+        for _ in range(MAX_NUM_SEQS):
+            table.stage_blocks(table.add(), 0, [1] * (MAX_MODEL_LEN // BLOCK_SIZE))
+        found: dict[tuple[int, ...], set[Key]] = {}
+        for counts in ((1,), (1,) * MAX_NUM_SEQS, (2,), (65, 1), (500,), (1500, 1, 400)):
+            batch = build_step_batch(
+                table,
+                block_size=BLOCK_SIZE,
+                rows=range(len(counts)),
+                starts=[40] * len(counts),
+                counts=counts,
+                token_ids=[[0] * count for count in counts],
+            )
+            with launched_keys(gpu) as keys:
+                model.forward(batch, pool)
+            found[counts] = {key for key in keys if key[0] not in COPIES}
+        for counts, keys in found.items():
+            assert keys == found[1,], counts
 
 
 def write(grant: grant_pb2.StepGrant, seq_id: int, *, num_tokens: int, num_groups: int) -> None:

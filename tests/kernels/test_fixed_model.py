@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import model_zoo as zoo
 import pytest
@@ -13,11 +14,17 @@ from torch import nn
 from quire.kernels.fixed_tiles import use_fixed_tiles
 from quire.worker.attention.triton_attention import TritonAttentionStep
 from quire.worker.fusion.activations import ACTIVATIONS, Activation
-from quire.worker.fusion.fixed_products import FixedProducts, fix_linears
+from quire.worker.fusion.fixed_products import FixedProducts
 from quire.worker.fusion.product_table import ProductKind
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import KernelSteps
+from quire.worker.fusion.steps import fixed_steps
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
+from quire.worker.run.graphs import StaticDecode
+from quire.worker.run.pieces import StaticPieces
+from quire.worker.sampling.parameters import SamplingParams
+from quire.worker.sampling.sampler import Sampler
+from quire.worker.unsupported_model import UnsupportedModel
 
 
 @pytest.fixture
@@ -27,17 +34,55 @@ def _fixed() -> Iterator[None]:
     use_fixed_tiles(False)
 
 
-@pytest.mark.usefixtures("_fixed")
-def test_logits_have_the_same_bits_in_any_schedule(device: torch.device) -> None:
+def prepare(device: torch.device) -> PagedModel:
+    """A deterministic Llama of one layer, as the worker prepares it on a GPU."""
     llama = zoo.one_layer_llama(max_position_embeddings=64).to(device, torch.bfloat16)
-    model = prepare_model(
-        llama, max_model_len=64, step_kind=TritonAttentionStep, fused_steps=KernelSteps(FixedProducts())
+    return prepare_model(
+        llama, max_model_len=64, step_kind=TritonAttentionStep, fused_steps=fixed_steps(), deterministic=True
     )
-    fix_linears(llama)
-    sequences = Sequences(model, (9, 20), block_size=16)
+
+
+@pytest.mark.usefixtures("_fixed")
+def test_logits_have_the_same_bits_in_any_schedule_and_in_memory_for_graphs(device: torch.device) -> None:
+    model = prepare(device)
+    assert (model.is_deterministic, model.fingerprint[-14:]) == (True, ":deterministic")
+    sequences = Sequences(model, (9, 20, 5), block_size=16)
     expected = sequences.decoded_alone()
     for seed in range(3):
         assert sequences.find_difference(expected, seed=seed, most_steps=4) is None
+    # What graphs are captured of: decodes padded to 4 sequences, and other steps to 64 tokens.
+    decode = StaticDecode(model, sequences.pool, max_num_seqs=4, max_blocks_per_seq=4)
+    pieces = StaticPieces(model, sequences.pool, buckets=(64,))
+    ends = torch.stack([logits[-1] for logits in expected])
+    assert torch.equal(decode.forward(sequences.batch([(0, 8, 9), (1, 19, 20), (2, 4, 5)])).float(), ends)
+    assert torch.equal(pieces.forward(sequences.batch([(0, 8, 9), (1, 4, 20), (2, 0, 5)])), ends)
+
+
+def test_a_model_is_refused_if_its_kernels_take_tiles_by_the_batch(device: torch.device) -> None:
+    reason = "--deterministic: its logits depend on the other sequences of a step, or on the chunks of a prompt"
+    with pytest.raises(UnsupportedModel, match=reason):
+        prepare(device)
+
+
+@pytest.mark.parametrize("num_top", [None, 3])
+def test_a_row_draws_the_same_token_alone_and_in_any_batch(num_top: int | None, device: torch.device) -> None:
+    """With filters that are the kernels', as on a GPU."""
+    vocab_size, rows = 5000, range(4)
+    sampler = Sampler(max_num_seqs=4, vocab_size=vocab_size, device=device, row_by_row=True, in_kernels=True)
+    of_torch = Sampler(max_num_seqs=4, vocab_size=vocab_size, device=device)
+    kinds: list[dict[str, Any]] = [{"temperature": 0.8, "top_k": 50, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.01}]
+    for row, kind in enumerate([*kinds, {"temperature": 1.3}, {}]):
+        for each in (sampler, of_torch):
+            each.set_params(row, SamplingParams(**kind, seed=row, num_logprobs=num_top))
+    logits = 3 * torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    together = sampler.sample(logits.clone(), rows, [7] * 4)
+    assert torch.equal(together.tokens, of_torch.sample(logits.clone(), rows, [7] * 4).tokens)
+    for row in rows:
+        alone = sampler.sample(logits[row : row + 1].clone(), [row], [7])
+        for found, expected in zip(alone.tensors(), together.tensors(), strict=True):
+            assert found is expected is None or torch.equal(found[0], expected[row])  # type: ignore[index]
+    assert sampler.draws([3]) is not None
+    assert sampler.draws([2]) is None, "drawn tokens are not sampled in graphs"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

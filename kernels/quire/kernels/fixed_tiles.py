@@ -7,6 +7,7 @@ on the GPU alone:
     paged_prefill       a tile of FIXED_ROWS rows, keys in one part, and one loop for masked keys and others. Sequences
                         with one query take it too, so that a token has the same bits decoded and in a prompt
     fixed_linear        the matrix product of any number of rows
+    qkv_prologue        4 tokens of a head in a program: the norm adds up in the order of the program's threads
     norms, rope, activations, the sampler: row by row in any case
 
 Within a tile each row is computed from its own operands, in the order of its keys or inputs, which begin at multiples

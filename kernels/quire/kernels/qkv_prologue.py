@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.cache_write import to_pool_dtype
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.fixed_tiles import are_fixed_tiles_used
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -122,6 +123,7 @@ def _prepare(
         interleaved=interleaved,
         stride_unit=stride_unit(qkv, out, k_pool, v_pool),
         multiprocessors=num_multiprocessors(qkv.device),
+        is_fixed=are_fixed_tiles_used(),
     )
     return Launch(
         grid=(ceil_div(num_tokens, variant.constants["BLOCK_TOKENS"]) * (num_query_heads + 2 * num_kv_heads),),
@@ -142,12 +144,14 @@ def prologue_variant(
     interleaved: bool,
     stride_unit: int,
     multiprocessors: int,
+    is_fixed: bool = False,
 ) -> Variant:
-    """The compiled variant of qkv_prologue_kernel.
+    """The compiled variant of qkv_prologue_kernel; is_fixed: one for any number of tokens.
 
     4 tokens of a head keep one warp busy and spread a decode step over the GPU, 32 keep more bytes on their way.
     """
-    large = num_tokens * (num_query_heads + 2 * num_kv_heads) >= 4 * 32 * multiprocessors
+    num_programs = num_tokens * (num_query_heads + 2 * num_kv_heads) // 32
+    large = num_programs >= 4 * multiprocessors and not is_fixed
     constants = {
         "NUM_QUERY_HEADS": num_query_heads,
         "NUM_KV_HEADS": num_kv_heads,

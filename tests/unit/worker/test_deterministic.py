@@ -10,6 +10,7 @@ import model_zoo as zoo
 import pytest
 import torch
 from click.testing import CliRunner
+from gpu_desk.steps import make_config
 from random_schedules import Schedule, make_prompts, run_alone
 from torch import nn
 
@@ -24,7 +25,7 @@ from quire.worker.model.preparing import prepare_model
 from quire.worker.model.row_check import choose_threads
 from quire.worker.model.thread_splits import GRAIN, Elementwise, most_threads, record_elementwise
 from quire.worker.model.tiles import TILE_ROWS, cut_tiles
-from quire.worker.run.loading import check_deterministic
+from quire.worker.run.loading import load
 from quire.worker.sampling.constraints import Constraints
 from quire.worker.sampling.drafts import DraftRows
 from quire.worker.sampling.grammar_masks import Masks
@@ -101,9 +102,8 @@ def test_blocks_of_a_deterministic_model_are_its_own() -> None:
     ("flags", "reason"),
     [
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size 2: a sum over ranks has no fixed order"),
-        (("--device", "cuda:1"), "--device cuda:1: it runs on a CPU only"),
-        (("--attention", "triton"), "--attention triton: its attention is in torch"),
-        (("--fuse",), "--fuse: fused modules are not made for it"),
+        (("--attention", "flashinfer"), "--attention flashinfer: it divides keys by the batch"),
+        (("--products", "own"), "--products own: its products have tiles of their own"),
     ],
 )
 def test_flags_that_are_not_deterministic_are_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
@@ -112,11 +112,9 @@ def test_flags_that_are_not_deterministic_are_refused(flags: tuple[str, ...], re
     assert f"--deterministic excludes {reason}" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="--deterministic: it runs on a CPU only, and the device is cuda:1"):
-        check_deterministic(torch.device("cuda:1"), is_wanted=True)
-    check_deterministic(torch.device("cuda:1"), is_wanted=False)
-    check_deterministic(torch.device("cpu"), is_wanted=True)
+def test_fused_modules_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--deterministic excludes --fuse on a CPU: fused modules are not made for it"):
+        load(make_config(tmp_path, device="cpu", deterministic=True, fuse=True))
 
 
 class LooksAtOthers(nn.Linear):

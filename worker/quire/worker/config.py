@@ -67,11 +67,11 @@ class WorkerConfig:
         if self.has_ranks:
             ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
             return f"--deterministic excludes {ranks}: a sum over ranks has no fixed order."
-        if self.device not in ("auto", "cpu"):
-            return f"--deterministic excludes --device {self.device}: it runs on a CPU only."
-        if self.attention not in ("auto", "torch"):
-            return f"--deterministic excludes --attention {self.attention}: its attention is in torch."
-        return "--deterministic excludes --fuse: fused modules are not made for it." if self.fuse else None
+        if self.attention == "flashinfer":
+            return "--deterministic excludes --attention flashinfer: it divides keys by the batch."
+        if self.products != "auto":
+            return f"--deterministic excludes --products {self.products}: its products have tiles of their own."
+        return None
 
     @property
     def model_name(self) -> str:

@@ -252,8 +252,8 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--deterministic",
         is_flag=True,
-        help="On a CPU, give a sequence the same tokens and log-probabilities, bit for bit, in any step and after each "
-        "preemption and restart. Steps of few sequences and prompts are slower.",
+        help="Give a sequence the same tokens and log-probabilities, bit for bit, in any step, and after each "
+        "preemption and restart. Steps are slower, those of few sequences and of prompts most.",
     ),
     option(
         "--products",

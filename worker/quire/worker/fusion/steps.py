@@ -267,6 +267,13 @@ def choose_steps(
     return _kernel_steps(device, products) if kernels else TorchSteps()
 
 
+def fixed_steps() -> KernelSteps:
+    """The steps of a deterministic model: kernels, with products of one tile shape. Needs Triton."""
+    from quire.worker.fusion.fixed_products import FixedProducts
+
+    return KernelSteps(FixedProducts())
+
+
 def _kernel_steps(device: torch.device, products: ProductSource) -> KernelSteps:
     table = read_table(torch.cuda.get_device_name(device)) if products == "auto" and device.type == "cuda" else {}
     if products != "own" and not table:

@@ -13,7 +13,8 @@ that fails a check is refused with UnsupportedModel, naming the class and the re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ EXPERTS = ("grouped_mm", "eager")
 """Ways to run a mixture of experts, the fastest first."""
 
 
+class Arithmetic(Enum):
+    """The arithmetic of a token: any, or in one of two ways the same in each step. The values are for people."""
+
+    ANY = "as it is fastest"
+    TILES = f"{TILE_ROWS} tokens in each forward"
+    KERNELS = "kernels with fixed tiles"
+
+    @classmethod
+    def of(cls, *, deterministic: bool, is_fused: bool) -> Arithmetic:
+        """A deterministic model is fused where there are kernels for it."""
+        if not deterministic:
+            return cls.ANY
+        return cls.KERNELS if is_fused else cls.TILES
+
+
 def prepare_model(
     model: Any,
     *,
@@ -62,15 +78,17 @@ def prepare_model(
     """Make a transformers model that is already in memory run on a block pool; it is changed in place.
 
     fused_steps as for load_model(); a model that fails the self-check when fused runs as it is. A model that is sharded
-    over several ranks is neither fused nor packed, and keeps keys and values, not latents. A deterministic model is on
-    a CPU, of one rank, and not fused; it may change the number of torch's threads.
+    over several ranks is neither fused nor packed, and keeps keys and values, not latents. A deterministic model is of
+    one rank. Without fused_steps it is on a CPU, and may change the number of torch's threads; with them they are
+    fixed_steps(), step_kind is in kernels, and use_fixed_tiles() was called.
     Raises UnsupportedModel as load_model() does.
     """
     model.set_attn_implementation("eager")
     if ranks.size == 1:  # else each has a part of the rows
         check_output_rows(model)
     pin_rope(model, max_model_len)
-    experts = _choose_experts_implementation(model, (TILED_EXPERTS,) if deterministic else EXPERTS)
+    arithmetic = Arithmetic.of(deterministic=deterministic, is_fused=fused_steps is not None)
+    experts = _choose_experts_implementation(model, arithmetic)
     paged = _prepare(
         model,
         max_model_len=max_model_len,
@@ -78,16 +96,17 @@ def prepare_model(
         fused_steps=fused_steps,
         ranks=ranks,
         layer_groups=layer_groups,
-        deterministic=deterministic,
+        arithmetic=arithmetic,
     )
     if experts is not None:
         how, reason = experts
         paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
-    if deterministic:
-        choose_threads(paged)
-        check_rows(paged, model)
+    if arithmetic is not Arithmetic.ANY:
+        if arithmetic is Arithmetic.TILES:
+            choose_threads(paged)
+        check_rows(paged, model, in_kernels=arithmetic is Arithmetic.KERNELS)
         paged.fingerprint += ":deterministic"
-        paged.modes.note(Part.ARITHMETIC, f"deterministic: {TILE_ROWS} tokens in each forward")
+        paged.modes.note(Part.ARITHMETIC, f"deterministic: {arithmetic.value}")
     return paged
 
 
@@ -99,7 +118,7 @@ def _prepare(
     fused_steps: FusedSteps | None,
     ranks: ModelRanks,
     layer_groups: LayerGroupChoice,
-    deterministic: bool,
+    arithmetic: Arithmetic,
 ) -> PagedModel:
     try:
         specs = probe(model)
@@ -107,12 +126,14 @@ def _prepare(
         if ranks.size > 1:
             reason = f"{off.reason}; its own attention is not sharded over {ranks.size} ranks"
             raise UnsupportedModel(off.model_class, reason) from off
-        return _prepare_cached(model, off.reason, max_model_len=max_model_len, deterministic=deterministic)
+        return _prepare_cached(model, off.reason, max_model_len=max_model_len, arithmetic=arithmetic)
     if ranks.size > 1:
         return _prepare_sharded(
             model, specs, ranks, max_model_len=max_model_len, step_kind=step_kind, layer_groups=layer_groups
         )
     latent, without_latents = latent_specs(model, specs), ""
+    if latent is not None and arithmetic is Arithmetic.KERNELS:
+        latent, without_latents = None, "--deterministic: attention over latents is in torch"
     if latent is not None:
         keep_latents(model)
         try:
@@ -124,7 +145,7 @@ def _prepare(
                 max_model_len=max_model_len,
                 fused_steps=fused_steps,
                 layer_groups=layer_groups,
-                deterministic=deterministic,
+                arithmetic=arithmetic,
             )
         except UnsupportedModel as refused:
             without_latents = refused.reason
@@ -137,13 +158,13 @@ def _prepare(
             step_kind=step_kind,
             fused_steps=fused_steps,
             layer_groups=layer_groups,
-            deterministic=deterministic,
+            arithmetic=arithmetic,
         )
     except UnsupportedModel as refused:
         model.set_attn_implementation("eager")
         if not keeps_states(model):
             raise
-        cached = _prepare_cached(model, refused.reason, max_model_len=max_model_len, deterministic=deterministic)
+        cached = _prepare_cached(model, refused.reason, max_model_len=max_model_len, arithmetic=arithmetic)
         cached.modes.note(Part.CACHE, "the model's own attention over the pool", degraded=refused.reason)
         return cached
     if without_latents:
@@ -161,18 +182,21 @@ def _prepare_paged(
     step_kind: type[AttentionStep] = AttentionStep,
     fused_steps: FusedSteps | None = None,
     layer_groups: LayerGroupChoice,
-    deterministic: bool,
+    arithmetic: Arithmetic,
 ) -> PagedModel:
     """`expanded` are the specs of the layers' attention, if the pool's differ."""
     model.set_attn_implementation(implementation)
-    paged = (TiledModel if deterministic else PagedModel)(
+    is_tiled = arithmetic is Arithmetic.TILES
+    paged = (TiledModel if is_tiled else PagedModel)(
         model,
         specs=specs,
         max_model_len=max_model_len,
         eos_token_ids=end_token_ids(model),
-        step_kind=RowAttentionStep if deterministic else step_kind,
+        step_kind=RowAttentionStep if is_tiled else step_kind,
         layer_groups=layer_groups,
     )
+    if arithmetic is Arithmetic.KERNELS:
+        _make_fixed(paged)
     packing = Packing(0)
     if expanded is None and fused_steps is None:
         packing = pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
@@ -180,6 +204,13 @@ def _prepare_paged(
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
     return paged
+
+
+def _make_fixed(paged: PagedModel) -> None:
+    """Have a model compute in kernels with fixed tiles alone. Raises UnsupportedModel if a layer has none."""
+    if not paged.step_kind.reads_lengths_on_device(paged.attention_specs):
+        raise UnsupportedModel(paged.architecture, f"--deterministic: attention is {paged.describe_attention()}")
+    paged.is_deterministic = True
 
 
 def _note_packing(modes: Modes, packing: Packing) -> None:
@@ -223,21 +254,33 @@ def _fuse(paged: PagedModel, model: Any, specs: Mapping[int, LayerSpec], steps: 
         paged.fusion = fuse_model(model, specs, max_model_len=paged.max_model_len, steps=steps)
         _check_against_own_attention(paged)
     except UnsupportedModel as error:
+        if paged.is_deterministic:
+            raise UnsupportedModel(paged.architecture, f"--deterministic: fused, {error.reason}") from error
         swap_back(model)
         paged.min_block_size = unfused_block_size
         paged.fusion = unfused(model, error.reason)
         paged.modes.note(Part.MODULES, "the model's own", degraded=f"fused, {error.reason}")
         return False
     paged.modes.note(Part.MODULES, str(paged.fusion), degraded="; ".join(paged.fusion.failures))
+    if paged.is_deterministic:
+        _fix_linears(model)
     return True
 
 
-def _prepare_cached(model: Any, why: str, *, max_model_len: int, deterministic: bool) -> CachedModel:
+def _fix_linears(model: Any) -> None:
+    from quire.worker.fusion.fixed_products import fix_linears  # it imports Triton, which a CPU does not need
+
+    fix_linears(model)
+
+
+def _prepare_cached(model: Any, why: str, *, max_model_len: int, arithmetic: Arithmetic) -> CachedModel:
     """`why` it does not run on the registered attention function. Raises UnsupportedModel with both reasons."""
+    if arithmetic is Arithmetic.KERNELS:
+        raise UnsupportedModel(type(model).__name__, f"--deterministic: there are no kernels for it: {why}")
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         layout = probe_cache(model)
-        kind = TiledCachedModel if deterministic else CachedModel
+        kind = TiledCachedModel if arithmetic is Arithmetic.TILES else CachedModel
         cached = kind(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
         cached.modes.note(Part.MODULES, "the model's own")
         _check_against_own_attention(cached)
@@ -247,14 +290,17 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int, deterministic: 
     return cached
 
 
-def _choose_experts_implementation(model: Any, implementations: Sequence[str]) -> tuple[str, str] | None:
+def _choose_experts_implementation(model: Any, arithmetic: Arithmetic) -> tuple[str, str] | None:
     """Take the first way of running a mixture of experts that runs on this device; nothing for other models.
 
-    Returns its name, and why not the ways before it.
+    Returns its name, and why not the ways before it. Raises UnsupportedModel if there is none.
     """
     can_set = getattr(model, "_can_set_experts_implementation", None)
     if can_set is None or not can_set():
         return None
+    if arithmetic is Arithmetic.KERNELS:
+        raise UnsupportedModel(type(model).__name__, "--deterministic: there are no kernels for its experts")
+    implementations = (TILED_EXPERTS,) if arithmetic is Arithmetic.TILES else EXPERTS
     token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
     errors = []
     for implementation in implementations:

@@ -6,19 +6,26 @@
     steps       a sequence runs alone and at once, and in chunks beside others that decode: its logits have to be equal
     attention   a token attends over long contexts alone, and beside others
 
+A model in kernels with fixed tiles has no threads and no tiles of its own. It has instead:
+
+    sums        no product and no sum may be torch's, which on a GPU divides them by the number of rows
+    steps       the same with long prompts, too
+
 A model that fails is refused, with the name of the module.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.worker.attention.row_attention import attend_rows
 from quire.worker.memory.kv_pool import KVPool
@@ -35,12 +42,25 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 4
 ROLLS = (1, 3, 8, 13)
 LENGTH = 24
+SHORT = 4
 CONTEXTS = (64, 320, 1024)
+LONG = 600
+"""Tokens of the long prompts: beyond each number at which a kernel or a library takes another tile."""
+
+_PRODUCTS = (
+    {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution"}
+    | {"_scaled_mm", "_grouped_mm", "_int_mm"}
+)  # fmt: skip
+_SUMS = (
+    {"sum", "mean", "var", "std", "var_mean", "prod", "cumsum", "logsumexp", "index_add", "scatter_add"}
+    | {"norm", "linalg_vector_norm", "rms_norm", "group_norm", "einsum", "scaled_dot_product_attention"}
+)  # fmt: skip
+"""Layer norms and softmax are not among them: a row is one program, whatever the number of rows."""
 
 
 @dataclass(slots=True)
 class _Scratch:
-    """A pool, and sequences of LENGTH random tokens at most, with blocks of their own."""
+    """A pool, and sequences of random tokens, with blocks of their own."""
 
     model: PagedModel
     pool: KVPool
@@ -48,11 +68,12 @@ class _Scratch:
     tokens: list[list[int]]
 
     @classmethod
-    def make(cls, model: PagedModel, num_seqs: int) -> _Scratch:
-        length = min(LENGTH, model.max_model_len)
-        per_seq = -(-length // BLOCK_SIZE)
+    def make(cls, model: PagedModel, num_seqs: int, *, length: int = LENGTH) -> _Scratch:
+        length = min(length, model.max_model_len)
+        block_size = max(BLOCK_SIZE, model.min_block_size)
+        per_seq = -(-length // block_size)
         num_groups = len(model.layer_groups)
-        pool = model.make_pool(num_blocks=1 + num_seqs * per_seq * num_groups, block_size=BLOCK_SIZE)
+        pool = model.make_pool(num_blocks=1 + num_seqs * per_seq * num_groups, block_size=block_size)
         table = SequenceTable(
             max_num_seqs=num_seqs, max_blocks_per_seq=per_seq, device=model.device, windowed=pool.windowed
         )
@@ -69,7 +90,7 @@ class _Scratch:
     def run(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         token_ids = [self.tokens[row][start : start + n] for row, start, n in zip(rows, starts, counts, strict=True)]
         batch = build_step_batch(
-            self.table, block_size=BLOCK_SIZE, rows=rows, starts=starts, counts=counts, token_ids=token_ids
+            self.table, block_size=self.pool.block_size, rows=rows, starts=starts, counts=counts, token_ids=token_ids
         )
         return self.model.forward(batch, self.pool)
 
@@ -89,21 +110,53 @@ def choose_threads(model: PagedModel) -> None:
         torch.set_num_threads(threads)
 
 
-def check_rows(model: PagedModel, module: nn.Module) -> None:
-    """Run the checks; `module` is what the model runs.
+def check_rows(model: PagedModel, module: nn.Module, *, in_kernels: bool = False) -> None:
+    """Run the checks; `module` is what the model runs. in_kernels: those of a model in kernels with fixed tiles.
 
-    Raises UnsupportedModel. Cost: about 16 tiles, and 64 for a model with states.
+    Raises UnsupportedModel. Cost: about 16 tiles, and 64 for a model with states; in kernels about 25 forwards, one
+    of them of LONG tokens.
     """
     try:
-        reason = _find_varying_place(model, module) or _find_varying_step(model) or _find_varying_attention(model)
+        reason = _find_library_sum(model) if in_kernels else None
+        length = SHORT if in_kernels else LENGTH
+        reason = reason or _find_varying_place(model, module, length) or _find_varying_step(model, LENGTH)
+        reason = reason or (_find_varying_step(model, LONG) if in_kernels else _find_varying_attention(model))
     finally:
         model.allocate_states(0)
     if reason:
         raise UnsupportedModel(model.architecture, f"--deterministic: {reason}")
 
 
-def _find_varying_place(model: PagedModel, module: nn.Module) -> str | None:
-    scratch = _Scratch.make(model, 2 * TILE_ROWS)
+def _find_library_sum(model: PagedModel) -> str | None:
+    scratch = _Scratch.make(model, 1)
+    recorder = _SumRecorder()
+    with recorder:
+        scratch.run([0], [0], [len(scratch.tokens[0])])
+    if not recorder.names:
+        return None
+    return f"torch's {', '.join(sorted(recorder.names))} adds up in an order that depends on the number of rows"
+
+
+class _SumRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the names of torch's products and sums of numbers with rounding, but for products of one factor each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, result = func.overloadpacket.__name__.rstrip("_"), func(*args, **(kwargs or {}))
+        is_rounded = any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(args))
+        factors = args[1] if name in ("addmm", "baddbmm") else args[0]
+        if is_rounded and (name in _SUMS or (name in _PRODUCTS and factors.shape[-1] != 1)):
+            self.names.add(name)
+        return result
+
+
+def _find_varying_place(model: PagedModel, module: nn.Module, length: int) -> str | None:
+    scratch = _Scratch.make(model, 2 * TILE_ROWS, length=length)
     length = len(scratch.tokens[0])
     everything = list(range(2 * TILE_ROWS))
     scratch.run(everything, [0] * len(everything), [length] * len(everything))
@@ -144,8 +197,8 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         yield outputs
 
 
-def _find_varying_step(model: PagedModel) -> str | None:
-    scratch = _Scratch.make(model, 5)
+def _find_varying_step(model: PagedModel, length: int) -> str | None:
+    scratch = _Scratch.make(model, 5, length=length)
     length = len(scratch.tokens[0])
     scratch.tokens[1] = scratch.tokens[0]
     expected = [scratch.run([0], [0], [length - 1])[0], scratch.run([0], [length - 1], [1])[0]]

@@ -37,7 +37,7 @@ from quire.worker.model.modes import Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.self_check import CHECKED_SEQS
 from quire.worker.run.model_thread import MAX_UNCOLLECTED
-from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets
+from quire.worker.run.pieces import StaticPieces, capture_pieces, piece_buckets, require_same_bits
 from quire.worker.sampling.parameters import SamplingParams, TokenIds
 from quire.worker.sampling.sampler import DRAW_COLUMNS, Draws, Sampler, Way
 
@@ -523,7 +523,7 @@ def capture_decode(
         model.modes.note(Part.SAMPLER, "without CUDA graphs", degraded=first_cause(error))
         log.warning("decode steps run as CUDA graphs, and their tokens are sampled without: %s", first_cause(error))
     else:
-        model.modes.note(Part.SAMPLER, "CUDA graphs")
+        model.modes.note(Part.SAMPLER, f"CUDA graphs{' of greedy steps' if model.is_deterministic else ''}")
     model.modes.note(Part.DECODE, f"CUDA graphs of up to {decode.buckets[-1]} sequences")
     log.info("decode steps run as CUDA graphs of up to %d sequences: %s", decode.buckets[-1], captured)
     if whole:
@@ -620,7 +620,7 @@ def _check_replays(model: PagedModel) -> None:
         if captured is None:
             captured = _static_decode(model, pool, max_num_seqs=CHECKED_SEQS)
             captured.capture()
-        return captured.forward(batch).float()
+        return require_same_bits(model, batch, pool, captured.forward(batch).float())
 
     disagreement = model.find_disagreement(forward)
     if disagreement is not None:

@@ -21,7 +21,7 @@ from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device
 from quire.worker.device.reproducible import fix_product_order
-from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, choose_steps
+from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, FusedSteps, ProductSource, choose_steps, fixed_steps
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
 from quire.worker.memory.layer_groups import describe_groups, registers_groups
@@ -137,12 +137,14 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     """
     quiet_transformers()
     device = pick_device(config.device)
-    check_deterministic(device, is_wanted=config.deterministic)
+    step_kind = pick_attention(config.attention, device, block_size=config.block_size)
+    check_deterministic(config, device, step_kind)
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
     if config.deterministic:
         fix_product_order()
     choose_launches(config.dependent_launch, device)
+    choose_tiles(device, are_fixed=config.deterministic)
     model = load_model(
         config.model,
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -150,8 +152,15 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         max_model_len=config.max_model_len,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
-        step_kind=pick_attention(config.attention, device, block_size=config.block_size),
-        fused_steps=choose_steps(device, block_size=config.block_size, wanted=config.fuse, products=config.products),
+        step_kind=step_kind,
+        fused_steps=pick_steps(
+            device,
+            step_kind,
+            block_size=config.block_size,
+            wanted=config.fuse,
+            products=config.products,
+            deterministic=config.deterministic,
+        ),
         ranks=ranks,
         layer_groups=config.layer_groups,
         deterministic=config.deterministic,
@@ -206,10 +215,48 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts)
 
 
-def check_deterministic(device: torch.device, *, is_wanted: bool) -> None:
-    """Raises ValueError if the worker is to be deterministic and the device is no CPU."""
-    if is_wanted and device.type != "cpu":
-        raise ValueError(f"--deterministic: it runs on a CPU only, and the device is {device}; choose --device cpu")
+def check_deterministic(config: WorkerConfig, device: torch.device, step_kind: type[AttentionStep]) -> None:
+    """Raises ValueError if the worker is to be deterministic, and a flag excludes it on this device.
+
+    Each part runs in kernels, or none does: in torch on a GPU tiles and splits follow from the batch.
+    """
+    if not config.deterministic:
+        return
+    if step_kind is not AttentionStep:
+        if config.fuse is False:
+            raise ValueError("--deterministic excludes --no-fuse on a GPU: norms and products are in fused modules")
+    elif device.type != "cpu":
+        flag = "--attention torch" if config.attention == "torch" else f"--block-size {config.block_size}"
+        raise ValueError(f"--deterministic excludes {flag} on a GPU: attention has to be in kernels")
+    elif config.fuse:
+        raise ValueError("--deterministic excludes --fuse on a CPU: fused modules are not made for it")
+
+
+def pick_steps(
+    device: torch.device,
+    step_kind: type[AttentionStep],
+    *,
+    block_size: int,
+    wanted: bool | None,
+    products: ProductSource,
+    deterministic: bool,
+) -> FusedSteps | None:
+    """The steps to fuse a model with: see choose_steps(). A deterministic one is fused if its attention is in kernels.
+
+    Raises what choose_steps() raises.
+    """
+    if deterministic:
+        return None if step_kind is AttentionStep else fixed_steps()
+    return choose_steps(device, block_size=block_size, wanted=wanted, products=products)
+
+
+def choose_tiles(device: torch.device, *, are_fixed: bool) -> None:
+    """Have kernels take tiles that do not depend on the batch, or those that are fastest, where kernels run."""
+    if not kernels_run_on(device):
+        return
+    from quire.kernels.fixed_tiles import use_fixed_tiles
+
+    use_fixed_tiles(are_fixed)
 
 
 def choose_launches(is_wanted: bool | None, device: torch.device) -> None:

@@ -79,7 +79,8 @@ def _run_step(
         device=device,
         windowed=pool.windowed,
     )
-    sampler = Sampler(max_num_seqs=num_seqs, vocab_size=model.vocab_size, device=device)
+    row_by_row = model.is_deterministic
+    sampler = Sampler(max_num_seqs=num_seqs, vocab_size=model.vocab_size, device=device, row_by_row=row_by_row)
     for start, count in zip(starts, counts, strict=True):
         row = table.add()
         for group in range(len(pool.groups)):
@@ -101,7 +102,14 @@ def _run_step(
     with model.keeping_hidden_states(batch, pool) as kept:
         logits = model.forward(batch, pool)
     every = torch.arange(sum(counts), device=device)
-    score_tokens(kept.reader(), every, batch.input_ids, num_top=MAX_LOGPROBS, vocab_size=model.vocab_size)
+    score_tokens(
+        kept.reader(),
+        every,
+        batch.input_ids,
+        num_top=MAX_LOGPROBS,
+        vocab_size=model.vocab_size,
+        row_by_row=row_by_row,
+    )
     del kept
     draft_rows = None if drafts is None else DraftRows([[0] * count for count in drafts.verified], device)
     ends = np.add(starts, counts) if drafts is None else np.add(starts, 1)

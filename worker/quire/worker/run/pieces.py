@@ -333,6 +333,13 @@ def capture_pieces(model: PagedModel, pool: KVPool, *, max_tokens: int, memory: 
     return pieces
 
 
+def require_same_bits(model: PagedModel, batch: StepBatch, pool: KVPool, logits: Tensor) -> Tensor:
+    """Return the logits of a replay. Raises CannotCapture if the model is deterministic and has other bits without."""
+    if model.is_deterministic and not torch.equal(logits, model.forward(batch, pool)):
+        raise CannotCapture("replayed, its logits have other bits")
+    return logits
+
+
 def _check_pieces(model: PagedModel, max_tokens: int) -> None:
     """The self-check's steps in pieces, padded. Raises CannotCapture if they disagree."""
     pieces: StaticPieces | None = None
@@ -344,7 +351,7 @@ def _check_pieces(model: PagedModel, max_tokens: int) -> None:
         if pieces is None:
             pieces = StaticPieces(model, pool, buckets=piece_buckets(max_tokens))
             pieces.capture()
-        return pieces.forward(batch)
+        return require_same_bits(model, batch, pool, pieces.forward(batch))
 
     try:
         disagreement = model.find_disagreement(forward)

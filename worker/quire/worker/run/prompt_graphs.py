@@ -37,7 +37,7 @@ from quire.worker.memory.sequence_table import Int64s
 from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import extrapolate
-from quire.worker.run.pieces import SMALLEST_BUCKET, piece_buckets
+from quire.worker.run.pieces import SMALLEST_BUCKET, piece_buckets, require_same_bits
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +352,9 @@ def _check_prompts(model: PagedModel, max_tokens: int) -> None:
         if prompts is None:
             prompts = StaticPrompts(model, pool, max_tokens=max_tokens)
             prompts.capture([shape for shape in prompts.shapes if shape.num_tokens == SMALLEST_BUCKET])
-        return prompts.forward(batch) if prompts.takes(batch) else model.forward(batch, pool)
+        if not prompts.takes(batch):
+            return model.forward(batch, pool)
+        return require_same_bits(model, batch, pool, prompts.forward(batch))
 
     disagreement = model.find_disagreement(forward)
     if disagreement is not None:

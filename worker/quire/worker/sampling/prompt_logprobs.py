@@ -74,9 +74,10 @@ def score_tokens(
         logits = logits_of(part)
         rows = torch.split(logits, 1) if row_by_row else (logits,)
         normalizer = torch.cat([each.logsumexp(-1, keepdim=True) for each in rows])
-        top = logits.topk(min(num_top, logits.shape[1]), -1)
+        top = [each.topk(min(num_top, logits.shape[1]), -1) for each in rows]
         chosen = logits.gather(1, following[:, None]) - normalizer
-        pieces.append((chosen[:, 0], top.indices, top.values - normalizer))
+        top_ids, values = torch.cat([each.indices for each in top]), torch.cat([each.values for each in top])
+        pieces.append((chosen[:, 0], top_ids, values - normalizer))
         del logits
     return Scores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 

@@ -15,7 +15,7 @@ Seeds).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -186,14 +186,27 @@ class _TopKThenP:
 
 
 @dataclass(frozen=True, slots=True)
+class _InKernels:
+    """Filters that the kernels apply as they draw: top_k int64, top_p and min_p float64, each [n]."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are not greedy. seeds are [n], columns [n, 1]; the filters' subsets are of these rows, and disjoint."""
+    """Rows that are not greedy. seeds are [n], columns [n, 1]; the filters' subsets are of these rows, and disjoint.
+
+    With in_kernels there are neither a log_min_p nor filters.
+    """
 
     subset: _Subset
     seeds: Tensor
     temperature: Tensor
     log_min_p: Tensor | None
     filters: tuple[_TopK | _TopP | _TopKThenP, ...]
+    in_kernels: _InKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +235,22 @@ class Sampler:
     """Sampling parameters and penalty state per row of the sequence table."""
 
     def __init__(
-        self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str, row_by_row: bool = False
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        row_by_row: bool = False,
+        in_kernels: bool | None = None,
     ) -> None:
-        """row_by_row: a row's token and log-probabilities do not depend on the other rows of a batch, bit for bit."""
+        """row_by_row: a row's token and log-probabilities do not depend on the other rows of a batch, bit for bit.
+
+        in_kernels: then the kernels apply the filters of all rows, since they treat each row by itself, and torch's
+        running sums of a GPU have no fixed order. None: on a GPU.
+        """
         self._is_row_by_row = row_by_row
+        is_gpu = torch.device(device).type == "cuda"
+        self._filters_in_kernels = row_by_row and (is_gpu if in_kernels is None else in_kernels)
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -302,11 +327,16 @@ class Sampler:
     def draws(self, rows: Sequence[int]) -> Draws | None:
         """The kernels' choice of a token of each row, or None if one has penalties, constraints or log-probabilities.
 
+        Row by row it is None if one is drawn, too: the kernels add in an order that depends on the dtype of the logits,
+        and logits with penalties have another one.
         Raises KeyError for a row without parameters.
         """
         key = tuple(rows)
         if self._planned_draws is None or self._planned_draws[0] != key:
-            self._planned_draws = (key, _make_draws(self._params.of(rows)))
+            draws = _make_draws(self._params.of(rows))
+            if self._is_row_by_row and draws is not None and draws.way is Way.DRAWN:
+                draws = None
+            self._planned_draws = (key, draws)
         return self._planned_draws[1]
 
     @torch.inference_mode()
@@ -347,7 +377,7 @@ class Sampler:
         if plan.penalties is not None:
             scores = self._penalize(scores, plan.penalties, drafts)
         if self._is_row_by_row and not plan.is_argmax:
-            sampled = self._choose_row_by_row(logits, scores, rows, positions)
+            sampled = self._choose_row_by_row(plan, logits, scores, rows, positions)
         else:
             sampled = _choose(plan, logits, scores, positions)
         tokens = sampled.tokens
@@ -359,18 +389,25 @@ class Sampler:
             self._constraints.remember(plan.constraints, tokens, drafts, kept)
         return sampled
 
-    def _choose_row_by_row(self, logits: Tensor, scores: Tensor, rows: Sequence[int], positions: Positions) -> Sampled:
+    def _choose_row_by_row(
+        self, plan: _SamplingPlan, logits: Tensor, scores: Tensor, rows: Sequence[int], positions: Positions
+    ) -> Sampled:
         """Choose with bits that do not depend on other rows of the batch, nor on drafts of the same sequence.
 
         The exponential of an element has other bits behind the last whole vector of the processor than within one, and
-        where the last vector of a batch ends depends on its rows. Masks, biases, penalties and the place of the
-        greatest score do not depend on that.
+        where the last vector of a batch ends depends on its rows. A GPU divides a sum by the number of rows. Masks,
+        biases, penalties and the place of the greatest score do not depend on that.
         """
-        parts = []
-        for i, row in enumerate(rows):
-            plan = _make_plan((row,), self._params.of((row,)), None, self.device)
-            parts.append(_choose(plan, logits[i : i + 1], scores[i : i + 1], positions[i : i + 1]))
-        return Sampled.join(parts)
+        each = [(slice(place, place + 1), self._params.of((row,))) for place, row in enumerate(rows)]
+        if self._filters_in_kernels:
+            tokens = _choose_tokens(plan.draw, scores, positions)
+        else:
+            drawn = [(at, _plan_draw(params, self.device, in_kernels=False)) for at, params in each]
+            tokens = torch.cat([_choose_tokens(draw, scores[at], positions[at]) for at, draw in drawn])
+        if plan.logprobs is None:
+            return Sampled(tokens)
+        asked = [(at, _plan_logprobs(params, self.device)) for at, params in each]
+        return Sampled.join([_with_logprobs(logits[at], tokens[at], logprobs) for at, logprobs in asked])
 
     def _penalize(self, logits: Tensor, penalties: _Penalties, drafts: DraftRows | None) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
@@ -432,7 +469,8 @@ class Sampler:
     def _plan(self, rows: tuple[int, ...]) -> _SamplingPlan:
         if self._planned is None or self._planned[0] != rows:
             params = self._params.of(rows)
-            self._planned = (rows, _make_plan(rows, params, self._constraints.plan(rows), self.device))
+            constraints, in_kernels = self._constraints.plan(rows), self._filters_in_kernels
+            self._planned = (rows, _make_plan(rows, params, constraints, self.device, in_kernels=in_kernels))
         return self._planned[1]
 
     def statistics(self) -> SamplerStatistics:
@@ -445,12 +483,17 @@ class Sampler:
 
 
 def _make_plan(
-    rows: Sequence[int], params: Columns, constraints: ConstraintPlan | None, device: torch.device
+    rows: Sequence[int],
+    params: Columns,
+    constraints: ConstraintPlan | None,
+    device: torch.device,
+    *,
+    in_kernels: bool = False,
 ) -> _SamplingPlan:
     return _SamplingPlan(
         constraints=constraints,
         penalties=_plan_penalties(rows, params, device),
-        draw=_plan_draw(params, device),
+        draw=_plan_draw(params, device, in_kernels=in_kernels),
         logprobs=_plan_logprobs(params, device),
     )
 
@@ -477,7 +520,7 @@ def _plan_penalties(rows: Sequence[int], params: Columns, device: torch.device) 
     )
 
 
-def _plan_draw(params: Columns, device: torch.device) -> _Draw | None:
+def _plan_draw(params: Columns, device: torch.device, *, in_kernels: bool) -> _Draw | None:
     subset = _subset(~is_greedy(params), device)
     if subset is None:
         return None
@@ -485,13 +528,20 @@ def _plan_draw(params: Columns, device: torch.device) -> _Draw | None:
     min_p = drawn["min_p"]
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p)
+    has_min_p = bool(min_p.any()) and not in_kernels
     return _Draw(
         subset=subset,
         seeds=indices(drawn["seed"], device),
         temperature=_column(drawn["temperature"], torch.float32, device),
-        log_min_p=_column(log_min_p, torch.float32, device) if min_p.any() else None,
-        filters=tuple(_plan_filters(drawn, device)),
+        log_min_p=_column(log_min_p, torch.float32, device) if has_min_p else None,
+        filters=() if in_kernels else tuple(_plan_filters(drawn, device)),
+        in_kernels=_plan_kernels(drawn, device) if in_kernels else None,
     )
+
+
+def _plan_kernels(params: Columns, device: torch.device) -> _InKernels:
+    columns = (_column(params[name], DRAW_COLUMNS[name], device)[:, 0] for name in ("top_k", "top_p", "min_p"))
+    return _InKernels(*columns)
 
 
 def _plan_filters(params: Columns, device: torch.device) -> Iterator[_TopK | _TopP | _TopKThenP]:
@@ -530,25 +580,38 @@ def _column(values: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.devi
 
 def _choose(plan: _SamplingPlan, logits: Tensor, scores: Tensor, positions: Positions) -> Sampled:
     """Choose a token per row by its scores [B, V], with log-probabilities of its logits [B, V]."""
-    if plan.draw is None:
-        tokens = scores.argmax(-1)
-    else:
-        drawn = _draw(plan.draw, scores, positions)
-        tokens = drawn if plan.draw.subset.index is None else plan.draw.subset.put(scores.argmax(-1), drawn)
-    return Sampled(tokens) if plan.logprobs is None else _with_logprobs(logits, tokens, plan.logprobs)
+    return _with_logprobs(logits, _choose_tokens(plan.draw, scores, positions), plan.logprobs)
+
+
+def _choose_tokens(draw: _Draw | None, scores: Tensor, positions: Positions) -> Tensor:
+    """Choose a token per row by its scores [B, V]: [B] int64."""
+    if draw is None:
+        return scores.argmax(-1)
+    drawn = _draw(draw, scores, positions)
+    return drawn if draw.subset.index is None else draw.subset.put(scores.argmax(-1), drawn)
 
 
 def _draw(draw: _Draw, logits: Tensor, positions: Positions) -> Tensor:
     """Sample the rows of `draw` from logits [B, V]: [n] int64."""
     logits = draw.subset.take(logits)
+    noise: dict[str, Tensor] = {
+        "temperature": draw.temperature[:, 0],
+        "seeds": draw.seeds,
+        "positions": indices(np.asarray(positions)[draw.subset.places], logits.device),
+    }
+    if draw.in_kernels is not None:
+        return _draw_in_kernels(draw.in_kernels, logits, noise)
     threshold = _threshold(draw, logits)
-    return _noisy_argmax(logits.device)(
-        logits,
-        temperature=draw.temperature[:, 0],
-        seeds=draw.seeds,
-        positions=indices(np.asarray(positions)[draw.subset.places], logits.device),
-        thresholds=None if threshold is None else threshold[:, 0],
-    )
+    return _noisy_argmax(logits.device)(logits, **noise, thresholds=None if threshold is None else threshold[:, 0])
+
+
+def _draw_in_kernels(filters: _InKernels, logits: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+    """Draw from logits [n, V], filtered. Cost: 4 launches."""
+    from quire.kernels.sampler import SamplerWorkspace, sample
+
+    num_rows, vocab_size = logits.shape
+    workspace = SamplerWorkspace.allocate(max_num_seqs=num_rows, vocab_size=vocab_size, device=logits.device)
+    return sample(logits, **noise, top_k=filters.top_k, top_p=filters.top_p, min_p=filters.min_p, workspace=workspace)
 
 
 def _noisy_argmax(device: torch.device) -> Callable[..., Tensor]:
@@ -612,7 +675,9 @@ def _gathered(falling: Tensor, weights: Tensor, share: Tensor) -> Tensor:
     return falling.gather(1, num_kept - 1)
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, plan: _Logprobs) -> Sampled:
+def _with_logprobs(logits: Tensor, tokens: Tensor, plan: _Logprobs | None) -> Sampled:
+    if plan is None:
+        return Sampled(tokens)
     taken = plan.subset.take(logits)
     normalizer = taken.logsumexp(-1, keepdim=True)
     chosen = taken.gather(1, plan.subset.take(tokens)[:, None]) - normalizer
