@@ -104,6 +104,16 @@ def mixed_and_decode_steps(
     return steps[:NUM_MIXED], steps[NUM_MIXED:]
 
 
+def verifying_step(num_drafts: int) -> AcceptedStep:
+    """The step behind the mixed ones in which each sequence goes on with so many drafts."""
+    number = NUM_MIXED + 1
+    grant = grant_pb2.StepGrant(lease_id="lease", step_number=number, known_step_number=NUM_MIXED)
+    for index, length in enumerate(PROMPTS):
+        _run(grant, index + 1, length + NUM_MIXED - 1 - index, 1 + num_drafts)
+    grant.run_draft_counts.extend([num_drafts] * NUM_MIXED)
+    return AcceptedStep(grant, {run: np.zeros(num_drafts, dtype=np.int32) for run in range(NUM_MIXED)})
+
+
 def _admit(grant: grant_pb2.StepGrant, seq_id: int, num_groups: int) -> None:
     for group in range(num_groups):
         first = 1 + ((seq_id - 1) * num_groups + group) * BLOCKS_PER_SEQ

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_desk.fake_device import FakeGPU, Seen
-from gpu_desk.steps import PROMPTS, make_executor, mixed_and_decode_steps, start
+from gpu_desk.steps import PROMPTS, make_executor, mixed_and_decode_steps, start, verifying_step
 from model_zoo import save
 
 from quire.worker.run import pieces
@@ -53,6 +53,25 @@ def test_a_mixed_step_launches_attention_and_a_replay_a_layer(tmp_path: Path) ->
     assert copies[0] == copies[1]
     assert launches[1] <= OTHER_LAUNCHES + NUM_LAYERS * LAUNCHES_OF_LAYER[1]
     assert launches[0] - launches[1] >= NUM_LAYERS * (LAUNCHES_OF_LAYER[0] - LAUNCHES_OF_LAYER[1]) - 3
+
+
+def test_a_step_with_drafts_launches_attention_and_a_replay_a_layer(tmp_path: Path) -> None:
+    """As docs/reference/model-execution.md#drafts says."""
+    with FakeGPU() as gpu:
+        loaded = start(save("qwen3", tmp_path), dtype="bfloat16")
+        executor, launches = make_executor(loaded), []
+        for _ in range(2):
+            for step in mixed_and_decode_steps(SamplingParams())[0]:
+                executor.launch(step)
+            with gpu.watch() as seen:
+                assert executor.launch(verifying_step(4)).result.outcome is Outcome.COMPUTED
+            assert (seen.syncs, seen.pageable) == ([], [])
+            launches.append(seen.num_launches)
+            executor.begin_epoch()
+            if loaded.decode is not None and loaded.decode.pieces is not None:
+                assert (seen.replays, seen.kernels) == (NUM_LAYERS + 1, {"paged_prefill_kernel": NUM_LAYERS})
+                loaded.decode.pieces = None
+    assert [count - NUM_LAYERS * each for count, each in zip(launches, (2, 9), strict=True)] == [52, 50]
 
 
 def test_a_step_runs_in_the_smallest_bucket_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from cache import described, settle
 from parts import GPU, HERE, ROOT, Call, Part, Plan, read_plan
-from reporting import SHOWN_LINES, Machine, report
+from reporting import Machine, heading, report, tables
 from running import Outcome, missing, run_call, with_checkout
 
 
@@ -119,8 +119,8 @@ def run_parts(call: Call, parts: Sequence[Part], folder: Path, machine: Machine,
             print(f"[{seconds:5.0f} s] {len(outcomes):2}/{len(parts)} {said(outcome)}", flush=True)
     except KeyboardInterrupt:
         print("stopped")
-    shown = (folder / f"{name}.md").read_text().splitlines() if outcomes else []
-    print("\n".join([*shown[:1], *shown[1:][-SHOWN_LINES:], f"results: {folder / name}.json, .md and .log"]))
+    shown = [heading(call, outcomes, machine)[0], *tables(outcomes, machine)] if outcomes else []
+    print("\n".join([*shown, f"results: {folder / name}.json, .md and .log"]))
     return int(len(outcomes) < len(parts) or any(outcome.verdict != "ok" and _counts(outcome) for outcome in outcomes))
 
 

@@ -14,7 +14,6 @@ from running import Outcome
 REPORTED = "report: "
 """A line of a log that begins so is in the report too."""
 TAIL_LINES = 25
-SHOWN_LINES = 60
 FAR_OFF = 1.34
 """A prediction that misses by more than a third is marked."""
 
@@ -34,7 +33,7 @@ class Machine:
 
 
 def report(call: Call, outcomes: Sequence[Outcome], machine: Machine) -> str:
-    """Return the report in Markdown. Its last SHOWN_LINES lines are the tables."""
+    """Return the report in Markdown. It ends with the tables."""
     return "\n".join([*heading(call, outcomes, machine), *details(outcomes), *tables(outcomes, machine)]) + "\n"
 
 
