@@ -41,7 +41,7 @@ from quire.cachemgr.metrics import metric_families as cachemgr_families
 from quire.cachemgr.service.servicer import CacheServicer
 from quire.cli.launch import LocalServices
 from quire.cli.service_process import ServiceProcess
-from quire.client import Engine, EngineConfig, SamplingParams
+from quire.client import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from quire.client.engine.metrics import EngineLook, Measured
 from quire.client.engine.metrics import families as engine_families
 from quire.client.engine.outputs import Chunk
@@ -66,10 +66,6 @@ UNSHOWN = {
     # Of drafts: the engine that sends them decides by its own counts.
     "quire_cache_accepted_draft_tokens_total",
     "quire_cache_drafted_tokens_total",
-    # The same under vLLM's names, for its dashboards.
-    "vllm:spec_decode_num_accepted_tokens_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_drafts_total",
     # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
     "quire_cache_kept_blocks_evicted_total",
     "quire_cache_prefix_written_tokens_total",
@@ -115,7 +111,9 @@ def engine_names() -> Names:
         max_sequence_tokens=1,
         vocabulary_size=1,
     )
-    look = EngineLook("p", "m", Scheduler(limits).statistics(), 0, 0, 0, {"offload": 0, "restore": 0}, Measured())
+    scheduler = Scheduler(limits, speculative=SpeculativeConfig("suffix"))
+    host_bytes = {"offload": 0, "restore": 0}
+    look = EngineLook("p", "m", scheduler.statistics(), 0, 0, 0, host_bytes, Measured(), scheduler.drafters)
     return {sample.name: set(sample.labels) for family in engine_families(look) for sample in family.samples}
 
 
@@ -425,7 +423,8 @@ def scraped() -> Iterator[Scraped]:
 
 
 def scrape_while_generating(runner: asyncio.Runner, services: LocalServices, folder: Path) -> Iterator[Scraped]:
-    engine = Engine.connect(services.cachemgr_address, config=EngineConfig(metrics_listen="127.0.0.1:0"))
+    config = EngineConfig(metrics_listen="127.0.0.1:0", speculative=SpeculativeConfig("suffix"))
+    engine = Engine.connect(services.cachemgr_address, config=config)
     runner.run(engine.__aenter__())
     gateway = services.gateway
     try:

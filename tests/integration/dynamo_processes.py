@@ -73,7 +73,9 @@ class Backend(DynamoProcess):
     def __init__(self, network: Network, folder: Path, cachemgr: str, pool: str, model_path: Path) -> None:
         place = ("--cachemgr", cachemgr, "--pool", pool)
         served = ("--model-path", str(model_path), "--served-model-name", MODEL)
-        super().__init__(network, folder, f"backend-{pool}", "quire.integrations.dynamo", *place, *served, *PLANES)
+        drafts = ("--speculative-config", '{"method": "ngram"}')
+        flags = (*place, *served, *drafts, *PLANES)
+        super().__init__(network, folder, f"backend-{pool}", "quire.integrations.dynamo", *flags)
 
 
 class Frontend(DynamoProcess):

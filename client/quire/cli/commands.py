@@ -16,6 +16,8 @@ import click
 from quire.cli.command_line import CommandLine, explain
 from quire.cli.request_flags import REQUEST_FLAGS, RequestCommand, flag_names, request_of
 from quire.cli.up_flags import ServiceFlags, UpCommand, service_options
+from quire.client.engine.flags import SPECULATIVE_FLAG
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import InvalidRequest
 from quire.serving.addresses import DEFAULT_HTTP_LISTEN, Address
 from quire.serving.flags import (
@@ -253,6 +255,7 @@ def chat(
 @option("--worker", envvar="QUIRE_WORKER", metavar="ADDRESS", help="The worker's address. Default: from cachemgr.")
 @option("--pool", default="", metavar="NAME", show_default="the only one", help="The pool, if there are several.")
 @option("--tokenizer", metavar="PATH_OR_HUB_ID", help="The tokenizer. Default: the worker's.")
+@SPECULATIVE_FLAG
 @option(
     "--otlp-endpoint",
     metavar="URL",
@@ -266,6 +269,7 @@ def generate(
     worker: str | None,
     pool: str,
     tokenizer: str | None,
+    speculative_config: SpeculativeConfig | None,
     otlp_endpoint: str | None,
     **request: Any,
 ) -> None:
@@ -279,16 +283,18 @@ def generate(
       quire generate "2 + 2 =" --json --logprobs 3 | jq .samples[0]
       quire generate "Is 7 prime?" --choice yes --choice no
       quire generate "A person:" --json-schema person.json --timeout 10
+      quire generate - --speculative-config '{"method": "ngram"}' < edit.txt
     """
     _require("client", *(() if otlp_endpoint is None else ("otel",)))
     from quire.cli.generate import Target, run_generate
 
-    target = Target(cachemgr, worker, pool, tokenizer, credentials)
+    target = Target(cachemgr, worker, pool, tokenizer, credentials, speculative_config)
     try:
         params, cache = request_of(request)
         run_generate(_read_prompt(prompt), params, cache, target, as_json=as_json, otlp_endpoint=otlp_endpoint)
     except InvalidRequest as error:
-        raise explain(error, flags=flag_names(request)) from error
+        flags = {"speculative_config.num_speculative_tokens": "--speculative-config", **flag_names(request)}
+        raise explain(error, flags=flags) from error
 
 
 def _read_prompt(argument: str) -> str:

@@ -34,6 +34,7 @@ from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk, Completion, Sample, complete
 from quire.client.engine.prompt_logprobs import TokenLogprobs
 from quire.client.engine.sampling import SamplingParams
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import Tracing, otlp_tracing
 from quire.client.errors import InvalidRequest, QuireError
@@ -47,12 +48,13 @@ UNFINISHED = "not finished"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The services for a request.
+    """The services for a request, and how its engine uses them.
 
-    worker     address of the worker; None: from cachemgr
-    pool       "": the only pool
-    tokenizer  path or hub id; None: the worker's
+    worker       address of the worker; None: from cachemgr
+    pool         "": the only pool
+    tokenizer    path or hub id; None: the worker's
     credentials  for both services
+    speculative  how the engine drafts; None: no drafts
     """
 
     cachemgr: str
@@ -60,6 +62,7 @@ class Target:
     pool: str = ""
     tokenizer: str | None = None
     credentials: Credentials = NO_CREDENTIALS
+    speculative: SpeculativeConfig | None = None
 
 
 def run_generate(
@@ -139,7 +142,7 @@ async def _check_services(target: Target) -> None:
 
 @contextlib.asynccontextmanager
 async def _engine(target: Target, tracing: Tracing | None, *, tenants: bool) -> AsyncIterator[Engine]:
-    config = EngineConfig(pool=target.pool, tenants=tenants)
+    config = EngineConfig(pool=target.pool, tenants=tenants, speculative=target.speculative)
     engine = Engine.connect(
         target.cachemgr,
         worker=target.worker,

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from quire.cache.v1.lease_bounds import DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
+from quire.client.engine.flags import SPECULATIVE_FLAG
 from quire.client.engine.speculative import SpeculativeConfig
-from quire.client.errors import InvalidRequest
 from quire.gateway.chat.options import ChatOptions
 from quire.gateway.chat.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.gateway.kept_responses import Kept, KeptResponses
@@ -127,19 +127,6 @@ class OriginType(click.ParamType[str]):
         if text not in ("*", "null") and not _ORIGIN.fullmatch(text):
             self.fail(f"{value!r} is no origin, must be as https://chat.example or http://localhost:3000", param, ctx)
         return text
-
-
-class SpeculativeType(click.ParamType[SpeculativeConfig]):
-    """A flag with the configuration of drafts: vLLM's JSON object."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> SpeculativeConfig:
-        """Return the configuration. Fails for a field, or a value, that it can't have."""
-        try:
-            return value if isinstance(value, SpeculativeConfig) else SpeculativeConfig.of_json(str(value))
-        except InvalidRequest as error:
-            self.fail(str(error), param, ctx)
 
 
 def _limit(flag: str, default: int, text: str) -> Flag:
@@ -294,14 +281,7 @@ OWN_FLAGS: list[Flag] = [
         16_384,
         "Generated tokens of a prompt that its caller may leave unread; with more of them the request fails.",
     ),
-    option(
-        "--speculative-config",
-        type=SpeculativeType(),
-        metavar="JSON",
-        show_default="no drafts",
-        help='How tokens are guessed ahead, as in vLLM: {"method": "ngram", "num_speculative_tokens": 8}. '
-        "docs/how-to/speculative-decoding.md has the fields.",
-    ),
+    SPECULATIVE_FLAG,
     option(
         "--lease-ttl",
         type=click.FloatRange(MIN_TTL_S, MAX_TTL_S),

@@ -33,10 +33,12 @@ from quire.client.credentials import Credentials
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
+from quire.client.engine.flags import SPECULATIVE_FLAG
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.client.engine.speculative import SpeculativeConfig
 from quire.client.errors import EngineStopped, InvalidRequest, NotFound, OutOfRoom, QuireError, Unavailable
 from quire.integrations.kv_events.follower import PoolFollower
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, Change
@@ -91,6 +93,7 @@ class BackendOptions:
     tool_call_parser: str | None
     reasoning_parser: str | None
     max_waiting_requests: int
+    speculative_config: SpeculativeConfig | None
 
 
 def params_of(request: Request) -> tuple[SamplingParams, CacheParams]:
@@ -295,7 +298,11 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         cache = CacheClient(options.cachemgr, credentials=credentials, retry=ONCE)
         told = ""
         while True:
-            config = EngineConfig(pool=options.pool, max_waiting_requests=options.max_waiting_requests)
+            config = EngineConfig(
+                pool=options.pool,
+                max_waiting_requests=options.max_waiting_requests,
+                speculative=options.speculative_config,
+            )
             engine = Engine.connect(options.cachemgr, credentials=credentials, config=config)
             try:
                 await engine.start()
@@ -484,6 +491,7 @@ OWN_FLAGS: list[Flag] = [
         metavar="NUMBER",
         help="Prompts that may wait for their first token.",
     ),
+    SPECULATIVE_FLAG,
 ]
 
 
