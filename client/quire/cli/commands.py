@@ -221,7 +221,13 @@ for _program in _PROGRAMS:
 @option("--system", metavar="TEXT", help="A system message to begin with.")
 @option("--max-tokens", type=click.IntRange(min=1), metavar="COUNT", help="Most tokens of an answer.")
 @option("--temperature", type=float, metavar="NUMBER", help="0: always the most probable token.")
-@option("--seed", type=int, metavar="NUMBER", help="Fixes the random numbers. Default: others each time.")
+@option(
+    "--seed",
+    type=int,
+    metavar="NUMBER",
+    help="Fixes the random numbers. Default: others each time. The same text for sure only with `quire worker "
+    "--deterministic`.",
+)
 def chat(
     url: str,
     api_key: str | None,
@@ -610,7 +616,7 @@ def token(name: str, roles: tuple[str, ...], out: Path | None) -> None:
     type=click.IntRange(min=0),
     default=20,
     metavar="NUMBER",
-    help="Fixes the random numbers that choose the tokens.",
+    help="Fixes the random numbers that choose the tokens. Rounding can still change a text, as in `quire generate`.",
 )
 def demo(model: str | None, prompts: Path | None, samples: int, max_tokens: int, num_blocks: int, seed: int) -> None:
     """Start both services, generate, and show the use of the cache.

@@ -117,7 +117,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             type=int,
             metavar="NUMBER",
             help="Fixes the random numbers. Default: random. The text can still differ beside other "
-            "requests: the logits depend on the batch by rounding.",
+            "requests: the logits depend on the batch by rounding, unless the worker runs with --deterministic.",
         ),
     ),
     "When a sample ends": (

@@ -76,8 +76,9 @@ class QuireError(Exception):
 
         To continue the request: each sample's prompt and those tokens are the new prompt, max_tokens is less by their
         number, and the seed is the first one's plus the sample's index. Then the random numbers continue the first
-        request's. The tokens do, too, except for rounding (docs/reference/scheduling.md, Seeds), and except with a
-        presence or frequency penalty, a grammar or min_tokens: the delivered tokens then count as prompt.
+        request's. The tokens do, too, except for rounding without --deterministic (docs/reference/scheduling.md,
+        Seeds), and except with a presence or frequency penalty, a grammar or min_tokens: the delivered tokens then
+        count as prompt.
         Engine.generate(delivered=...) has no such exceptions.
         """
         counts = self.metadata.get("delivered_token_counts", "")

@@ -367,8 +367,9 @@ class Engine:
         CacheParams().
 
         delivered has the tokens that another engine delivered of this request before it failed, sample by sample.
-        They are not delivered again. The other tokens are those that would have followed, except for rounding, if
-        params has the seed that the request had there. Such a request is accepted though the queue is full.
+        They are not delivered again. The other tokens are those that would have followed if params has the seed that
+        the request had there, except for rounding without --deterministic (docs/reference/scheduling.md, Seeds). Such
+        a request is accepted though the queue is full.
         Log-probabilities of its prompt are not delivered again.
 
         Raises InvalidRequest at once, TypeError for a field that SamplingParams does not have. The iterator raises

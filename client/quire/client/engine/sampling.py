@@ -65,7 +65,8 @@ class SamplingParams:
     min_tokens           a sample does not end before it has so many tokens: at no end or stop token, which are not
                          chosen, and at no stop string that ends before. At most max_tokens
     seed                 fixes the random numbers that choose the tokens; None: a random seed. The tokens can still
-                         differ, as the logits depend on the batch by rounding: docs/reference/scheduling.md, Seeds
+                         differ, as the logits depend on the batch by rounding: docs/reference/scheduling.md, Seeds.
+                         They don't with a worker that runs with --deterministic
     stop                 strings at which a sample ends; not part of its text. One string is taken as a tuple of one
     include_stop_str_in_output    they are part of its text, and so is the token at which it ends
     stop_token_ids       tokens of the model's vocabulary at which a sample ends, beside the model's own end tokens

@@ -6,7 +6,8 @@
 
 An engine survives failures of its services (engine.py), and a move loses its cached blocks. So a request stays while
 cachemgr is unavailable, and for failover_after_s while the worker is; after that it moves, if another pool can be
-used. A moved request has its prompt, its seed and its tokens: with these it draws the same next tokens.
+used. A moved request has its prompt, its seed and its tokens: with these it draws the same next tokens, but for
+rounding between workers without --deterministic (docs/reference/scheduling.md, Seeds).
 
 A request that fails by itself is never moved: one that breaks a worker would break the next one.
 """

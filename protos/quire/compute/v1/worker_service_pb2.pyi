@@ -434,7 +434,9 @@ class SamplingParameters(_message.Message):
     """The random number that chooses a token depends on the seed and the token's
     position, and on nothing else. The logits depend on the shape of the batch by
     rounding, so the same seed can give another token beside other sequences, more
-    often in bfloat16 (docs/reference/scheduling.md, Seeds). Any value; taken modulo 2^63.
+    often in bfloat16 (docs/reference/scheduling.md, Seeds). A worker with
+    --deterministic gives the same token always (docs/reference/determinism.md). Any
+    value; taken modulo 2^63.
     """
     logprob_count: _builtins.int
     """Number of log-probabilities in the answer, beside the chosen token's: 0 to

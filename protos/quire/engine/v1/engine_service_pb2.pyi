@@ -352,7 +352,8 @@ class GenerationParameters(_message.Message):
     seed: _builtins.int
     """The seed of the random numbers that choose the tokens: sample i has seed + i.
     Any value. Unset: a random seed. The tokens can still differ, as the logits
-    depend on the batch by rounding (docs/reference/scheduling.md, Seeds).
+    depend on the batch by rounding (docs/reference/scheduling.md, Seeds); not with
+    a worker that runs with --deterministic (docs/reference/determinism.md).
     """
     include_stop_str_in_output: _builtins.bool
     """The text, or the token, at which a sample ended belongs to its text. Default

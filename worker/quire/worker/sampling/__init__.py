@@ -14,5 +14,6 @@
     sampler.py          penalties, temperature, top-k, top-p, min-p, the seeded draw, log-probabilities
     prompt_logprobs.py  log-probabilities of a prompt's tokens
 
-A token depends on its logits, the seed and its position, and not on the other rows of the batch.
+A token depends on its logits, the seed and its position, and not on the other rows of the batch. The logits do, by
+rounding, unless the worker runs with --deterministic.
 """

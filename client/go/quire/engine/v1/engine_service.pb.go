@@ -459,7 +459,8 @@ type GenerationParameters struct {
 	MinTokens int32 `protobuf:"varint,12,opt,name=min_tokens,json=minTokens,proto3" json:"min_tokens,omitempty"`
 	// The seed of the random numbers that choose the tokens: sample i has seed + i.
 	// Any value. Unset: a random seed. The tokens can still differ, as the logits
-	// depend on the batch by rounding (docs/reference/scheduling.md, Seeds).
+	// depend on the batch by rounding (docs/reference/scheduling.md, Seeds); not with
+	// a worker that runs with --deterministic (docs/reference/determinism.md).
 	Seed *int64 `protobuf:"varint,13,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	// Texts at which a sample ends, at most 64, none of them empty.
 	Stop []string `protobuf:"bytes,14,rep,name=stop,proto3" json:"stop,omitempty"`
