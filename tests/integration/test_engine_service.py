@@ -25,6 +25,7 @@ from integration.protocol_client import (
     await_that,
 )
 
+from quire.cache.v1 import cache_service_pb2 as cache_pb
 from quire.cli.launch import LocalServices
 from quire.cli.service_process import ServiceProcess
 from quire.client import Engine, SamplingParams
@@ -195,6 +196,28 @@ def test_the_summary_says_what_was_found_in_the_cache(front: Front) -> None:
         assert front.outcome(**asked | {"cache": other}).summary.cached_token_count == 0
 
 
+def test_breakpoints_keep_a_prefix_and_a_miss_is_explained(front: Front) -> None:
+    def summary(token_ids: list[int], **cache: Any) -> Any:
+        prompt = {"token_ids": {"token_ids": token_ids}}
+        return front.outcome(
+            prompt=prompt, parameters={"max_tokens": 2, "n": 2}, cache={"salt": b"kept"} | cache
+        ).summary
+
+    tokens = list(range(500, 540))
+    ends = [{"token_count": count, "ttl": {"seconds": 60}} for count in (16, 33)]
+    first = summary(tokens, breakpoints=ends, explains_miss=True)
+    assert (first.cached_token_count, first.written_token_count, first.kept_token_count) == (0, 32, 32)
+    assert (first.miss.block_index, first.miss.reason) == (0, cache_pb.MISS_REASON_NEVER_COMPUTED)
+    assert front.pair.statistics().kept_block_count == 2
+    again = summary([*tokens[:20], *tokens], explains_miss=True)
+    assert (again.cached_token_count, again.written_token_count, again.kept_token_count) == (16, 32, 0)
+    assert (again.miss.block_index, again.miss.reason) == (1, cache_pb.MISS_REASON_NEVER_COMPUTED)
+    assert not summary(tokens).HasField("miss"), "nothing was asked for"
+    ask(front.pair.cache.ResetPrefixCache, cache_pb.ResetPrefixCacheRequest(pool="default"))
+    lost = summary(tokens, explains_miss=True).miss
+    assert (lost.block_index, lost.reason, lost.lost_time.seconds > 0) == (0, cache_pb.MISS_REASON_RESET, True)
+
+
 def test_stop_texts_grammars_and_bad_words_reach_the_engine(front: Front) -> None:
     plain = by_engine(front, PROMPT, max_tokens=24, temperature=0)
     stop = plain.text[len(plain.text) // 2 :][:3]
@@ -339,6 +362,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "priority": ({"cache": {"retention": [{"token_count": 1, "priority": 10}]}}, "cache.retention.priority"),
     "token_count": ({"cache": {"retention": [{"token_count": -1, "priority": 1}]}}, "cache.retention.token_count"),
     "ttl": ({"cache": {"retention": [{"priority": 1, "ttl": {"seconds": 90000}}]}}, "cache.retention.ttl"),
+    "breakpoints": ({"cache": {"breakpoints": [{"token_count": 1, "ttl": {"seconds": 9}}] * 5}}, "cache.breakpoints"),
+    "breakpoint without ttl": ({"cache": {"breakpoints": [{"token_count": 1}]}}, "cache.breakpoints.ttl"),
+    "breakpoint behind the prompt": (
+        {"cache": {"breakpoints": [{"token_count": 2000, "ttl": {"seconds": 9}}]}},
+        "cache.breakpoints.token_count",
+    ),
     "expected_in": ({"cache": {"expected_in": {"seconds": -1}}}, "cache.expected_in"),
     "not_expected": ({"cache": {"expected_in": {"seconds": 1}, "not_expected": True}}, "cache.not_expected"),
     "model": ({"model": ""}, "model"),

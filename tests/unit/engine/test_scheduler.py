@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.client.engine.caching import CacheOutcome, CacheParams, CacheUse
+from quire.client.engine.caching import Breakpoint, CacheOutcome, CacheParams, CacheUse
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.fairness import divide
 from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
@@ -1502,6 +1502,17 @@ def test_what_never_fits_is_refused_at_once(prompt, params, reason) -> None:
     assert caught.value.reason == reason
     assert {"field", "value", "limit"} <= caught.value.metadata.keys()
     assert not scheduler.has_work
+
+
+def test_a_breakpoint_behind_the_prompt_is_refused_at_once() -> None:
+    """cachemgr refused the plan with all that was planned beside it, and the engine had to find the request."""
+    cache = CacheParams(breakpoints=(Breakpoint(2, 9.0), Breakpoint(4, 9.0)))
+    [sequence] = new_samples(limits(), 1, [1] * 4, SamplingParams(max_tokens=1), cache=cache, end_token_ids=(), seed=0)
+    assert sequence.cache is cache
+    with pytest.raises(
+        InvalidRequest, match=r"breakpoints.num_tokens is 4, must be at most 3, the tokens of the prompt"
+    ):
+        new_samples(limits(), 1, [1] * 3, SamplingParams(max_tokens=1), cache=cache, end_token_ids=(), seed=0)
 
 
 def test_no_max_tokens_means_as_many_as_fit() -> None:

@@ -378,7 +378,7 @@ class Engine:
         the iterator, or cancelling the task that waits in it, releases everything with the next plan.
         """
         wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
-        checked = self._requests.check(prompt, wanted, delivered)
+        checked = self._requests.check(prompt, wanted, caching, delivered)
         return self._requests.generate(*checked, caching, delivered, is_whole=is_whole)
 
     def check(
@@ -394,8 +394,8 @@ class Engine:
 
         Raises InvalidRequest, or EngineStopped if the engine does not run.
         """
-        cache_params_of(cache)
-        self._requests.check(prompt, params_of(params, fields, SamplingParams), delivered)
+        wanted, caching = params_of(params, fields, SamplingParams), cache_params_of(cache)
+        self._requests.check(prompt, wanted, caching, delivered)
 
     def fail_all(self, error: QuireError) -> None:
         """Fail all open requests with an error. Their callers get the tokens generated so far, then the error."""
@@ -418,7 +418,7 @@ class Engine:
         """
         several, caching = prompts_of(prompts), cache_params_of(cache)
         each = [params_of(one, fields, SamplingParams) for one in one_for_each(params, len(several))]
-        checked = [self._requests.check(prompt, wanted) for prompt, wanted in zip(several, each, strict=True)]
+        checked = [self._requests.check(prompt, wanted, caching) for prompt, wanted in zip(several, each, strict=True)]
         return await _all_or_none(self._requests.complete(token_ids, wanted, caching) for token_ids, wanted in checked)
 
     async def beam_search(

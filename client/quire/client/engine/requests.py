@@ -109,7 +109,11 @@ class Requests:
             yield from (sequence for sequence in request.sequences if sequence.finish_reason is None)
 
     def check(
-        self, prompt: Prompt, params: SamplingParams, delivered: abc.Sequence[Delivered] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache: CacheParams,
+        delivered: abc.Sequence[Delivered] | None = None,
     ) -> tuple[list[int], SamplingParams]:
         """The prompt's tokens, and the parameters with bad words as token ids, if the request can be served.
 
@@ -125,7 +129,7 @@ class Requests:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
-        check_request(self._limits, token_ids, params, delivered)
+        check_request(self._limits, token_ids, params, cache, delivered)
         self._check_choice(params)
         return token_ids, params
 

@@ -37,6 +37,8 @@ _RENAMED = {
     "expected_back_s": "expected_in",
     "retention.num_tokens": "retention.token_count",
     "retention.ttl_s": "retention.ttl",
+    "breakpoints.num_tokens": "breakpoints.token_count",
+    "breakpoints.ttl_s": "breakpoints.ttl",
 }
 _HOLDERS: Mapping[str, str] = {
     field.name: holder

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from quire.cache.v1 import cache_service_pb2
-from quire.cache.v1.admission_bounds import MAX_RANGES
-from quire.client.engine.caching import CacheParams, CacheUse, Retention
+from quire.cache.v1.admission_bounds import MAX_BREAKPOINTS, MAX_RANGES
+from quire.client.engine.caching import Breakpoint, CacheOutcome, CacheParams, CacheUse, Miss, MissReason, Retention
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.prompt_logprobs import PromptLogprobs, TokenLogprobs
@@ -43,6 +43,7 @@ _CACHE_USES = {
     cache_service_pb2.CACHE_USE_WRITE_ONLY: CacheUse.WRITE_ONLY,
     cache_service_pb2.CACHE_USE_NONE: CacheUse.NONE,
 }
+_MISS_REASONS = {reason: cache_service_pb2.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason}
 _FINISH_REASONS = {
     None: engine_service_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: engine_service_pb2.FINISH_REASON_STOP,
@@ -112,12 +113,20 @@ def decode_cache(message: engine_service_pb2.CacheParameters) -> CacheParams:
         retention=tuple(map(_decode_retention, bounded("retention", message.retention, MAX_RANGES, "ranges"))),
         expected_back_s=math.inf if message.not_expected else expected_s,
         reserve=message.reserve,
+        breakpoints=tuple(
+            map(_decode_breakpoint, bounded("breakpoints", message.breakpoints, MAX_BREAKPOINTS, "breakpoints"))
+        ),
+        explain_miss=message.explains_miss,
     )
 
 
 def _decode_retention(message: cache_service_pb2.Retention) -> Retention:
     ttl_s = _seconds(message.ttl) if message.HasField("ttl") else None
     return Retention(message.token_count, message.priority, ttl_s)
+
+
+def _decode_breakpoint(message: cache_service_pb2.Breakpoint) -> Breakpoint:
+    return Breakpoint(message.token_count, _seconds(message.ttl))
 
 
 def _seconds(duration: Duration) -> float:
@@ -182,30 +191,42 @@ def _messages_of_prompt(logprobs: PromptLogprobs) -> Iterator[engine_service_pb2
         )
 
 
+def _encode_miss(miss: Miss) -> engine_service_pb2.CacheMiss:
+    message = engine_service_pb2.CacheMiss(
+        block_index=miss.block_index, reason=_MISS_REASONS[miss.reason], evicted_by_tenant=miss.evicted_by_tenant
+    )
+    if miss.lost_at_s is not None:
+        message.lost_time.FromNanoseconds(round(miss.lost_at_s * 1e9))
+    return message
+
+
 @dataclass(slots=True)
 class Tally:
     """The progress of a request. Times are of one clock, in seconds."""
 
     num_prompt_tokens: int
     began_s: float
-    num_cached_tokens: int = 0
+    outcome: CacheOutcome | None = None
     num_generated_tokens: int = 0
     first_token_s: float | None = None
 
     def note(self, chunk: Chunk, now_s: float) -> None:
         """Count a chunk."""
-        self.num_cached_tokens += chunk.num_cached_tokens or 0
+        self.outcome = chunk.cache_outcome or self.outcome  # one chunk has it
         self.num_generated_tokens += len(chunk.token_ids)
         if self.first_token_s is None and chunk.token_ids:
             self.first_token_s = now_s
 
     def summary(self, now_s: float) -> engine_service_pb2.GenerationSummary:
         """All samples have ended now."""
-        first_s = self.first_token_s
+        first_s, outcome = self.first_token_s, self.outcome or CacheOutcome()
         return engine_service_pb2.GenerationSummary(
             prompt_token_count=self.num_prompt_tokens,
-            cached_token_count=self.num_cached_tokens,
+            cached_token_count=outcome.num_cached_tokens,
             generated_token_count=self.num_generated_tokens,
             first_token_time=None if first_s is None else duration_of(first_s - self.began_s),
             total_time=duration_of(now_s - self.began_s),
+            written_token_count=outcome.num_written_tokens,
+            kept_token_count=outcome.num_kept_tokens,
+            miss=None if outcome.miss is None else _encode_miss(outcome.miss),
         )

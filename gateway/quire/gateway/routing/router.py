@@ -228,14 +228,14 @@ class Router:
         token_ids, caching = list(prompt_token_ids), cache_params_of(cache)
         if params.seed is None:
             params = replace(params, seed=random.getrandbits(62))
-        self._check(token_ids, params)
+        self._check(token_ids, params, caching)
         return RoutedChunks(self, token_ids, params, caching, is_whole=is_whole)
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _check(self, token_ids: list[int], params: SamplingParams, cache: CacheParams) -> None:
         error: QuireError = EngineStopped("the router is closed")
         for member in self._members.values():
             try:
-                member.engine.check(token_ids, params)
+                member.engine.check(token_ids, params, cache=cache)
             except (InvalidRequest, EngineStopped) as refused:
                 error = refused
             else:

@@ -23,12 +23,13 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from quire.cache.v1 import cache_service_pb2 as quire_dot_cache_dot_v1_dot_cache__service__pb2
 from quire.cache.v1 import error_pb2 as quire_dot_cache_dot_v1_dot_error__pb2
 from quire.compute.v1 import worker_service_pb2 as quire_dot_compute_dot_v1_dot_worker__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$quire/engine/v1/engine_service.proto\x12\x0fquire.engine.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"quire/cache/v1/cache_service.proto\x1a\x1aquire/cache/v1/error.proto\x1a%quire/compute/v1/worker_service.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"R\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.quire.engine.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"Q\n\x07\x42\x61\x64Word\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.quire.engine.v1.TokenIdsH\x00\x42\x06\n\x04word\"\xf3\x06\n\x14GenerationParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12H\n\nlogit_bias\x18\t \x03(\x0b\x32\x34.quire.engine.v1.GenerationParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\x05\x12+\n\tbad_words\x18\x0b \x03(\x0b\x32\x18.quire.engine.v1.BadWord\x12\x12\n\nmin_tokens\x18\x0c \x01(\x05\x12\x11\n\x04seed\x18\r \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\x05\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x05H\x06\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12*\n\x07grammar\x18\x15 \x01(\x0b\x32\x19.quire.compute.v1.Grammar\x12\x0e\n\x01n\x18\x16 \x01(\x05H\x08\x88\x01\x01\x12\x10\n\x08priority\x18\x17 \x01(\x05\x12*\n\x07timeout\x18\x18 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"\xd1\x01\n\x0f\x43\x61\x63heParameters\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12+\n\tcache_use\x18\x02 \x01(\x0e\x32\x18.quire.cache.v1.CacheUse\x12,\n\tretention\x18\x03 \x03(\x0b\x32\x19.quire.cache.v1.Retention\x12.\n\x0b\x65xpected_in\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cnot_expected\x18\x05 \x01(\x08\x12\x0f\n\x07reserve\x18\x06 \x01(\x08\"\xb5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.quire.engine.v1.Prompt\x12\x39\n\nparameters\x18\x03 \x01(\x0b\x32%.quire.engine.v1.GenerationParameters\x12/\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32 .quire.engine.v1.CacheParameters\"\xc3\x01\n\x10GenerateResponse\x12\x31\n\x05\x63hunk\x18\x01 \x01(\x0b\x32 .quire.engine.v1.GenerationChunkH\x00\x12:\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1f.quire.engine.v1.PromptLogprobsH\x00\x12\x35\n\x07summary\x18\x03 \x01(\x0b\x32\".quire.engine.v1.GenerationSummaryH\x00\x42\t\n\x07message\"\xa9\x01\n\x0fGenerationChunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1d.quire.engine.v1.FinishReason\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\x05\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\"\xce\x01\n\x11GenerationSummary\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\x03 \x01(\x05\x12\x33\n\x10\x66irst_token_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"J\n\x14GenerateBatchRequest\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .quire.engine.v1.GenerateRequest\"N\n\x15GenerateBatchResponse\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.quire.engine.v1.GenerateBatchResult\"z\n\x13GenerateBatchResult\x12\x31\n\ncompletion\x18\x01 \x01(\x0b\x32\x1b.quire.engine.v1.CompletionH\x00\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x15.quire.cache.v1.ErrorH\x00\x42\x08\n\x06result\"\xa4\x01\n\nCompletion\x12(\n\x07samples\x18\x01 \x03(\x0b\x32\x17.quire.engine.v1.Sample\x12\x37\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x33\n\x07summary\x18\x03 \x01(\x0b\x32\".quire.engine.v1.GenerationSummary\"\x91\x01\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.quire.engine.v1.FinishReason\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"B\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\x05\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.quire.engine.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x93\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x1b\n\x13max_sequence_tokens\x18\x03 \x01(\x05\x12\x19\n\x11max_logprob_count\x18\x04 \x01(\x05\x12\r\n\x05pools\x18\x05 \x03(\t\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\r\n\x05ready\x18\x07 \x01(\x08*\x9f\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\'\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12#\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x02\x1a\x04\x88\xb5\x18\x03\x12(\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x03\x1a\x04\x88\xb5\x18\x03\x12)\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x04\x1a\x04\x88\xb5\x18\x03\x12&\n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\n\x1a\x04\x88\xb5\x18\x05\x12&\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x14\x1a\t\x88\xb5\x18\x08\x90\xb5\x18\xe8\x07\x12*\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x15\x1a\t\x88\xb5\x18\x08\x90\xb5\x18\xe8\x07\x12%\n\x17\x45RROR_REASON_OVERLOADED\x10\x16\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x64\x12\x1f\n\x15\x45RROR_REASON_TOO_SLOW\x10\x17\x1a\x04\x88\xb5\x18\n\x12(\n\x19\x45RROR_REASON_SERVICE_AWAY\x10\x1e\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12)\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10\x1f\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12(\n\x1e\x45RROR_REASON_GENERATION_FAILED\x10(\x1a\x04\x88\xb5\x18\r\x12*\n ERROR_REASON_CREDENTIALS_MISSING\x10<\x1a\x04\x88\xb5\x18\x10\x12%\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10=\x1a\x04\x88\xb5\x18\x10\x12#\n\x19\x45RROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\x07\x1a\x14\x8a\xb5\x18\x10\x65ngine.quire.dev*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x03\x32\xc1\x03\n\rEngineService\x12Q\n\x08Generate\x12 .quire.engine.v1.GenerateRequest\x1a!.quire.engine.v1.GenerateResponse0\x01\x12^\n\rGenerateBatch\x12%.quire.engine.v1.GenerateBatchRequest\x1a&.quire.engine.v1.GenerateBatchResponse\x12O\n\x08Tokenize\x12 .quire.engine.v1.TokenizeRequest\x1a!.quire.engine.v1.TokenizeResponse\x12U\n\nDetokenize\x12\".quire.engine.v1.DetokenizeRequest\x1a#.quire.engine.v1.DetokenizeResponse\x12U\n\nListModels\x12\".quire.engine.v1.ListModelsRequest\x1a#.quire.engine.v1.ListModelsResponseB>Z<github.com/quire-kv/quire/client/go/quire/engine/v1;enginev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$quire/engine/v1/engine_service.proto\x12\x0fquire.engine.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"quire/cache/v1/cache_service.proto\x1a\x1aquire/cache/v1/error.proto\x1a%quire/compute/v1/worker_service.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"R\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.quire.engine.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"Q\n\x07\x42\x61\x64Word\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x19.quire.engine.v1.TokenIdsH\x00\x42\x06\n\x04word\"\xf3\x06\n\x14GenerationParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12H\n\nlogit_bias\x18\t \x03(\x0b\x32\x34.quire.engine.v1.GenerationParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\x05\x12+\n\tbad_words\x18\x0b \x03(\x0b\x32\x18.quire.engine.v1.BadWord\x12\x12\n\nmin_tokens\x18\x0c \x01(\x05\x12\x11\n\x04seed\x18\r \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\x05\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x05H\x06\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x07\x88\x01\x01\x12*\n\x07grammar\x18\x15 \x01(\x0b\x32\x19.quire.compute.v1.Grammar\x12\x0e\n\x01n\x18\x16 \x01(\x05H\x08\x88\x01\x01\x12\x10\n\x08priority\x18\x17 \x01(\x05\x12*\n\x07timeout\x18\x18 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"\x99\x02\n\x0f\x43\x61\x63heParameters\x12\x0c\n\x04salt\x18\x01 \x01(\x0c\x12+\n\tcache_use\x18\x02 \x01(\x0e\x32\x18.quire.cache.v1.CacheUse\x12,\n\tretention\x18\x03 \x03(\x0b\x32\x19.quire.cache.v1.Retention\x12.\n\x0b\x65xpected_in\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cnot_expected\x18\x05 \x01(\x08\x12\x0f\n\x07reserve\x18\x06 \x01(\x08\x12/\n\x0b\x62reakpoints\x18\x07 \x03(\x0b\x32\x1a.quire.cache.v1.Breakpoint\x12\x15\n\rexplains_miss\x18\x08 \x01(\x08\"\xb5\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06prompt\x18\x02 \x01(\x0b\x32\x17.quire.engine.v1.Prompt\x12\x39\n\nparameters\x18\x03 \x01(\x0b\x32%.quire.engine.v1.GenerationParameters\x12/\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32 .quire.engine.v1.CacheParameters\"\xc3\x01\n\x10GenerateResponse\x12\x31\n\x05\x63hunk\x18\x01 \x01(\x0b\x32 .quire.engine.v1.GenerationChunkH\x00\x12:\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1f.quire.engine.v1.PromptLogprobsH\x00\x12\x35\n\x07summary\x18\x03 \x01(\x0b\x32\".quire.engine.v1.GenerationSummaryH\x00\x42\t\n\x07message\"\xa9\x01\n\x0fGenerationChunk\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1d.quire.engine.v1.FinishReason\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\x05\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\"\xaf\x02\n\x11GenerationSummary\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\x03 \x01(\x05\x12\x33\n\x10\x66irst_token_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x13written_token_count\x18\x06 \x01(\x05\x12\x18\n\x10kept_token_count\x18\x07 \x01(\x05\x12(\n\x04miss\x18\x08 \x01(\x0b\x32\x1a.quire.engine.v1.CacheMiss\"\xb1\x01\n\tCacheMiss\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\x05\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.quire.cache.v1.MissReason\x12-\n\tlost_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1e\n\x11\x65victed_by_tenant\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\x14\n\x12_evicted_by_tenant\"J\n\x14GenerateBatchRequest\x12\x32\n\x08requests\x18\x01 \x03(\x0b\x32 .quire.engine.v1.GenerateRequest\"N\n\x15GenerateBatchResponse\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.quire.engine.v1.GenerateBatchResult\"z\n\x13GenerateBatchResult\x12\x31\n\ncompletion\x18\x01 \x01(\x0b\x32\x1b.quire.engine.v1.CompletionH\x00\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x15.quire.cache.v1.ErrorH\x00\x42\x08\n\x06result\"\xa4\x01\n\nCompletion\x12(\n\x07samples\x18\x01 \x03(\x0b\x32\x17.quire.engine.v1.Sample\x12\x37\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x33\n\x07summary\x18\x03 \x01(\x0b\x32\".quire.engine.v1.GenerationSummary\"\x91\x01\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.quire.engine.v1.TokenLogprobs\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.quire.engine.v1.FinishReason\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"B\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\x05\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.quire.engine.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x93\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x1b\n\x13max_sequence_tokens\x18\x03 \x01(\x05\x12\x19\n\x11max_logprob_count\x18\x04 \x01(\x05\x12\r\n\x05pools\x18\x05 \x03(\t\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\r\n\x05ready\x18\x07 \x01(\x08*\x9f\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\'\n\x1d\x45RROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12#\n\x19\x45RROR_REASON_EMPTY_PROMPT\x10\x02\x1a\x04\x88\xb5\x18\x03\x12(\n\x1e\x45RROR_REASON_SEQUENCE_TOO_LONG\x10\x03\x1a\x04\x88\xb5\x18\x03\x12)\n\x1f\x45RROR_REASON_TOKEN_OUT_OF_RANGE\x10\x04\x1a\x04\x88\xb5\x18\x03\x12&\n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\n\x1a\x04\x88\xb5\x18\x05\x12&\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x14\x1a\t\x88\xb5\x18\x08\x90\xb5\x18\xe8\x07\x12*\n\x1b\x45RROR_REASON_LIMIT_EXCEEDED\x10\x15\x1a\t\x88\xb5\x18\x08\x90\xb5\x18\xe8\x07\x12%\n\x17\x45RROR_REASON_OVERLOADED\x10\x16\x1a\x08\x88\xb5\x18\x08\x90\xb5\x18\x64\x12\x1f\n\x15\x45RROR_REASON_TOO_SLOW\x10\x17\x1a\x04\x88\xb5\x18\n\x12(\n\x19\x45RROR_REASON_SERVICE_AWAY\x10\x1e\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12)\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10\x1f\x1a\t\x88\xb5\x18\x0e\x90\xb5\x18\xe8\x07\x12(\n\x1e\x45RROR_REASON_GENERATION_FAILED\x10(\x1a\x04\x88\xb5\x18\r\x12*\n ERROR_REASON_CREDENTIALS_MISSING\x10<\x1a\x04\x88\xb5\x18\x10\x12%\n\x1b\x45RROR_REASON_TOKEN_REJECTED\x10=\x1a\x04\x88\xb5\x18\x10\x12#\n\x19\x45RROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\x07\x1a\x14\x8a\xb5\x18\x10\x65ngine.quire.dev*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_TIMEOUT\x10\x03\x32\xc1\x03\n\rEngineService\x12Q\n\x08Generate\x12 .quire.engine.v1.GenerateRequest\x1a!.quire.engine.v1.GenerateResponse0\x01\x12^\n\rGenerateBatch\x12%.quire.engine.v1.GenerateBatchRequest\x1a&.quire.engine.v1.GenerateBatchResponse\x12O\n\x08Tokenize\x12 .quire.engine.v1.TokenizeRequest\x1a!.quire.engine.v1.TokenizeResponse\x12U\n\nDetokenize\x12\".quire.engine.v1.DetokenizeRequest\x1a#.quire.engine.v1.DetokenizeResponse\x12U\n\nListModels\x12\".quire.engine.v1.ListModelsRequest\x1a#.quire.engine.v1.ListModelsResponseB>Z<github.com/quire-kv/quire/client/go/quire/engine/v1;enginev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -70,58 +71,60 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ERRORREASON'].values_by_name["ERROR_REASON_ROLE_MISSING"]._serialized_options = b'\210\265\030\007'
   _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORREASON']._serialized_start=3652
-  _globals['_ERRORREASON']._serialized_end=4323
-  _globals['_FINISHREASON']._serialized_start=4325
-  _globals['_FINISHREASON']._serialized_end=4447
-  _globals['_TOKENIDS']._serialized_start=192
-  _globals['_TOKENIDS']._serialized_end=221
-  _globals['_PROMPT']._serialized_start=223
-  _globals['_PROMPT']._serialized_end=305
-  _globals['_BADWORD']._serialized_start=307
-  _globals['_BADWORD']._serialized_end=388
-  _globals['_GENERATIONPARAMETERS']._serialized_start=391
-  _globals['_GENERATIONPARAMETERS']._serialized_end=1274
-  _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._serialized_start=1090
-  _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._serialized_end=1138
-  _globals['_CACHEPARAMETERS']._serialized_start=1277
-  _globals['_CACHEPARAMETERS']._serialized_end=1486
-  _globals['_GENERATEREQUEST']._serialized_start=1489
-  _globals['_GENERATEREQUEST']._serialized_end=1670
-  _globals['_GENERATERESPONSE']._serialized_start=1673
-  _globals['_GENERATERESPONSE']._serialized_end=1868
-  _globals['_GENERATIONCHUNK']._serialized_start=1871
-  _globals['_GENERATIONCHUNK']._serialized_end=2040
-  _globals['_TOKENLOGPROBS']._serialized_start=2042
-  _globals['_TOKENLOGPROBS']._serialized_end=2137
-  _globals['_PROMPTLOGPROBS']._serialized_start=2139
-  _globals['_PROMPTLOGPROBS']._serialized_end=2227
-  _globals['_GENERATIONSUMMARY']._serialized_start=2230
-  _globals['_GENERATIONSUMMARY']._serialized_end=2436
-  _globals['_GENERATEBATCHREQUEST']._serialized_start=2438
-  _globals['_GENERATEBATCHREQUEST']._serialized_end=2512
-  _globals['_GENERATEBATCHRESPONSE']._serialized_start=2514
-  _globals['_GENERATEBATCHRESPONSE']._serialized_end=2592
-  _globals['_GENERATEBATCHRESULT']._serialized_start=2594
-  _globals['_GENERATEBATCHRESULT']._serialized_end=2716
-  _globals['_COMPLETION']._serialized_start=2719
-  _globals['_COMPLETION']._serialized_end=2883
-  _globals['_SAMPLE']._serialized_start=2886
-  _globals['_SAMPLE']._serialized_end=3031
-  _globals['_TOKENIZEREQUEST']._serialized_start=3033
-  _globals['_TOKENIZEREQUEST']._serialized_end=3135
-  _globals['_TOKENIZERESPONSE']._serialized_start=3137
-  _globals['_TOKENIZERESPONSE']._serialized_end=3203
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3205
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3316
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3318
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3352
-  _globals['_LISTMODELSREQUEST']._serialized_start=3354
-  _globals['_LISTMODELSREQUEST']._serialized_end=3412
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3414
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3499
-  _globals['_MODEL']._serialized_start=3502
-  _globals['_MODEL']._serialized_end=3649
-  _globals['_ENGINESERVICE']._serialized_start=4450
-  _globals['_ENGINESERVICE']._serialized_end=4899
+  _globals['_ERRORREASON']._serialized_start=4034
+  _globals['_ERRORREASON']._serialized_end=4705
+  _globals['_FINISHREASON']._serialized_start=4707
+  _globals['_FINISHREASON']._serialized_end=4829
+  _globals['_TOKENIDS']._serialized_start=225
+  _globals['_TOKENIDS']._serialized_end=254
+  _globals['_PROMPT']._serialized_start=256
+  _globals['_PROMPT']._serialized_end=338
+  _globals['_BADWORD']._serialized_start=340
+  _globals['_BADWORD']._serialized_end=421
+  _globals['_GENERATIONPARAMETERS']._serialized_start=424
+  _globals['_GENERATIONPARAMETERS']._serialized_end=1307
+  _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._serialized_start=1123
+  _globals['_GENERATIONPARAMETERS_LOGITBIASENTRY']._serialized_end=1171
+  _globals['_CACHEPARAMETERS']._serialized_start=1310
+  _globals['_CACHEPARAMETERS']._serialized_end=1591
+  _globals['_GENERATEREQUEST']._serialized_start=1594
+  _globals['_GENERATEREQUEST']._serialized_end=1775
+  _globals['_GENERATERESPONSE']._serialized_start=1778
+  _globals['_GENERATERESPONSE']._serialized_end=1973
+  _globals['_GENERATIONCHUNK']._serialized_start=1976
+  _globals['_GENERATIONCHUNK']._serialized_end=2145
+  _globals['_TOKENLOGPROBS']._serialized_start=2147
+  _globals['_TOKENLOGPROBS']._serialized_end=2242
+  _globals['_PROMPTLOGPROBS']._serialized_start=2244
+  _globals['_PROMPTLOGPROBS']._serialized_end=2332
+  _globals['_GENERATIONSUMMARY']._serialized_start=2335
+  _globals['_GENERATIONSUMMARY']._serialized_end=2638
+  _globals['_CACHEMISS']._serialized_start=2641
+  _globals['_CACHEMISS']._serialized_end=2818
+  _globals['_GENERATEBATCHREQUEST']._serialized_start=2820
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=2894
+  _globals['_GENERATEBATCHRESPONSE']._serialized_start=2896
+  _globals['_GENERATEBATCHRESPONSE']._serialized_end=2974
+  _globals['_GENERATEBATCHRESULT']._serialized_start=2976
+  _globals['_GENERATEBATCHRESULT']._serialized_end=3098
+  _globals['_COMPLETION']._serialized_start=3101
+  _globals['_COMPLETION']._serialized_end=3265
+  _globals['_SAMPLE']._serialized_start=3268
+  _globals['_SAMPLE']._serialized_end=3413
+  _globals['_TOKENIZEREQUEST']._serialized_start=3415
+  _globals['_TOKENIZEREQUEST']._serialized_end=3517
+  _globals['_TOKENIZERESPONSE']._serialized_start=3519
+  _globals['_TOKENIZERESPONSE']._serialized_end=3585
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3587
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3698
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3700
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3734
+  _globals['_LISTMODELSREQUEST']._serialized_start=3736
+  _globals['_LISTMODELSREQUEST']._serialized_end=3794
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3796
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3881
+  _globals['_MODEL']._serialized_start=3884
+  _globals['_MODEL']._serialized_end=4031
+  _globals['_ENGINESERVICE']._serialized_start=4832
+  _globals['_ENGINESERVICE']._serialized_end=5281
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quire.cache.v1 import cache_service_pb2 as _cache_service_pb2
@@ -500,6 +501,8 @@ class CacheParameters(_message.Message):
     EXPECTED_IN_FIELD_NUMBER: _builtins.int
     NOT_EXPECTED_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    EXPLAINS_MISS_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
     """Separates prefixes: requests share blocks only if their salts are equal. Up to
     64 bytes. It is combined with the tenant of the caller, and never replaces it.
@@ -514,6 +517,8 @@ class CacheParameters(_message.Message):
     """Begin only when blocks for the prompt and max_tokens are guaranteed. Samples
     beyond the first are best effort. Default false.
     """
+    explains_miss: _builtins.bool
+    """The summary says why no more of the prompt was found. Default false."""
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[_cache_service_pb2.Retention]:
         """Eviction priorities of ranges of its tokens, at most 16 ranges; the first
@@ -526,6 +531,13 @@ class CacheParameters(_message.Message):
         least 0, at most 24 h. Unset: unknown.
         """
 
+    @_builtins.property
+    def breakpoints(self) -> _containers.RepeatedCompositeFieldContainer[_cache_service_pb2.Breakpoint]:
+        """Prefixes of the prompt that are kept for a time after their last use, at most 4,
+        each longer than the one before it, the last one at most the prompt. Refused with
+        CACHE_USE_NONE. Empty: nothing is kept.
+        """
+
     def __init__(
         self,
         *,
@@ -535,10 +547,12 @@ class CacheParameters(_message.Message):
         expected_in: _duration_pb2.Duration | None = ...,
         not_expected: _builtins.bool = ...,
         reserve: _builtins.bool = ...,
+        breakpoints: _abc.Iterable[_cache_service_pb2.Breakpoint] | None = ...,
+        explains_miss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_in", b"expected_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_use", b"cache_use", "expected_in", b"expected_in", "not_expected", b"not_expected", "reserve", b"reserve", "retention", b"retention", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breakpoints", b"breakpoints", "cache_use", b"cache_use", "expected_in", b"expected_in", "explains_miss", b"explains_miss", "not_expected", b"not_expected", "reserve", b"reserve", "retention", b"retention", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -751,12 +765,23 @@ class GenerationSummary(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_TIME_FIELD_NUMBER: _builtins.int
     TOTAL_TIME_FIELD_NUMBER: _builtins.int
+    WRITTEN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     cached_token_count: _builtins.int
     """Of the prompt's tokens, those that were found in the prefix cache."""
     generated_token_count: _builtins.int
     """Tokens generated, of all samples together."""
+    written_token_count: _builtins.int
+    """Of the prompt's tokens, those that were computed in full blocks, which later
+    requests find. Counted once, whatever the number of samples and preemptions.
+    """
+    kept_token_count: _builtins.int
+    """Of the prompt's tokens, those that its breakpoints keep: fewer than they name if
+    the tenant's limit is smaller.
+    """
     @_builtins.property
     def first_token_time(self) -> _duration_pb2.Duration:
         """From the request's arrival to its first token. Unset if there is none."""
@@ -764,6 +789,12 @@ class GenerationSummary(_message.Message):
     @_builtins.property
     def total_time(self) -> _duration_pb2.Duration:
         """From the request's arrival to the end of its last sample."""
+
+    @_builtins.property
+    def miss(self) -> Global___CacheMiss:
+        """The first block that was not found. Set if the request asks for it with
+        explains_miss, and not all full blocks were found.
+        """
 
     def __init__(
         self,
@@ -773,14 +804,57 @@ class GenerationSummary(_message.Message):
         generated_token_count: _builtins.int = ...,
         first_token_time: _duration_pb2.Duration | None = ...,
         total_time: _duration_pb2.Duration | None = ...,
+        written_token_count: _builtins.int = ...,
+        kept_token_count: _builtins.int = ...,
+        miss: Global___CacheMiss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_time", b"first_token_time", "total_time", b"total_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_time", b"first_token_time", "miss", b"miss", "total_time", b"total_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "first_token_time", b"first_token_time", "generated_token_count", b"generated_token_count", "prompt_token_count", b"prompt_token_count", "total_time", b"total_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "first_token_time", b"first_token_time", "generated_token_count", b"generated_token_count", "kept_token_count", b"kept_token_count", "miss", b"miss", "prompt_token_count", b"prompt_token_count", "total_time", b"total_time", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationSummary: _TypeAlias = GenerationSummary  # noqa: Y015
+
+@_typing.final
+class CacheMiss(_message.Message):
+    """Why a block of a prompt was not in the prefix cache when the request was admitted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOST_TIME_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_TENANT_FIELD_NUMBER: _builtins.int
+    block_index: _builtins.int
+    """The index of the block, from 0."""
+    reason: _cache_service_pb2.MissReason.ValueType
+    """The reason, never UNSPECIFIED, NONE or OTHER_TENANT."""
+    evicted_by_tenant: _builtins.str
+    """The tenant of the allocation that evicted it, if that is the caller's."""
+    @_builtins.property
+    def lost_time(self) -> _timestamp_pb2.Timestamp:
+        """The time of its eviction or reset. Unset if it was not lost, or if that is not
+        known.
+        """
+
+    def __init__(
+        self,
+        *,
+        block_index: _builtins.int = ...,
+        reason: _cache_service_pb2.MissReason.ValueType = ...,
+        lost_time: _timestamp_pb2.Timestamp | None = ...,
+        evicted_by_tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_index", b"block_index", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
+    _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evicted_by_tenant) -> _WhichOneofReturnType__evicted_by_tenant | None: ...
+
+Global___CacheMiss: _TypeAlias = CacheMiss  # noqa: Y015
 
 @_typing.final
 class GenerateBatchRequest(_message.Message):

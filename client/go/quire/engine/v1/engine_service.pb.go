@@ -12,6 +12,7 @@ import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
+	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -717,7 +718,13 @@ type CacheParameters struct {
 	NotExpected bool `protobuf:"varint,5,opt,name=not_expected,json=notExpected,proto3" json:"not_expected,omitempty"`
 	// Begin only when blocks for the prompt and max_tokens are guaranteed. Samples
 	// beyond the first are best effort. Default false.
-	Reserve       bool `protobuf:"varint,6,opt,name=reserve,proto3" json:"reserve,omitempty"`
+	Reserve bool `protobuf:"varint,6,opt,name=reserve,proto3" json:"reserve,omitempty"`
+	// Prefixes of the prompt that are kept for a time after their last use, at most 4,
+	// each longer than the one before it, the last one at most the prompt. Refused with
+	// CACHE_USE_NONE. Empty: nothing is kept.
+	Breakpoints []*v11.Breakpoint `protobuf:"bytes,7,rep,name=breakpoints,proto3" json:"breakpoints,omitempty"`
+	// The summary says why no more of the prompt was found. Default false.
+	ExplainsMiss  bool `protobuf:"varint,8,opt,name=explains_miss,json=explainsMiss,proto3" json:"explains_miss,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -790,6 +797,20 @@ func (x *CacheParameters) GetNotExpected() bool {
 func (x *CacheParameters) GetReserve() bool {
 	if x != nil {
 		return x.Reserve
+	}
+	return false
+}
+
+func (x *CacheParameters) GetBreakpoints() []*v11.Breakpoint {
+	if x != nil {
+		return x.Breakpoints
+	}
+	return nil
+}
+
+func (x *CacheParameters) GetExplainsMiss() bool {
+	if x != nil {
+		return x.ExplainsMiss
 	}
 	return false
 }
@@ -1199,7 +1220,16 @@ type GenerationSummary struct {
 	// From the request's arrival to its first token. Unset if there is none.
 	FirstTokenTime *durationpb.Duration `protobuf:"bytes,4,opt,name=first_token_time,json=firstTokenTime,proto3" json:"first_token_time,omitempty"`
 	// From the request's arrival to the end of its last sample.
-	TotalTime     *durationpb.Duration `protobuf:"bytes,5,opt,name=total_time,json=totalTime,proto3" json:"total_time,omitempty"`
+	TotalTime *durationpb.Duration `protobuf:"bytes,5,opt,name=total_time,json=totalTime,proto3" json:"total_time,omitempty"`
+	// Of the prompt's tokens, those that were computed in full blocks, which later
+	// requests find. Counted once, whatever the number of samples and preemptions.
+	WrittenTokenCount int32 `protobuf:"varint,6,opt,name=written_token_count,json=writtenTokenCount,proto3" json:"written_token_count,omitempty"`
+	// Of the prompt's tokens, those that its breakpoints keep: fewer than they name if
+	// the tenant's limit is smaller.
+	KeptTokenCount int32 `protobuf:"varint,7,opt,name=kept_token_count,json=keptTokenCount,proto3" json:"kept_token_count,omitempty"`
+	// The first block that was not found. Set if the request asks for it with
+	// explains_miss, and not all full blocks were found.
+	Miss          *CacheMiss `protobuf:"bytes,8,opt,name=miss,proto3" json:"miss,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1269,6 +1299,101 @@ func (x *GenerationSummary) GetTotalTime() *durationpb.Duration {
 	return nil
 }
 
+func (x *GenerationSummary) GetWrittenTokenCount() int32 {
+	if x != nil {
+		return x.WrittenTokenCount
+	}
+	return 0
+}
+
+func (x *GenerationSummary) GetKeptTokenCount() int32 {
+	if x != nil {
+		return x.KeptTokenCount
+	}
+	return 0
+}
+
+func (x *GenerationSummary) GetMiss() *CacheMiss {
+	if x != nil {
+		return x.Miss
+	}
+	return nil
+}
+
+// Why a block of a prompt was not in the prefix cache when the request was admitted.
+type CacheMiss struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The index of the block, from 0.
+	BlockIndex int32 `protobuf:"varint,1,opt,name=block_index,json=blockIndex,proto3" json:"block_index,omitempty"`
+	// The reason, never UNSPECIFIED, NONE or OTHER_TENANT.
+	Reason v11.MissReason `protobuf:"varint,2,opt,name=reason,proto3,enum=quire.cache.v1.MissReason" json:"reason,omitempty"`
+	// The time of its eviction or reset. Unset if it was not lost, or if that is not
+	// known.
+	LostTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
+	// The tenant of the allocation that evicted it, if that is the caller's.
+	EvictedByTenant *string `protobuf:"bytes,4,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *CacheMiss) Reset() {
+	*x = CacheMiss{}
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CacheMiss) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CacheMiss) ProtoMessage() {}
+
+func (x *CacheMiss) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CacheMiss.ProtoReflect.Descriptor instead.
+func (*CacheMiss) Descriptor() ([]byte, []int) {
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *CacheMiss) GetBlockIndex() int32 {
+	if x != nil {
+		return x.BlockIndex
+	}
+	return 0
+}
+
+func (x *CacheMiss) GetReason() v11.MissReason {
+	if x != nil {
+		return x.Reason
+	}
+	return v11.MissReason(0)
+}
+
+func (x *CacheMiss) GetLostTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.LostTime
+	}
+	return nil
+}
+
+func (x *CacheMiss) GetEvictedByTenant() string {
+	if x != nil && x.EvictedByTenant != nil {
+		return *x.EvictedByTenant
+	}
+	return ""
+}
+
 // See EngineService.GenerateBatch.
 type GenerateBatchRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1283,7 +1408,7 @@ type GenerateBatchRequest struct {
 
 func (x *GenerateBatchRequest) Reset() {
 	*x = GenerateBatchRequest{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[11]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1295,7 +1420,7 @@ func (x *GenerateBatchRequest) String() string {
 func (*GenerateBatchRequest) ProtoMessage() {}
 
 func (x *GenerateBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[11]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1308,7 +1433,7 @@ func (x *GenerateBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateBatchRequest.ProtoReflect.Descriptor instead.
 func (*GenerateBatchRequest) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GenerateBatchRequest) GetRequests() []*GenerateRequest {
@@ -1329,7 +1454,7 @@ type GenerateBatchResponse struct {
 
 func (x *GenerateBatchResponse) Reset() {
 	*x = GenerateBatchResponse{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[12]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1341,7 +1466,7 @@ func (x *GenerateBatchResponse) String() string {
 func (*GenerateBatchResponse) ProtoMessage() {}
 
 func (x *GenerateBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[12]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1354,7 +1479,7 @@ func (x *GenerateBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateBatchResponse.ProtoReflect.Descriptor instead.
 func (*GenerateBatchResponse) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GenerateBatchResponse) GetResults() []*GenerateBatchResult {
@@ -1380,7 +1505,7 @@ type GenerateBatchResult struct {
 
 func (x *GenerateBatchResult) Reset() {
 	*x = GenerateBatchResult{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[13]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1392,7 +1517,7 @@ func (x *GenerateBatchResult) String() string {
 func (*GenerateBatchResult) ProtoMessage() {}
 
 func (x *GenerateBatchResult) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[13]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1405,7 +1530,7 @@ func (x *GenerateBatchResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateBatchResult.ProtoReflect.Descriptor instead.
 func (*GenerateBatchResult) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *GenerateBatchResult) GetResult() isGenerateBatchResult_Result {
@@ -1467,7 +1592,7 @@ type Completion struct {
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[14]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1479,7 +1604,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[14]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1492,7 +1617,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Completion) GetSamples() []*Sample {
@@ -1533,7 +1658,7 @@ type Sample struct {
 
 func (x *Sample) Reset() {
 	*x = Sample{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[15]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1545,7 +1670,7 @@ func (x *Sample) String() string {
 func (*Sample) ProtoMessage() {}
 
 func (x *Sample) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[15]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1558,7 +1683,7 @@ func (x *Sample) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sample.ProtoReflect.Descriptor instead.
 func (*Sample) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Sample) GetText() string {
@@ -1604,7 +1729,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[16]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1616,7 +1741,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[16]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1629,7 +1754,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TokenizeRequest) GetModel() string {
@@ -1666,7 +1791,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[17]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1803,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[17]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1816,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []int32 {
@@ -1723,7 +1848,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[18]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1735,7 +1860,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[18]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1748,7 +1873,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *DetokenizeRequest) GetModel() string {
@@ -1783,7 +1908,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[19]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1920,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[19]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1933,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -1831,7 +1956,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[20]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1843,7 +1968,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[20]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1856,7 +1981,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListModelsRequest) GetPageSize() int32 {
@@ -1886,7 +2011,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[21]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1898,7 +2023,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[21]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1911,7 +2036,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -1952,7 +2077,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[22]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1964,7 +2089,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[22]
+	mi := &file_quire_engine_v1_engine_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1977,7 +2102,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_engine_v1_engine_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Model) GetName() string {
@@ -2033,7 +2158,7 @@ var File_quire_engine_v1_engine_service_proto protoreflect.FileDescriptor
 
 const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\n" +
-	"$quire/engine/v1/engine_service.proto\x12\x0fquire.engine.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"quire/cache/v1/cache_service.proto\x1a\x1aquire/cache/v1/error.proto\x1a%quire/compute/v1/worker_service.proto\"'\n" +
+	"$quire/engine/v1/engine_service.proto\x12\x0fquire.engine.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"quire/cache/v1/cache_service.proto\x1a\x1aquire/cache/v1/error.proto\x1a%quire/compute/v1/worker_service.proto\"'\n" +
 	"\bTokenIds\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\x05R\btokenIds\"b\n" +
 	"\x06Prompt\x12\x14\n" +
@@ -2085,7 +2210,7 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\x14_skip_special_tokensB\v\n" +
 	"\t_logprobsB\x12\n" +
 	"\x10_prompt_logprobsB\x04\n" +
-	"\x02_n\"\x8e\x02\n" +
+	"\x02_n\"\xf1\x02\n" +
 	"\x0fCacheParameters\x12\x12\n" +
 	"\x04salt\x18\x01 \x01(\fR\x04salt\x125\n" +
 	"\tcache_use\x18\x02 \x01(\x0e2\x18.quire.cache.v1.CacheUseR\bcacheUse\x127\n" +
@@ -2093,7 +2218,9 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\vexpected_in\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\n" +
 	"expectedIn\x12!\n" +
 	"\fnot_expected\x18\x05 \x01(\bR\vnotExpected\x12\x18\n" +
-	"\areserve\x18\x06 \x01(\bR\areserve\"\xd7\x01\n" +
+	"\areserve\x18\x06 \x01(\bR\areserve\x12<\n" +
+	"\vbreakpoints\x18\a \x03(\v2\x1a.quire.cache.v1.BreakpointR\vbreakpoints\x12#\n" +
+	"\rexplains_miss\x18\b \x01(\bR\fexplainsMiss\"\xd7\x01\n" +
 	"\x0fGenerateRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12/\n" +
 	"\x06prompt\x18\x02 \x01(\v2\x17.quire.engine.v1.PromptR\x06prompt\x12E\n" +
@@ -2119,14 +2246,24 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\ftop_logprobs\x18\x04 \x03(\x02R\vtopLogprobs\"o\n" +
 	"\x0ePromptLogprobs\x12%\n" +
 	"\x0efirst_position\x18\x01 \x01(\x05R\rfirstPosition\x126\n" +
-	"\x06tokens\x18\x02 \x03(\v2\x1e.quire.engine.v1.TokenLogprobsR\x06tokens\"\xa2\x02\n" +
+	"\x06tokens\x18\x02 \x03(\v2\x1e.quire.engine.v1.TokenLogprobsR\x06tokens\"\xac\x03\n" +
 	"\x11GenerationSummary\x12,\n" +
 	"\x12prompt_token_count\x18\x01 \x01(\x05R\x10promptTokenCount\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x122\n" +
 	"\x15generated_token_count\x18\x03 \x01(\x05R\x13generatedTokenCount\x12C\n" +
 	"\x10first_token_time\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x0efirstTokenTime\x128\n" +
 	"\n" +
-	"total_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\ttotalTime\"T\n" +
+	"total_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\ttotalTime\x12.\n" +
+	"\x13written_token_count\x18\x06 \x01(\x05R\x11writtenTokenCount\x12(\n" +
+	"\x10kept_token_count\x18\a \x01(\x05R\x0ekeptTokenCount\x12.\n" +
+	"\x04miss\x18\b \x01(\v2\x1a.quire.engine.v1.CacheMissR\x04miss\"\xe0\x01\n" +
+	"\tCacheMiss\x12\x1f\n" +
+	"\vblock_index\x18\x01 \x01(\x05R\n" +
+	"blockIndex\x122\n" +
+	"\x06reason\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.MissReasonR\x06reason\x127\n" +
+	"\tlost_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\blostTime\x12/\n" +
+	"\x11evicted_by_tenant\x18\x04 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01B\x14\n" +
+	"\x12_evicted_by_tenant\"T\n" +
 	"\x14GenerateBatchRequest\x12<\n" +
 	"\brequests\x18\x01 \x03(\v2 .quire.engine.v1.GenerateRequestR\brequests\"W\n" +
 	"\x15GenerateBatchResponse\x12>\n" +
@@ -2223,7 +2360,7 @@ func file_quire_engine_v1_engine_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_engine_v1_engine_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_quire_engine_v1_engine_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_quire_engine_v1_engine_service_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_quire_engine_v1_engine_service_proto_goTypes = []any{
 	(ErrorReason)(0),              // 0: quire.engine.v1.ErrorReason
 	(FinishReason)(0),             // 1: quire.engine.v1.FinishReason
@@ -2238,71 +2375,79 @@ var file_quire_engine_v1_engine_service_proto_goTypes = []any{
 	(*TokenLogprobs)(nil),         // 10: quire.engine.v1.TokenLogprobs
 	(*PromptLogprobs)(nil),        // 11: quire.engine.v1.PromptLogprobs
 	(*GenerationSummary)(nil),     // 12: quire.engine.v1.GenerationSummary
-	(*GenerateBatchRequest)(nil),  // 13: quire.engine.v1.GenerateBatchRequest
-	(*GenerateBatchResponse)(nil), // 14: quire.engine.v1.GenerateBatchResponse
-	(*GenerateBatchResult)(nil),   // 15: quire.engine.v1.GenerateBatchResult
-	(*Completion)(nil),            // 16: quire.engine.v1.Completion
-	(*Sample)(nil),                // 17: quire.engine.v1.Sample
-	(*TokenizeRequest)(nil),       // 18: quire.engine.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),      // 19: quire.engine.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),     // 20: quire.engine.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),    // 21: quire.engine.v1.DetokenizeResponse
-	(*ListModelsRequest)(nil),     // 22: quire.engine.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 23: quire.engine.v1.ListModelsResponse
-	(*Model)(nil),                 // 24: quire.engine.v1.Model
-	nil,                           // 25: quire.engine.v1.GenerationParameters.LogitBiasEntry
-	(*v1.Grammar)(nil),            // 26: quire.compute.v1.Grammar
-	(*durationpb.Duration)(nil),   // 27: google.protobuf.Duration
-	(v11.CacheUse)(0),             // 28: quire.cache.v1.CacheUse
-	(*v11.Retention)(nil),         // 29: quire.cache.v1.Retention
-	(*v11.Error)(nil),             // 30: quire.cache.v1.Error
+	(*CacheMiss)(nil),             // 13: quire.engine.v1.CacheMiss
+	(*GenerateBatchRequest)(nil),  // 14: quire.engine.v1.GenerateBatchRequest
+	(*GenerateBatchResponse)(nil), // 15: quire.engine.v1.GenerateBatchResponse
+	(*GenerateBatchResult)(nil),   // 16: quire.engine.v1.GenerateBatchResult
+	(*Completion)(nil),            // 17: quire.engine.v1.Completion
+	(*Sample)(nil),                // 18: quire.engine.v1.Sample
+	(*TokenizeRequest)(nil),       // 19: quire.engine.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),      // 20: quire.engine.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),     // 21: quire.engine.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),    // 22: quire.engine.v1.DetokenizeResponse
+	(*ListModelsRequest)(nil),     // 23: quire.engine.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 24: quire.engine.v1.ListModelsResponse
+	(*Model)(nil),                 // 25: quire.engine.v1.Model
+	nil,                           // 26: quire.engine.v1.GenerationParameters.LogitBiasEntry
+	(*v1.Grammar)(nil),            // 27: quire.compute.v1.Grammar
+	(*durationpb.Duration)(nil),   // 28: google.protobuf.Duration
+	(v11.CacheUse)(0),             // 29: quire.cache.v1.CacheUse
+	(*v11.Retention)(nil),         // 30: quire.cache.v1.Retention
+	(*v11.Breakpoint)(nil),        // 31: quire.cache.v1.Breakpoint
+	(v11.MissReason)(0),           // 32: quire.cache.v1.MissReason
+	(*timestamppb.Timestamp)(nil), // 33: google.protobuf.Timestamp
+	(*v11.Error)(nil),             // 34: quire.cache.v1.Error
 }
 var file_quire_engine_v1_engine_service_proto_depIdxs = []int32{
 	2,  // 0: quire.engine.v1.Prompt.token_ids:type_name -> quire.engine.v1.TokenIds
 	2,  // 1: quire.engine.v1.BadWord.token_ids:type_name -> quire.engine.v1.TokenIds
-	25, // 2: quire.engine.v1.GenerationParameters.logit_bias:type_name -> quire.engine.v1.GenerationParameters.LogitBiasEntry
+	26, // 2: quire.engine.v1.GenerationParameters.logit_bias:type_name -> quire.engine.v1.GenerationParameters.LogitBiasEntry
 	4,  // 3: quire.engine.v1.GenerationParameters.bad_words:type_name -> quire.engine.v1.BadWord
-	26, // 4: quire.engine.v1.GenerationParameters.grammar:type_name -> quire.compute.v1.Grammar
-	27, // 5: quire.engine.v1.GenerationParameters.timeout:type_name -> google.protobuf.Duration
-	28, // 6: quire.engine.v1.CacheParameters.cache_use:type_name -> quire.cache.v1.CacheUse
-	29, // 7: quire.engine.v1.CacheParameters.retention:type_name -> quire.cache.v1.Retention
-	27, // 8: quire.engine.v1.CacheParameters.expected_in:type_name -> google.protobuf.Duration
-	3,  // 9: quire.engine.v1.GenerateRequest.prompt:type_name -> quire.engine.v1.Prompt
-	5,  // 10: quire.engine.v1.GenerateRequest.parameters:type_name -> quire.engine.v1.GenerationParameters
-	6,  // 11: quire.engine.v1.GenerateRequest.cache:type_name -> quire.engine.v1.CacheParameters
-	9,  // 12: quire.engine.v1.GenerateResponse.chunk:type_name -> quire.engine.v1.GenerationChunk
-	11, // 13: quire.engine.v1.GenerateResponse.prompt_logprobs:type_name -> quire.engine.v1.PromptLogprobs
-	12, // 14: quire.engine.v1.GenerateResponse.summary:type_name -> quire.engine.v1.GenerationSummary
-	10, // 15: quire.engine.v1.GenerationChunk.logprobs:type_name -> quire.engine.v1.TokenLogprobs
-	1,  // 16: quire.engine.v1.GenerationChunk.finish_reason:type_name -> quire.engine.v1.FinishReason
-	10, // 17: quire.engine.v1.PromptLogprobs.tokens:type_name -> quire.engine.v1.TokenLogprobs
-	27, // 18: quire.engine.v1.GenerationSummary.first_token_time:type_name -> google.protobuf.Duration
-	27, // 19: quire.engine.v1.GenerationSummary.total_time:type_name -> google.protobuf.Duration
-	7,  // 20: quire.engine.v1.GenerateBatchRequest.requests:type_name -> quire.engine.v1.GenerateRequest
-	15, // 21: quire.engine.v1.GenerateBatchResponse.results:type_name -> quire.engine.v1.GenerateBatchResult
-	16, // 22: quire.engine.v1.GenerateBatchResult.completion:type_name -> quire.engine.v1.Completion
-	30, // 23: quire.engine.v1.GenerateBatchResult.error:type_name -> quire.cache.v1.Error
-	17, // 24: quire.engine.v1.Completion.samples:type_name -> quire.engine.v1.Sample
-	10, // 25: quire.engine.v1.Completion.prompt_logprobs:type_name -> quire.engine.v1.TokenLogprobs
-	12, // 26: quire.engine.v1.Completion.summary:type_name -> quire.engine.v1.GenerationSummary
-	10, // 27: quire.engine.v1.Sample.logprobs:type_name -> quire.engine.v1.TokenLogprobs
-	1,  // 28: quire.engine.v1.Sample.finish_reason:type_name -> quire.engine.v1.FinishReason
-	24, // 29: quire.engine.v1.ListModelsResponse.models:type_name -> quire.engine.v1.Model
-	7,  // 30: quire.engine.v1.EngineService.Generate:input_type -> quire.engine.v1.GenerateRequest
-	13, // 31: quire.engine.v1.EngineService.GenerateBatch:input_type -> quire.engine.v1.GenerateBatchRequest
-	18, // 32: quire.engine.v1.EngineService.Tokenize:input_type -> quire.engine.v1.TokenizeRequest
-	20, // 33: quire.engine.v1.EngineService.Detokenize:input_type -> quire.engine.v1.DetokenizeRequest
-	22, // 34: quire.engine.v1.EngineService.ListModels:input_type -> quire.engine.v1.ListModelsRequest
-	8,  // 35: quire.engine.v1.EngineService.Generate:output_type -> quire.engine.v1.GenerateResponse
-	14, // 36: quire.engine.v1.EngineService.GenerateBatch:output_type -> quire.engine.v1.GenerateBatchResponse
-	19, // 37: quire.engine.v1.EngineService.Tokenize:output_type -> quire.engine.v1.TokenizeResponse
-	21, // 38: quire.engine.v1.EngineService.Detokenize:output_type -> quire.engine.v1.DetokenizeResponse
-	23, // 39: quire.engine.v1.EngineService.ListModels:output_type -> quire.engine.v1.ListModelsResponse
-	35, // [35:40] is the sub-list for method output_type
-	30, // [30:35] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	27, // 4: quire.engine.v1.GenerationParameters.grammar:type_name -> quire.compute.v1.Grammar
+	28, // 5: quire.engine.v1.GenerationParameters.timeout:type_name -> google.protobuf.Duration
+	29, // 6: quire.engine.v1.CacheParameters.cache_use:type_name -> quire.cache.v1.CacheUse
+	30, // 7: quire.engine.v1.CacheParameters.retention:type_name -> quire.cache.v1.Retention
+	28, // 8: quire.engine.v1.CacheParameters.expected_in:type_name -> google.protobuf.Duration
+	31, // 9: quire.engine.v1.CacheParameters.breakpoints:type_name -> quire.cache.v1.Breakpoint
+	3,  // 10: quire.engine.v1.GenerateRequest.prompt:type_name -> quire.engine.v1.Prompt
+	5,  // 11: quire.engine.v1.GenerateRequest.parameters:type_name -> quire.engine.v1.GenerationParameters
+	6,  // 12: quire.engine.v1.GenerateRequest.cache:type_name -> quire.engine.v1.CacheParameters
+	9,  // 13: quire.engine.v1.GenerateResponse.chunk:type_name -> quire.engine.v1.GenerationChunk
+	11, // 14: quire.engine.v1.GenerateResponse.prompt_logprobs:type_name -> quire.engine.v1.PromptLogprobs
+	12, // 15: quire.engine.v1.GenerateResponse.summary:type_name -> quire.engine.v1.GenerationSummary
+	10, // 16: quire.engine.v1.GenerationChunk.logprobs:type_name -> quire.engine.v1.TokenLogprobs
+	1,  // 17: quire.engine.v1.GenerationChunk.finish_reason:type_name -> quire.engine.v1.FinishReason
+	10, // 18: quire.engine.v1.PromptLogprobs.tokens:type_name -> quire.engine.v1.TokenLogprobs
+	28, // 19: quire.engine.v1.GenerationSummary.first_token_time:type_name -> google.protobuf.Duration
+	28, // 20: quire.engine.v1.GenerationSummary.total_time:type_name -> google.protobuf.Duration
+	13, // 21: quire.engine.v1.GenerationSummary.miss:type_name -> quire.engine.v1.CacheMiss
+	32, // 22: quire.engine.v1.CacheMiss.reason:type_name -> quire.cache.v1.MissReason
+	33, // 23: quire.engine.v1.CacheMiss.lost_time:type_name -> google.protobuf.Timestamp
+	7,  // 24: quire.engine.v1.GenerateBatchRequest.requests:type_name -> quire.engine.v1.GenerateRequest
+	16, // 25: quire.engine.v1.GenerateBatchResponse.results:type_name -> quire.engine.v1.GenerateBatchResult
+	17, // 26: quire.engine.v1.GenerateBatchResult.completion:type_name -> quire.engine.v1.Completion
+	34, // 27: quire.engine.v1.GenerateBatchResult.error:type_name -> quire.cache.v1.Error
+	18, // 28: quire.engine.v1.Completion.samples:type_name -> quire.engine.v1.Sample
+	10, // 29: quire.engine.v1.Completion.prompt_logprobs:type_name -> quire.engine.v1.TokenLogprobs
+	12, // 30: quire.engine.v1.Completion.summary:type_name -> quire.engine.v1.GenerationSummary
+	10, // 31: quire.engine.v1.Sample.logprobs:type_name -> quire.engine.v1.TokenLogprobs
+	1,  // 32: quire.engine.v1.Sample.finish_reason:type_name -> quire.engine.v1.FinishReason
+	25, // 33: quire.engine.v1.ListModelsResponse.models:type_name -> quire.engine.v1.Model
+	7,  // 34: quire.engine.v1.EngineService.Generate:input_type -> quire.engine.v1.GenerateRequest
+	14, // 35: quire.engine.v1.EngineService.GenerateBatch:input_type -> quire.engine.v1.GenerateBatchRequest
+	19, // 36: quire.engine.v1.EngineService.Tokenize:input_type -> quire.engine.v1.TokenizeRequest
+	21, // 37: quire.engine.v1.EngineService.Detokenize:input_type -> quire.engine.v1.DetokenizeRequest
+	23, // 38: quire.engine.v1.EngineService.ListModels:input_type -> quire.engine.v1.ListModelsRequest
+	8,  // 39: quire.engine.v1.EngineService.Generate:output_type -> quire.engine.v1.GenerateResponse
+	15, // 40: quire.engine.v1.EngineService.GenerateBatch:output_type -> quire.engine.v1.GenerateBatchResponse
+	20, // 41: quire.engine.v1.EngineService.Tokenize:output_type -> quire.engine.v1.TokenizeResponse
+	22, // 42: quire.engine.v1.EngineService.Detokenize:output_type -> quire.engine.v1.DetokenizeResponse
+	24, // 43: quire.engine.v1.EngineService.ListModels:output_type -> quire.engine.v1.ListModelsResponse
+	39, // [39:44] is the sub-list for method output_type
+	34, // [34:39] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_quire_engine_v1_engine_service_proto_init() }
@@ -2324,19 +2469,20 @@ func file_quire_engine_v1_engine_service_proto_init() {
 		(*GenerateResponse_PromptLogprobs)(nil),
 		(*GenerateResponse_Summary)(nil),
 	}
-	file_quire_engine_v1_engine_service_proto_msgTypes[13].OneofWrappers = []any{
+	file_quire_engine_v1_engine_service_proto_msgTypes[11].OneofWrappers = []any{}
+	file_quire_engine_v1_engine_service_proto_msgTypes[14].OneofWrappers = []any{
 		(*GenerateBatchResult_Completion)(nil),
 		(*GenerateBatchResult_Error)(nil),
 	}
-	file_quire_engine_v1_engine_service_proto_msgTypes[16].OneofWrappers = []any{}
-	file_quire_engine_v1_engine_service_proto_msgTypes[18].OneofWrappers = []any{}
+	file_quire_engine_v1_engine_service_proto_msgTypes[17].OneofWrappers = []any{}
+	file_quire_engine_v1_engine_service_proto_msgTypes[19].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_engine_v1_engine_service_proto_rawDesc), len(file_quire_engine_v1_engine_service_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   24,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

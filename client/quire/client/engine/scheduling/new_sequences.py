@@ -29,7 +29,7 @@ def new_samples(
 
     Raises InvalidRequest if check_request() does.
     """
-    max_tokens = check_request(limits, prompt_token_ids, params, delivered)
+    max_tokens = check_request(limits, prompt_token_ids, params, cache, delivered)
     ends = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         ends |= frozenset(end_token_ids)

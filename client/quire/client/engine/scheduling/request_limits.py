@@ -5,7 +5,7 @@ Each function raises InvalidRequest that names the field, its value and the limi
 
 from collections import abc
 
-from quire.client.engine.caching import CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.client.engine.scheduling.plans import SchedulerLimits
@@ -29,14 +29,17 @@ def check_request(
     limits: SchedulerLimits,
     token_ids: abc.Sequence[int],
     params: SamplingParams,
+    cache: CacheParams = NO_CACHE_PARAMS,
     delivered: abc.Sequence[Delivered] | None = None,
 ) -> int:
     """Return the most tokens that a request may generate, those delivered counted.
 
     Raises InvalidRequest if the prompt is empty, if it or a parameter has a token out of range, or if it does not
-    fit, together with max_tokens, into the model or the pool; or if delivered is not what such a request gives out.
+    fit, together with max_tokens, into the model or the pool; if a breakpoint is behind the prompt; or if delivered is
+    not what such a request gives out.
     """
     max_tokens = _check_size(limits, token_ids, params)
+    _check_breakpoints(cache, len(token_ids))
     if delivered is not None:
         _check_delivered(limits, delivered, params.n, max_tokens)
     return max_tokens
@@ -50,7 +53,7 @@ def check_beam_search(
     Raises InvalidRequest if check_request does, and if beam_width beams do not fit into the pool together.
     """
     width = params.beam_width
-    max_tokens = check_request(limits, token_ids, params.sampling(num_logprobs=0))
+    max_tokens = check_request(limits, token_ids, params.sampling(num_logprobs=0), cache)
     if limits.has_recurrent_state:
         limit = "no beam search with this model: it keeps a state per sequence"
         raise InvalidRequest.of_field("beam_width", width, limit)
@@ -75,6 +78,13 @@ def check_beam_search(
         allowed = f"at most {max(0, most)} with {width} beams after {len(token_ids)} tokens, by the pool's blocks"
         raise InvalidRequest.of_field("max_tokens", max_tokens, allowed, reason="SEQUENCE_TOO_LONG")
     return max_tokens
+
+
+def _check_breakpoints(cache: CacheParams, num_prompt_tokens: int) -> None:
+    end = cache.breakpoints[-1].num_tokens if cache.breakpoints else 0
+    if end > num_prompt_tokens:
+        limit = f"at most {num_prompt_tokens}, the tokens of the prompt"
+        raise InvalidRequest.of_field("breakpoints.num_tokens", end, limit)
 
 
 def _check_delivered(
