@@ -270,14 +270,19 @@ def test_known_actions_of_routers_hints_are_advice_and_others_are_named(http_cli
         )
 
     plain = complete(http_client, max_tokens=4)["choices"][0]["text"]
-    unknown = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1", "payload": {"x": [1]}}
+    unknown = {"action_id": "a", "action_type": "kv.warm", "action_version": "1", "payload": {"x": [1]}}
+    fetch = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1", "payload": {"source": "other"}}
     later = {"action_id": "b", "action_type": "kv.keep", "action_version": "7", "payload": {"priority": "?"}}
     keep = {"action_id": "c", "action_type": "kv.keep", "action_version": "1", "payload": {"ttl_s": 60, "new": 1}}
     expect = {"action_id": "d", "action_type": "kv.expect", "action_version": 1, "payload": {"in_s": 20}}
     drop = {"action_id": "e", "action_type": "kv.drop", "action_version": "1"}
-    answer = sent(protocol_version="0.1", message_id="m", actions=[unknown, keep, later, expect], later=1)
+    answer = sent(protocol_version="0.1", message_id="m", actions=[unknown, keep, later, expect, fetch], later=1)
     assert answer.json()["choices"][0]["text"] == plain
-    assert answer.headers["X-Quire-Ignored-Fields"] == "kv_hints.actions%5B0%5D, kv_hints.actions%5B2%5D"
+    assert answer.headers["X-Quire-Ignored-Fields"].split(", ") == [
+        "kv_hints.actions%5B0%5D;reason=unknown_type",
+        "kv_hints.actions%5B2%5D;reason=unknown_version",
+        "kv_hints.actions%5B4%5D;reason=nothing_to_fetch_from",
+    ]
     for actions in ([], None, [drop], [keep, drop]):
         answer = sent(message_id=None, actions=actions)
         assert answer.json()["choices"][0]["text"] == plain

@@ -273,6 +273,40 @@ def test_a_chat_is_told_too(alice: openai.OpenAI, stream: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_told_too(alice: openai.OpenAI, stream: bool) -> None:
+    """Its diagnosis was computed, and not shown."""
+
+    def ask(text: str | list[str], **options: Any) -> Any:
+        fields = {"prompt_cache_options": options} if options else {}
+        return alice.completions.create(model=MODEL, prompt=text, max_tokens=2, stream=stream, extra_body=fields)
+
+    text = text_of(f"completion {stream}")
+    first = ask(text)
+    first_id = list(first)[-1].id if stream else first.id
+    told = []
+    for compared_with in (first_id, "cmpl-other"):
+        second = ask(f"Now {text}", comparison_response_id=compared_with)
+        answers = list(second) if stream else [second]
+        told += [found for each in answers if (found := getattr(each, "prompt_cache_diagnostics", None))]
+    assert [each["type"] for each in told] == ["cache_miss", "comparison_response_not_found"]
+    assert (told[0]["reason"], told[0]["quire"]["reason"]) == ("input_changed", "other_changed")
+    assert told[0]["quire"]["first_changed_token"] < BLOCK
+    with pytest.raises(openai.BadRequestError, match=r"comparison_response_id is .*, must be left out with several"):
+        ask([text, text], comparison_response_id=first_id)
+
+
+def test_the_prompts_of_a_completion_are_counted_together(alice: openai.OpenAI) -> None:
+    options = {"prompt_cache_options": {"ttl": "30m"}}
+    prompts = [text_of("together"), text_of("and apart")]
+    usages = [
+        alice.completions.create(model=MODEL, prompt=prompt, max_tokens=2, extra_body=options).usage
+        for prompt in ([*prompts], prompts[0], prompts[1])
+    ]
+    both, *alone = [usage.prompt_tokens_details for usage in usages if usage]
+    assert both.cache_write_tokens == both.cache_kept_tokens == sum(each.cache_kept_tokens for each in alone) > 0
+
+
 @pytest.mark.verify
 def test_the_package_of_anthropic_reads_all_of_it(gateway: Gateway) -> None:
     program = ROOT / "tests/gateway/prompt_caching_program.py"

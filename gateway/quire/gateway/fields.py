@@ -59,8 +59,8 @@ class Fields:
         self._values = values
         self._path = path
         self._read: set[str] = set()
-        self.noted: list[str] = []
-        """Paths of known fields of this object with parts that have no effect."""
+        self.without_effect: dict[str, str] = {}
+        """Reasons by path: known parts of this object's fields that have no effect."""
         self.aliases: dict[str, str] = {}
         """Paths of fields by the names that errors of the engine have for them: "grammar", "salt"."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import QuireError
@@ -19,7 +19,7 @@ from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.kept_responses import Kept, KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics, RequestMeasure
-from quire.gateway.prompt_cache import KeptPrompt
+from quire.gateway.prompt_cache import CacheReport, KeptPrompt
 from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.token_texts import TokenTexts
 
@@ -151,6 +151,37 @@ class Gateway:
         admit = partial(self.rate_limiter.admit, caller, num_prompt_tokens=num_prompt_tokens, params=params)
         measure = partial(self.metrics.request, backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
         return _MeasuredChunks(chunks, admit, measure, names)
+
+    def cache_report(
+        self,
+        caller: Caller,
+        backend: Backend,
+        cache: CacheParams | None,
+        describe: Callable[[], KeptPrompt],
+        *,
+        compared_with: str | None,
+        stores: bool,
+        unplaced: Sequence[str] = (),
+    ) -> CacheReport:
+        """Return the report on the cache for a request with these parameters.
+
+        describe       returns its prompt; called only if the prompt is kept or compared
+        compared_with  the id of an earlier answer; None: the prompt is not compared
+        stores         False if the caller wants nothing of the request kept
+        unplaced       as in CacheReport
+        """
+        cache = cache or NO_CACHE_PARAMS
+        keeps = self.prompts.keep_s > 0 and stores and cache.cache_use is not CacheUse.NONE
+        return CacheReport(
+            self.prompts,
+            caller.tenant,
+            describe() if keeps or compared_with is not None else None,
+            breakpoints=cache.breakpoints,
+            unplaced=unplaced,
+            compared_with=compared_with,
+            block_size=min((use.block_size for use in backend.pool_uses), default=1),
+            keeps=keeps,
+        )
 
 
 class _MeasuredChunks:

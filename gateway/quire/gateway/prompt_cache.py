@@ -20,7 +20,9 @@ _LONG_TTL_S = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class KeptPrompt:
-    """The prompt of an answer, for a later one that is compared with it. Parts are digests.
+    """The prompt of an answer, for a later one that is compared with it.
+
+    Parts are digests, empty for a prompt that is no conversation.
 
     further   what the template gets beside messages and tools
     pool, epoch    where it was computed
@@ -28,11 +30,11 @@ class KeptPrompt:
 
     id: str
     model: str
-    system: bytes
-    tools: bytes
-    further: bytes
-    messages: tuple[bytes, ...]
     token_ids: array[int]
+    system: bytes = b""
+    tools: bytes = b""
+    further: bytes = b""
+    messages: tuple[bytes, ...] = ()
     pool: str = ""
     epoch: int = 0
     previous: None = None
@@ -43,18 +45,21 @@ class KeptPrompt:
         return len(self.token_ids) * self.token_ids.itemsize + len(self.messages) * 4 * _DIGEST_BYTES + ENTRY_BYTES
 
 
+def prompt_of_tokens(model: str, token_ids: Sequence[int]) -> KeptPrompt:
+    """Return a prompt that is no conversation. It has no id yet."""
+    return KeptPrompt(id="", model=model, token_ids=array("i", token_ids))
+
+
 def prompt_of(model: str, conversation: Conversation, token_ids: Sequence[int]) -> KeptPrompt:
     """Return a conversation's prompt. It has no id yet. Cost: a hash of all texts."""
     is_system = [message["role"] in ("system", "developer") for message in conversation.messages]
     num_system = next((index for index, each in enumerate(is_system) if not each), len(is_system))
-    return KeptPrompt(
-        id="",
-        model=model,
+    return replace(
+        prompt_of_tokens(model, token_ids),
         system=_digest(conversation.messages[:num_system]),
         tools=_digest(conversation.offer.shown),
         further=_digest([conversation.further, conversation.add_generation_prompt, conversation.continues]),
         messages=tuple(map(_digest, conversation.messages[num_system:])),
-        token_ids=array("i", token_ids),
     )
 
 
@@ -219,14 +224,6 @@ class CacheReport:
             )
 
     @property
-    def details(self) -> dict[str, Any]:
-        """Return what is kept for the request, for its usage; empty if it asked for nothing."""
-        if not self.breakpoints and not self.unplaced:
-            return {}
-        kept: dict[str, Any] = {"cache_kept_tokens": self.outcome.num_kept_tokens}
-        return kept | {"unplaced_breakpoints": list(self.unplaced)} if self.unplaced else kept
-
-    @property
     def num_created_tokens(self) -> tuple[int, int]:
         """Return the tokens that were computed and are kept: for less than an hour, and for an hour or more.
 
@@ -236,3 +233,12 @@ class CacheReport:
         long_ends = [each.num_tokens for each in self.breakpoints if each.ttl_s >= _LONG_TTL_S]
         num_long = max(0, min(end, max(long_ends, default=0) // self._block_size * self._block_size) - begin)
         return end - begin - num_long, num_long
+
+
+def kept_details(reports: Sequence[CacheReport]) -> dict[str, Any]:
+    """Return what is kept of a request's prompts, for its usage; empty if it asked for nothing."""
+    unplaced = [path for report in reports for path in report.unplaced]
+    if not unplaced and not any(report.breakpoints for report in reports):
+        return {}
+    kept: dict[str, Any] = {"cache_kept_tokens": sum(report.outcome.num_kept_tokens for report in reports)}
+    return kept | {"unplaced_breakpoints": unplaced} if unplaced else kept

@@ -13,7 +13,7 @@ from quire.gateway.chat.tools import Arguments, CallBegan, Event, Reasoning, Tex
 from quire.gateway.http.streams import event_of
 from quire.gateway.openai.answers import TokenUsage, call_id
 from quire.gateway.openai.conversations import BegunConversation
-from quire.gateway.prompt_cache import Diagnosis, Divergence
+from quire.gateway.prompt_cache import Diagnosis, Divergence, kept_details
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class MessageAnswer:
         self._is_begun = False
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
-        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
+        self._usage = TokenUsage(len(begun.prompt_token_ids), [begun.report])
         self._blocks: list[_TextBlock | _Thinking | _ToolUse] = []
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
@@ -124,13 +124,14 @@ class MessageAnswer:
     def _usage_body(self) -> dict[str, Any]:
         usage, report = self._usage, self._begun.report
         num_short, num_long = report.num_created_tokens
+        num_cached = report.outcome.num_cached_tokens
         return {
-            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens - num_short - num_long,
+            "input_tokens": usage.num_prompt_tokens - num_cached - num_short - num_long,
             "cache_creation_input_tokens": num_short + num_long,
-            "cache_read_input_tokens": usage.num_cached_tokens,
+            "cache_read_input_tokens": num_cached,
             "cache_creation": {"ephemeral_5m_input_tokens": num_short, "ephemeral_1h_input_tokens": num_long},
             "output_tokens": usage.num_generated_tokens,
-            **report.details,
+            **kept_details([report]),
         }
 
     def push(self, chunk: Chunk) -> bytes:

@@ -74,8 +74,8 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
             request = PostRequest(caller, fields, raw.scope["state"][REQUEST_ID_KEY], int(time.time()), raw)
             try:
                 response = await while_connected(raw, handler(gateway, request))
-                if ignored := [*(fields.ignored or ()), *fields.noted]:
-                    response.headers[IGNORED_FIELDS_KEY] = ", ".join(map(quote, ignored[:_MAX_SHOWN_FIELDS]))
+                if ignored := _ignored(fields):
+                    response.headers[IGNORED_FIELDS_KEY] = ", ".join(ignored[:_MAX_SHOWN_FIELDS])
                 return response
             except QuireError as error:
                 found = http_error_of(error)
@@ -85,6 +85,12 @@ def post(gateway: Gateway, path: str, handler: Handler) -> Route:
             raise found
 
     return Route(path, endpoint, methods=["POST"])
+
+
+def _ignored(fields: Fields) -> list[str]:
+    """Return the paths of a body's unknown fields, and those without effect with the reason."""
+    reasons = fields.without_effect.items()
+    return [*map(quote, fields.ignored or ()), *(f"{quote(path)};reason={reason}" for path, reason in reasons)]
 
 
 def authorization_of(headers: Headers) -> str | None:

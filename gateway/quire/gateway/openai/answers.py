@@ -14,7 +14,7 @@ from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
 from quire.gateway.http.streams import DONE, encode_json, event_of
 from quire.gateway.openai.parameters import StreamUsage
-from quire.gateway.prompt_cache import CacheReport, Diagnosis, Divergence
+from quire.gateway.prompt_cache import CacheReport, Diagnosis, Divergence, kept_details
 from quire.gateway.token_texts import PromptToken, SampleTokens, TokenTexts, id_text
 
 _CALL_ID_LETTERS = string.ascii_letters + string.digits
@@ -22,25 +22,14 @@ _CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens of a request, counted as its chunks come; report says what is kept of its prompt.
-
-    keeps   prompts without a report are kept whole
-    """
+    """Tokens of a request, counted as its chunks come. The report of each of its prompts counts those of the cache."""
 
     num_prompt_tokens: int
-    report: CacheReport | None = None
-    num_cached_tokens: int = 0
-    num_written_tokens: int = 0
-    num_kept_tokens: int = 0
-    keeps: bool = False
+    reports: Sequence[CacheReport]
     num_generated_tokens: int = 0
 
     def count(self, chunk: Chunk, *, generates: bool = True) -> None:
         """Count a chunk's. generates False: the chunk's tokens are not shown, and not counted."""
-        if chunk.cache_outcome is not None:
-            self.num_cached_tokens += chunk.cache_outcome.num_cached_tokens
-            self.num_written_tokens += chunk.cache_outcome.num_written_tokens
-            self.num_kept_tokens += chunk.cache_outcome.num_kept_tokens
         self.num_generated_tokens += len(chunk.token_ids) if generates else 0
 
     @property
@@ -55,11 +44,13 @@ class TokenUsage:
 
     @property
     def prompt_details(self) -> dict[str, Any]:
-        """Return what of the prompt was found in the prefix cache, and written to it."""
-        found = {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": self.num_written_tokens}
-        if self.report is not None:
-            return found | self.report.details
-        return found | {"cache_kept_tokens": self.num_kept_tokens} if self.keeps else found
+        """Return what of the prompts was found in the prefix cache, written to it, and kept."""
+        outcomes = [report.outcome for report in self.reports]
+        found = {
+            "cached_tokens": sum(outcome.num_cached_tokens for outcome in outcomes),
+            "cache_write_tokens": sum(outcome.num_written_tokens for outcome in outcomes),
+        }
+        return found | kept_details(self.reports)
 
 
 # Reasons that OpenAI has; it tells a system's message and the others as one input.
@@ -106,11 +97,14 @@ class ChoiceEvents:
             return event_of({**self._head, "choices": [choice], "usage": self._usage.body})
         return self._before + encode_json(choice) + self._behind
 
-    def last(self) -> bytes:
-        """Return the events behind those of the choices."""
+    def last(self, diagnosis: Diagnosis | None) -> bytes:
+        """Return the events behind those of the choices: the diagnosis, and the usage if it was asked for."""
+        told = b""
+        if diagnosis is not None:
+            told = event_of({**self._head, "choices": [], "prompt_cache_diagnostics": diagnostics_of(diagnosis)})
         if not self._asked.at_end:
-            return DONE
-        return event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
+            return told + DONE
+        return told + event_of({**self._head, "choices": [], "usage": self._usage.body}) + DONE
 
 
 def call_id() -> str:

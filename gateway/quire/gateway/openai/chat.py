@@ -20,7 +20,7 @@ from quire.gateway.errors import HttpError, invalid
 from quire.gateway.fields import MAX_INT32, Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
-from quire.gateway.http.streams import begin_stream, event_of
+from quire.gateway.http.streams import begin_stream
 from quire.gateway.openai.answers import ChoiceEvents, TokenUsage, call_id, diagnostics_of, logprob_entries
 from quire.gateway.openai.conversations import BegunConversation, ConversationRequest, begin
 from quire.gateway.openai.parameters import (
@@ -233,7 +233,7 @@ class _ChatAnswer:
         self._asked = asked
         self._begun = begun
         self._texts = texts
-        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
+        self._usage = TokenUsage(len(begun.prompt_token_ids), [begun.report])
         self._messages: dict[int, _Message] = {}
         self._tokens: dict[int, SampleTokens] = {}
         self._id = f"chatcmpl-{request.id}"
@@ -279,13 +279,7 @@ class _ChatAnswer:
 
     def finish(self) -> bytes:
         """Return the last events: the diagnosis and the usage if they were asked for."""
-        return self._diagnosis_event() + self._events.last()
-
-    def _diagnosis_event(self) -> bytes:
-        diagnosis = self._begun.report.diagnosis
-        if diagnosis is None:
-            return b""
-        return event_of({**self._head, "choices": [], "prompt_cache_diagnostics": diagnostics_of(diagnosis)})
+        return self._events.last(self._begun.report.diagnosis)
 
     def _delta_choice(self, chunk: Chunk) -> dict[str, Any] | None:
         """Return new content of a sample; None if there is none for the caller."""

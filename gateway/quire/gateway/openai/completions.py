@@ -21,8 +21,15 @@ from quire.gateway.fields import Fields, text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, json_response, post
 from quire.gateway.http.streams import begin_stream, collected, merged
-from quire.gateway.openai.answers import ChoiceEvents, CompletionLogprobs, TokenUsage, prompt_logprobs_of
-from quire.gateway.openai.parameters import IGNORED, StreamUsage, cache_of, sampling_of, stream_usage_of
+from quire.gateway.openai.answers import (
+    ChoiceEvents,
+    CompletionLogprobs,
+    TokenUsage,
+    diagnostics_of,
+    prompt_logprobs_of,
+)
+from quire.gateway.openai.parameters import StreamUsage, cache_of, ignore_bookkeeping, sampling_of, stream_usage_of
+from quire.gateway.prompt_cache import CacheReport, Diagnosis, prompt_of_tokens
 from quire.gateway.routing.backend import Backend, Chunks
 from quire.gateway.texts import check_length, decode_tokens, encode_texts, tokenizer_for
 from quire.gateway.token_texts import PromptToken, TokenTexts
@@ -46,6 +53,8 @@ class CompletionRequest:
     echo               the answer begins with the prompt
     generates          False for max_tokens 0: one token is generated all the same, and not shown
     kept               ends of prefixes to keep in the cache: a prompt of completions has its own end alone
+    compared_with      the id of an earlier answer that a diagnosis of the cache compares with; None: none is asked for
+    stores             False if the caller wants nothing of the request kept
     """
 
     backend: Backend
@@ -53,6 +62,8 @@ class CompletionRequest:
     params: SamplingParams
     cache: CacheParams | None
     kept: Sequence[PrefixEnd]
+    compared_with: str | None
+    stores: bool
     echo: bool
     generates: bool
     stream: bool
@@ -69,8 +80,8 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     asked = await read_completion(gateway, request.fields)
-    streams = start(gateway, request.caller, asked)
-    answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend))
+    streams, reports = zip(*start(gateway, request.caller, asked), strict=True)
+    answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend), reports)
     if asked.stream:
         if len(streams) == 1:
             return await begin_stream(streams[0], answer, gateway.limits)
@@ -78,18 +89,15 @@ async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     return json_response(answer.whole(await collected(streams)))
 
 
-def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[Chunks]:
-    """Return a stream of chunks for each prompt. Raises HttpError naming the prompt if one can't be served."""
-    streams = []
+def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[tuple[Chunks, CacheReport]]:
+    """Return the chunks of each prompt's answers, and the report on it.
+
+    Raises HttpError that names the prompt if one can't be served.
+    """
+    started = []
     for index, prompt in enumerate(asked.prompts):
         try:
-            token_ids, params = _sent(prompt, asked)
-            params = gateway.within_room(asked.backend, params, len(token_ids))
-            cache = asked.cache
-            for end in asked.kept:
-                cache = replace(cache or NO_CACHE_PARAMS, breakpoints=(Breakpoint(len(token_ids), end.ttl_s),))
-            chunks = gateway.generate(caller, asked.backend, token_ids, params, cache=cache, is_whole=not asked.stream)
-            streams.append(chunks)
+            started.append(_start_one(gateway, caller, asked, prompt))
         except InvalidRequest as error:
             found = http_error_of(error)
             if not asked.generates and found.param == "allowed_token_ids":  # the prompt's last token
@@ -98,7 +106,27 @@ def start(gateway: Gateway, caller: Caller, asked: CompletionRequest) -> list[Ch
             if found.param == "prompt" and len(asked.prompts) > 1:
                 found.param = f"prompt[{index}]"
             raise found from None
-    return streams
+    return started
+
+
+def _start_one(
+    gateway: Gateway, caller: Caller, asked: CompletionRequest, prompt: Prompt
+) -> tuple[Chunks, CacheReport]:
+    token_ids, params = _sent(prompt, asked)
+    params = gateway.within_room(asked.backend, params, len(token_ids))
+    cache = asked.cache
+    for end in asked.kept:
+        cache = replace(cache or NO_CACHE_PARAMS, breakpoints=(Breakpoint(len(token_ids), end.ttl_s),))
+    chunks = gateway.generate(caller, asked.backend, token_ids, params, cache=cache, is_whole=not asked.stream)
+    report = gateway.cache_report(
+        caller,
+        asked.backend,
+        cache,
+        lambda: prompt_of_tokens(asked.backend.model_names[0], token_ids),
+        compared_with=asked.compared_with,
+        stores=asked.stores and len(asked.prompts) == 1,  # an id is one prompt's
+    )
+    return chunks, report
 
 
 def _sent(prompt: Prompt, asked: CompletionRequest) -> tuple[Sequence[int], SamplingParams]:
@@ -134,7 +162,7 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
     fields.refuse("suffix", "text can't be inserted, only continued", unless=("",))
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))
     fields.refuse("use_beam_search", "the gateway has no beam search", unless=(False,))
-    fields.ignore(*IGNORED)
+    ignore_bookkeeping(fields)
     max_tokens = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=0)
     logprobs = fields.integer("logprobs", low=0, high=backend.max_logprobs)
     params = sampling_of(fields, max_tokens=max_tokens or 1, logprobs=logprobs)
@@ -147,18 +175,23 @@ async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest
         max_tokens = 0
     cache, return_token_ids = cache_of(fields, kept), fields.boolean("return_token_ids")
     add_special_tokens = fields.boolean("add_special_tokens", True)
-    given = fields.require("prompt")
+    given, stores = fields.require("prompt"), fields.boolean("store", True)
     fields.end()
     prompts = await _read_prompts(gateway, given, backend, echo=echo, add_special_tokens=add_special_tokens)
     if len(prompts) * params.n > gateway.limits.max_samples:
         limit = f"at most {gateway.limits.max_samples} samples of all prompts together"
         raise invalid("n", params.n, limit)
+    if kept.options.compared_with is not None and len(prompts) > 1:
+        limit = "left out with several prompts"
+        raise invalid("prompt_cache_options.comparison_response_id", kept.options.compared_with, limit)
     return CompletionRequest(
         backend=backend,
         prompts=prompts,
         params=params,
         cache=cache,
         kept=kept.ends,
+        compared_with=kept.options.compared_with,
+        stores=stores,
         echo=echo,
         generates=max_tokens > 0,
         stream=stream,
@@ -226,14 +259,19 @@ class _Choice:
 class _CompletionAnswer:
     """The answer to one request, as a whole or event by event."""
 
-    def __init__(self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts) -> None:
+    def __init__(
+        self, asked: CompletionRequest, request: PostRequest, texts: TokenTexts, reports: Sequence[CacheReport]
+    ) -> None:
+        """Begin an answer; reports are of the request's prompts."""
         self._asked = asked
         self._texts = texts
-        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts), keeps=bool(asked.kept))
+        self._reports = reports
+        self._usage = TokenUsage(sum(len(prompt.token_ids) for prompt in asked.prompts), reports)
         self._choices: dict[int, _Choice] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._id = f"cmpl-{request.id}"
         self._head = {
-            "id": f"cmpl-{request.id}",
+            "id": self._id,
             "object": "text_completion",
             "created": request.began_s,
             "model": asked.backend.model_names[0],
@@ -247,8 +285,13 @@ class _CompletionAnswer:
         return self._events.of(self._choice(index, chunk))
 
     def finish(self) -> bytes:
-        """Return the last events: the usage if it was asked for."""
-        return self._events.last()
+        """Return the last events: the diagnosis and the usage if they were asked for."""
+        return self._events.last(self._diagnosis)
+
+    @property
+    def _diagnosis(self) -> Diagnosis | None:
+        """Return the diagnosis of the only prompt; None if none was asked for."""
+        return self._reports[0].diagnosis
 
     def whole(self, chunks: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The answer as one object."""
@@ -260,11 +303,15 @@ class _CompletionAnswer:
             for index, of_prompt in enumerate(chunks)
             for sample in range(self._asked.params.n)
         ]
-        return {**self._head, "choices": choices, "usage": self._usage.body}
+        body = {**self._head, "choices": choices, "usage": self._usage.body}
+        if self._diagnosis is not None:
+            body["prompt_cache_diagnostics"] = diagnostics_of(self._diagnosis)
+        return body
 
     def _take(self, prompt_index: int, chunk: Chunk) -> None:
         """Count a chunk, and keep what it has of the prompt: it has this for all samples."""
         self._usage.count(chunk, generates=self._asked.generates)
+        self._reports[prompt_index].take(chunk.cache_outcome, self._id)
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = chunk.prompt_logprobs
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.gateway.callers import Caller
@@ -94,20 +94,13 @@ async def begin(
     chunks = gateway.generate(
         caller, asked.backend, prompt.token_ids, params, cache=cache, names=names, is_whole=not asked.stream
     )
-    keeps = (
-        gateway.prompts.keep_s > 0
-        and asked.stores
-        and (asked.cache is None or asked.cache.cache_use is not CacheUse.NONE)
-    )
-    is_described = keeps or asked.compared_with is not None
-    report = CacheReport(
-        gateway.prompts,
-        caller.tenant,
-        prompt_of(asked.backend.model_names[0], asked.conversation, prompt.token_ids) if is_described else None,
-        breakpoints=prompt.breakpoints,
-        unplaced=prompt.unplaced,
+    report = gateway.cache_report(
+        caller,
+        asked.backend,
+        cache,
+        lambda: prompt_of(asked.backend.model_names[0], asked.conversation, prompt.token_ids),
         compared_with=asked.compared_with,
-        block_size=min((use.block_size for use in asked.backend.pool_uses), default=1),
-        keeps=keeps,
+        stores=asked.stores,
+        unplaced=prompt.unplaced,
     )
     return BegunConversation(prompt.token_ids, chunks, parsers, report, asked.only_warms)

@@ -15,7 +15,7 @@ MAX_ACTIONS = 1024
 _EXPECTED_S = Range(f"[0, {MAX_EXPECTED_S:.0f}]")
 _TTL_S = Range(f"(0, {MAX_RETENTION_S:.0f}]")
 _VERSIONS = ("1", "1.0")
-_KEEP, _EXPECT, _DROP = "kv.keep", "kv.expect", "kv.drop"
+_KEEP, _EXPECT, _DROP, _FETCH = "kv.keep", "kv.expect", "kv.drop", "kv.fetch"
 
 
 def read_hints(hints: Fields) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def read_envelope(fields: Fields) -> dict[str, Any]:
     """Return the actions of `kv_hints` as fields of CacheParams; of several of one type the last one counts.
 
     vLLM, SGLang, TensorRT-LLM and Dynamo share this envelope. Actions of unknown types and versions are ignored, which
-    the answer's header says. Raises HttpError: 400 with the field's path for a known action that is wrong.
+    the answer's header says with the reason. Raises HttpError: 400 with the field's path for a known action that is
+    wrong.
     """
     envelope = fields.object("kv_hints")
     if envelope is None:
@@ -44,19 +45,25 @@ def read_envelope(fields: Fields) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for index, each in enumerate(envelope.array("actions", max_length=MAX_ACTIONS) or ()):
         action = object_of(f"{envelope.path_of('actions')}[{index}]", each)
-        known = _action(action)
-        if known is None:
-            fields.noted.append(f"{envelope.path_of('actions')}[{index}]")
+        kind, version = action.take("action_type"), action.take("action_version")
+        if (reason := _why_ignored(kind, version)) is not None:
+            fields.without_effect[f"{envelope.path_of('actions')}[{index}]"] = reason
         else:
-            values |= known
+            values |= _action(action, kind)
     return values
 
 
-def _action(action: Fields) -> dict[str, Any] | None:
-    """Return what an action asks for; None if it is not known."""
-    kind, version = action.take("action_type"), action.take("action_version")
-    if kind not in (_KEEP, _EXPECT, _DROP) or str(version) not in _VERSIONS:
-        return None
+def _why_ignored(kind: Any, version: Any) -> str | None:
+    """Return why an action has no effect; None if it has one."""
+    if kind not in (_KEEP, _EXPECT, _DROP, _FETCH):
+        return "unknown_type"
+    if str(version) not in _VERSIONS:
+        return "unknown_version"
+    return "nothing_to_fetch_from" if kind == _FETCH else None
+
+
+def _action(action: Fields, kind: str) -> dict[str, Any]:
+    """Return what a known action asks for."""
     payload = action.object("payload") or Fields({}, action.path_of("payload"))
     if kind == _DROP:
         return {"expected_back_s": math.inf}

@@ -368,7 +368,7 @@ class _ResponsesAnswer:
         self._tokens = texts.after(begun.prompt_token_ids, skip_special_tokens=asked.params.skip_special_tokens)
         self._key = response_key(request.id)
         self.keep: Callable[[KeptResponse], None] = lambda response: None
-        self._usage = TokenUsage(len(begun.prompt_token_ids), begun.report)
+        self._usage = TokenUsage(len(begun.prompt_token_ids), [begun.report])
         self._numbers = count()
         self._is_begun = False
         self._open: _Text | _Reasoning | _Call | None = None
