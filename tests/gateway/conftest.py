@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,26 @@ class Gateway:
         stdout.close()
 
 
+def key_lines(keys: Mapping[str, str], role: str = "client") -> str:
+    """Return the lines of --api-keys for callers with these keys by name."""
+    return "".join(f"{name} {role} {hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in keys.items())
+
+
 @pytest.fixture(scope="session")
 def services() -> Iterator[LocalServices]:
     """Both services with the demo's model, which has a tokenizer."""
     with LocalServices.start(model=ROOT / "deploy/demo/model", num_blocks=512) as services:
+        yield services
+
+
+@pytest.fixture(scope="session")
+def chat_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
+    """Both services with a model that can chat, for tests that leave them alive."""
+    from gateway.chat_gateway import ARGUMENTS, save_chat_model  # imports this module
+    from gateway.chat_templates import CHATML
+
+    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
+    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
         yield services
 
 

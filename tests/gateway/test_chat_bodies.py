@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
-from gateway.chat_templates import CHATML
+from gateway.chat_gateway import MODEL, serve_chats
 
 from quire.cli.launch import LocalServices
 
@@ -93,12 +92,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with (
-        LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services,
-        serve_chats(services, log=model / "gateway.log") as client,
-    ):
+def url(chat_services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_chats(chat_services, log=tmp_path_factory.mktemp("gateway") / "log") as client:
         yield str(client.base_url)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from deadlines import DEADLINE_S
-from gateway.conftest import MODEL, Gateway
+from gateway.conftest import MODEL, Gateway, key_lines
 from integration.protocol_client import await_that
 from ports import free_port
 
@@ -30,9 +29,8 @@ tokens_per_minute = 100
 
 def write_keys(folder: Path) -> Path:
     """Write the file of the callers' keys, with one that has not the role client."""
-    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
     path = folder / "keys"
-    path.write_text("\n".join([*lines, f"watcher worker {hashlib.sha256(b'w').hexdigest()}"]) + "\n")
+    path.write_text(key_lines(KEYS) + key_lines({"watcher": "w"}, "worker"))
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ import jsonschema
 import pages
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model
-from gateway.chat_templates import CHATML
-from gateway.conftest import ROOT, Gateway
+from gateway.chat_gateway import MODEL
+from gateway.conftest import ROOT, Gateway, key_lines
 from gateway.test_docs import DEFAULT
 from package_environments import environment
 
@@ -40,15 +38,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
-        yield services
-
-
-@pytest.fixture(scope="module")
-def client(chats: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    gateway = Gateway(chats.cachemgr_address, log=tmp_path_factory.mktemp("gateway") / "log")
+def client(chat_services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    gateway = Gateway(chat_services.cachemgr_address, log=tmp_path_factory.mktemp("gateway") / "log")
     try:
         with gateway.client(headers={"anthropic-version": "2023-06-01", "x-api-key": "none"}) as client:
             yield client
@@ -402,15 +393,13 @@ KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
 
 
 @pytest.fixture(scope="module")
-def keyed(chats: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def keyed(chat_services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway with keys, at which bob may use one token a minute, and bodies have 1 MiB."""
     folder = tmp_path_factory.mktemp("keys")
-    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
-    lines.append(f"watcher worker {hashlib.sha256(b'key-of-watcher').hexdigest()}")
-    (folder / "keys").write_text("\n".join(lines) + "\n")
+    (folder / "keys").write_text(key_lines(KEYS) + key_lines({"watcher": "key-of-watcher"}, "worker"))
     (folder / "limits").write_text("[tenants.bob]\ntokens_per_minute = 1\n")
     flags = ("--api-keys", str(folder / "keys"), "--tenant-limits", str(folder / "limits"))
-    gateway = Gateway(chats.cachemgr_address, *flags, "--max-body-bytes", str(2**20), log=folder / "log")
+    gateway = Gateway(chat_services.cachemgr_address, *flags, "--max-body-bytes", str(2**20), log=folder / "log")
     yield gateway
     gateway.close()
 

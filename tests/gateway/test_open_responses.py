@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -11,9 +10,8 @@ from typing import Any
 import openai
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model
-from gateway.chat_templates import CHATML
-from gateway.conftest import ROOT, Gateway
+from gateway.chat_gateway import MODEL
+from gateway.conftest import ROOT, Gateway, key_lines
 from package_environments import environment
 
 from quire.cli.launch import LocalServices
@@ -77,21 +75,16 @@ CODEX: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    keys = model / "keys"
-    keys.write_text(
-        "".join(f"{name} client {hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items())
+def gateway(chat_services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    keys = folder / "keys"
+    keys.write_text(key_lines(KEYS))
+    gateway = Gateway(
+        *(chat_services.cachemgr_address, "--api-keys", str(keys), "--responses-kept-bytes", str(KEPT_BYTES)),
+        log=folder / "log",
     )
-    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
-        gateway = Gateway(
-            *(services.cachemgr_address, "--api-keys", str(keys), "--responses-kept-bytes", str(KEPT_BYTES)),
-            log=model / "gateway.log",
-        )
-        try:
-            yield gateway
-        finally:
-            gateway.close()
+    yield gateway
+    gateway.close()
 
 
 @pytest.fixture

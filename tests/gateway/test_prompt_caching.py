@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,7 @@ import httpx
 import openai
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, save_chat_model
-from gateway.chat_templates import CHATML
-from gateway.conftest import MODEL, ROOT, Gateway
+from gateway.conftest import MODEL, ROOT, Gateway, key_lines
 from gateway.test_messages import ANTHROPIC
 from package_environments import environment
 
@@ -31,17 +28,14 @@ EXPLICIT = {"mode": "explicit"}
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with LocalServices.start(model=model, num_blocks=600, extra_worker_args=ARGUMENTS) as services:
-        yield services
+def services(chat_services: LocalServices) -> LocalServices:
+    return chat_services
 
 
 @pytest.fixture(scope="module")
 def gateway(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    lines = [f"{name} client {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
-    (folder / "keys").write_text("\n".join(lines) + "\n")
+    (folder / "keys").write_text(key_lines(KEYS))
     gateway = Gateway(services.cachemgr_address, "--api-keys", str(folder / "keys"), log=folder / "log")
     yield gateway
     gateway.close()
@@ -178,6 +172,7 @@ def test_the_whole_prompt_is_kept_if_a_time_is_given(alice: openai.OpenAI) -> No
     assert kept(prompt_cache_retention="in_memory") is None
     assert kept(prompt_cache_options={"ttl": "30m"})
     assert kept(prompt_cache_retention="24h")
+    assert kept(prompt_cache_retention="24h", prompt_cache_options={"mode": "implicit"}), "the options have no time"
     nothing = kept(prompt_cache_options={"mode": "explicit"})
     assert nothing is None
 

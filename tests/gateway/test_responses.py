@@ -9,8 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
-from gateway.chat_templates import CHATML
+from gateway.chat_gateway import MODEL, serve_chats
 
 from quire.cli.launch import LocalServices
 
@@ -27,12 +26,8 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with (
-        LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services,
-        serve_chats(services, log=model / "gateway.log") as client,
-    ):
+def client(chat_services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with serve_chats(chat_services, log=tmp_path_factory.mktemp("gateway") / "log") as client:
         yield client
 
 

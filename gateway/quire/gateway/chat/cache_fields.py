@@ -43,12 +43,9 @@ def read_cache_options(fields: Fields) -> CacheOptions:
     """Return the options of a body. Raises HttpError: 400 with the field's path."""
     fields.string("prompt_cache_key")
     retention = fields.choice("prompt_cache_retention", _RETENTIONS)
-    asked = fields.object("prompt_cache_options")
-    if asked is None:
-        is_kept = retention == "24h"
-        return CacheOptions(ttl="24h" if is_kept else _BREAKPOINT_TTL, keeps_all=is_kept)
+    asked = fields.object("prompt_cache_options") or Fields({})
     is_explicit = asked.choice("mode", ("implicit", "explicit"), "implicit") == "explicit"
-    ttl = asked.choice("ttl", tuple(_TTLS))
+    ttl = asked.choice("ttl", tuple(_TTLS)) or ("24h" if retention == "24h" else None)
     options = CacheOptions(
         is_explicit=is_explicit,
         ttl=ttl or _BREAKPOINT_TTL,
