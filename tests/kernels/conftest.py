@@ -17,6 +17,10 @@ import pytest
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRET:
+    import fast_interpreter
+
+    fast_interpreter.install()
 COMPILE_ONLY = {"test_dependent_launch.py", "test_machine_code.py", "test_skinny_machine_code.py"}
 
 
