@@ -192,7 +192,7 @@ def test_a_deterministic_step_has_the_same_compiled_kernels_whatever_its_size(tm
         for _ in range(MAX_NUM_SEQS):
             table.stage_blocks(table.add(), 0, [1] * (MAX_MODEL_LEN // BLOCK_SIZE))
         found: dict[tuple[int, ...], set[Key]] = {}
-        for counts in ((1,), (1,) * MAX_NUM_SEQS, (2,), (65, 1), (500,), (1500, 1, 400)):
+        for counts in ((1,), (1,) * MAX_NUM_SEQS, (2,), (65, 1), (500,), (2000, 1, 400)):
             batch = build_step_batch(
                 table,
                 block_size=BLOCK_SIZE,
