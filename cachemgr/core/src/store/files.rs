@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 16;
+pub const VERSION: u32 = 17;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -804,6 +804,6 @@ mod tests {
             stored.write_snapshot(&path).unwrap();
             sums.push(crc32fast::hash(&fs::read(&path).unwrap()));
         }
-        assert_eq!((VERSION, sums), (16, vec![176176113, 744109455]));
+        assert_eq!((VERSION, sums), (17, vec![1815956927, 3250798352]));
     }
 }

@@ -2,25 +2,34 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Doubly linked rings of nodes in two flat arrays, a ring for each sentinel: a node that stays.
+/// The neighbours of a node, beside each other: a node is mostly looked up in a cold line of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Link {
+    next: u32,
+    prev: u32,
+}
+
+impl Link {
+    /// Of a node that is in no ring.
+    fn alone(node: u32) -> Link {
+        Link { next: node, prev: node }
+    }
+}
+
+/// Doubly linked rings of nodes in a flat array, a ring for each sentinel: a node that stays.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Rings {
-    next: Vec<u32>,
-    prev: Vec<u32>,
+    links: Vec<Link>,
 }
 
 impl Rings {
     pub fn new(num_nodes: usize) -> Rings {
-        let alone: Vec<u32> = (0..num_nodes as u32).collect();
-        Rings { next: alone.clone(), prev: alone }
+        Rings { links: (0..num_nodes as u32).map(Link::alone).collect() }
     }
 
     /// More nodes, each alone, if there are fewer.
     pub fn reach(&mut self, num_nodes: usize) {
-        for node in self.next.len()..num_nodes {
-            self.next.push(node as u32);
-            self.prev.push(node as u32);
-        }
+        self.links.extend((self.links.len()..num_nodes).map(|node| Link::alone(node as u32)));
     }
 
     /// Puts a node that is in no ring at the end of one.
@@ -30,14 +39,14 @@ impl Rings {
 
     /// The same for several nodes, in order.
     pub fn append_all(&mut self, nodes: &[u32], sentinel: u32) {
-        let mut before = self.prev[sentinel as usize];
+        let mut before = self.links[sentinel as usize].prev;
         for &node in nodes {
-            self.next[before as usize] = node;
-            self.prev[node as usize] = before;
+            self.links[before as usize].next = node;
+            self.links[node as usize].prev = before;
             before = node;
         }
-        self.next[before as usize] = sentinel;
-        self.prev[sentinel as usize] = before;
+        self.links[before as usize].next = sentinel;
+        self.links[sentinel as usize].prev = before;
     }
 
     /// Puts nodes of a ring at its end, in order. Cost: O(1) for those that follow one another already, but for a look at
@@ -48,9 +57,9 @@ impl Rings {
             let (run, others) = self.split_run(rest);
             let (first, last) = (run[0], run[run.len() - 1]);
             self.close_over(first, last);
-            let end = std::mem::replace(&mut self.prev[sentinel as usize], last);
-            self.next[end as usize] = first;
-            (self.prev[first as usize], self.next[last as usize]) = (end, sentinel);
+            let end = std::mem::replace(&mut self.links[sentinel as usize].prev, last);
+            self.links[end as usize].next = first;
+            (self.links[first as usize].prev, self.links[last as usize].next) = (end, sentinel);
             rest = others;
         }
     }
@@ -63,12 +72,10 @@ impl Rings {
                 break;
             }
             taken.push(node);
-            let after = std::mem::replace(&mut self.next[node as usize], node);
-            self.prev[node as usize] = node;
-            node = after;
+            node = std::mem::replace(&mut self.links[node as usize], Link::alone(node)).next;
         }
-        self.next[sentinel as usize] = node;
-        self.prev[node as usize] = sentinel;
+        self.links[sentinel as usize].next = node;
+        self.links[node as usize].prev = sentinel;
     }
 
     /// Takes the first nodes of a ring out, at most `count`, and appends them to `taken`. They keep their links, so that
@@ -76,9 +83,9 @@ impl Rings {
     pub fn cut_first(&mut self, sentinel: u32, count: usize, taken: &mut Vec<u32>) {
         taken.extend(self.nodes(sentinel).take(count));
         if let Some(last) = taken.last() {
-            let after = self.next[*last as usize];
-            self.next[sentinel as usize] = after;
-            self.prev[after as usize] = sentinel;
+            let after = self.links[*last as usize].next;
+            self.links[sentinel as usize].next = after;
+            self.links[after as usize].prev = sentinel;
         }
     }
 
@@ -93,7 +100,7 @@ impl Rings {
             let (run, others) = self.split_run(rest);
             self.close_over(run[0], run[run.len() - 1]);
             for &node in run {
-                (self.next[node as usize], self.prev[node as usize]) = (node, node);
+                self.links[node as usize] = Link::alone(node);
             }
             taken.extend_from_slice(run);
             rest = others;
@@ -102,43 +109,43 @@ impl Rings {
 
     /// The first of some nodes with those that follow it in its ring as they do here, and the others.
     fn split_run<'a>(&self, nodes: &'a [u32]) -> (&'a [u32], &'a [u32]) {
-        let num_following = nodes.windows(2).take_while(|pair| self.next[pair[0] as usize] == pair[1]).count();
+        let num_following = nodes.windows(2).take_while(|pair| self.links[pair[0] as usize].next == pair[1]).count();
         nodes.split_at(1 + num_following)
     }
 
     /// Connects what is before a node with what is after it or one that follows it.
     fn close_over(&mut self, first: u32, last: u32) {
-        let (before, after) = (self.prev[first as usize], self.next[last as usize]);
-        self.next[before as usize] = after;
-        self.prev[after as usize] = before;
+        let (before, after) = (self.links[first as usize].prev, self.links[last as usize].next);
+        self.links[before as usize].next = after;
+        self.links[after as usize].prev = before;
     }
 
     /// Takes a node out, wherever it is.
     pub fn remove(&mut self, node: u32) {
         self.close_over(node, node);
-        (self.next[node as usize], self.prev[node as usize]) = (node, node);
+        self.links[node as usize] = Link::alone(node);
     }
 
     /// True if a node that is no sentinel is in a ring, between neighbours that agree.
     pub fn contains(&self, node: u32) -> bool {
-        let after = self.next[node as usize];
-        after != node && self.prev[after as usize] == node && self.next[self.prev[node as usize] as usize] == node
+        let Link { next, prev } = self.links[node as usize];
+        next != node && self.links[next as usize].prev == node && self.links[prev as usize].next == node
     }
 
     /// The node after this one, the sentinel after the last.
     pub fn next(&self, node: u32) -> u32 {
-        self.next[node as usize]
+        self.links[node as usize].next
     }
 
     /// The first node of a ring; the sentinel if there is none.
     pub fn first(&self, sentinel: u32) -> u32 {
-        self.next[sentinel as usize]
+        self.links[sentinel as usize].next
     }
 
     /// The nodes of a ring; ends after as many as there can be, should the ring be broken.
     pub fn nodes(&self, sentinel: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::successors(Some(self.first(sentinel)), |node| Some(self.first(*node)))
-            .take(self.next.len())
+            .take(self.links.len())
             .take_while(move |node| *node != sentinel)
     }
 }
@@ -163,7 +170,7 @@ mod tests {
         rings.remove(1);
         rings.remove(4);
         assert_eq!((rings.first(6), rings.first(7)), (6, 2));
-        rings.next[7] = 7;
+        rings.links[7].next = 7;
         assert!(!rings.contains(2));
     }
 
@@ -173,7 +180,7 @@ mod tests {
         for nodes in [&[3, 1, 2][..], &[], &[5, 4]] {
             rings.append_all(nodes, 7);
             nodes.iter().for_each(|node| others.append(*node, 7));
-            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev));
+            assert_eq!(rings.links, others.links);
         }
         for (count, last_taken, expected) in
             [(2, 9, &[3, 1][..]), (9, 2, &[2]), (0, 9, &[]), (9, 9, &[5, 4]), (9, 9, &[])]
@@ -182,7 +189,7 @@ mod tests {
             rings.take_first(7, count, |node| node <= last_taken, &mut taken);
             assert_eq!((taken[0], &taken[1..]), (6, expected));
             expected.iter().for_each(|node| others.remove(*node));
-            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev));
+            assert_eq!(rings.links, others.links);
         }
     }
 
@@ -215,7 +222,7 @@ mod tests {
             rings.take_all(nodes, &mut taken);
             assert_eq!(taken, expected);
             expected.iter().for_each(|node| others.remove(*node));
-            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev), "{nodes:?}");
+            assert_eq!(rings.links, others.links, "{nodes:?}");
         }
     }
 
@@ -232,7 +239,7 @@ mod tests {
                 others.remove(*node);
                 others.append(*node, 7);
             }
-            assert_eq!((&rings.next, &rings.prev), (&others.next, &others.prev), "{nodes:?}");
+            assert_eq!(rings.links, others.links, "{nodes:?}");
         }
     }
 
@@ -240,7 +247,7 @@ mod tests {
     fn a_broken_ring_ends() {
         let mut rings = Rings::new(4);
         rings.append(1, 0);
-        rings.next[1] = 1;
+        rings.links[1].next = 1;
         assert_eq!(rings.nodes(0).count(), 4);
     }
 }
