@@ -433,6 +433,16 @@ class Ledger:
     def probe(self) -> Probe:
         """The further views that tests and benchmarks read."""
 
+    def begin_epoch(
+        self, epoch: int, *, whole_blocks: bytes, now: float, directory: Path | None = None
+    ) -> tuple[int, int]:
+        """Goes on in a new epoch, on memory that outlived its worker: findable blocks stay findable, all else is free.
+
+        `whole_blocks` has a bit for each block, the lowest bit of the first byte for block 0; blocks without one lose
+        their content. Open leases stay, without their sequences; ended ones are removed. Changes are written to a
+        directory, if one is given. Returns the numbers of blocks that are kept and dropped.
+        """
+
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def open_lease(self, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> Lease:
@@ -529,6 +539,10 @@ class Inspector:
     @property
     def last_report(self) -> int:
         """The number of the last entered report, 0 if none."""
+
+    @property
+    def num_planned_steps(self) -> int:
+        """Steps that were planned in the epoch."""
 
     def lease(self, lease_id: str) -> Lease:
         """The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND)."""

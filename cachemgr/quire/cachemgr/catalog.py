@@ -4,6 +4,9 @@ A worker that registers brings a new epoch (never attached before), a known epoc
 attached under no other term since), or an unknown epoch (it has a history that this cachemgr does not have). With an
 unknown epoch the worker has to begin a new one.
 
+A new epoch begins with empty books, unless its memory is that of the epoch before and outlived the worker: then the
+books go on with what was published (`why_empty` has the conditions).
+
 A pool is controlled under this cachemgr's term. If its worker has accepted a higher one before this cachemgr started,
 the clock was set back, and the pool is controlled under a term above that (`term_over`).
 """
@@ -32,6 +35,34 @@ SharesOf = Callable[[int], tuple[BlockShare, dict[str, BlockShare]]]
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that outlived its worker, as the next worker found it."""
+
+    epoch: int
+    """Attached last on this memory."""
+    attached_term: int
+    num_accepted_steps: int
+    """Of that epoch."""
+    whole_blocks: bytes
+    """A bit for each block, the lowest bit of the first byte for block 0: its content is as a step left it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedOver:
+    """The published blocks of the epoch before: those that are cached now, and those with damaged content."""
+
+    num_kept: int
+    num_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class BegunEmpty:
+    """The memory was kept, and the books did not go on with it; the reason is for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """A pool, as its worker presents it."""
 
@@ -47,6 +78,9 @@ class Registration:
     """The worker has discarded its reports up to this one."""
     highest_term_age_s: float = 0.0
     """Seconds since the worker first obeyed the highest term."""
+    memory_id: str = ""
+    """Empty: the memory ends with the worker."""
+    kept_memory: KeptMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +101,7 @@ class SavedPool:
     signing_key: bytes
     terms: tuple[int, ...]
     """The terms that have used these books, in order."""
+    memory_id: str = ""
 
 
 @dataclass(slots=True)
@@ -85,6 +120,9 @@ class AttachedPool:
     is_acknowledging: bool = False
     num_refused_reports: int = 0
     """Reports of steps that were refused since the last one that was not."""
+    memory_id: str = ""
+    memory: CarriedOver | BegunEmpty | None = None
+    """The content that the epoch began with, if its memory was kept; None: it was new."""
 
     @property
     def term(self) -> int:
@@ -227,31 +265,47 @@ class Catalog:
         self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int, now: float
     ) -> AttachedPool:
         """Make the books of a new epoch. Open leases of the pool stay, without their sequences."""
-        name, epoch = registration.pool, registration.epoch
-        terms = (term,)
-        saved = SavedPool(name, epoch, registration.geometry, registration.worker_address, signing_key, terms)
+        name, epoch, memory_id = registration.pool, registration.epoch, registration.memory_id
+        terms, address = (term,), registration.worker_address
+        saved = SavedPool(name, epoch, registration.geometry, address, signing_key, terms, memory_id)
+        leases = [] if known is None else known.ledger.inspector.leases()
+        kept, reason = registration.kept_memory, why_empty(registration, known)
+        memory: CarriedOver | BegunEmpty | None = None
+        if known is not None and kept is not None and reason is None:
+            ledger = known.ledger
+            directory = self._begin_state(saved)
+            carried = ledger.begin_epoch(epoch, whole_blocks=kept.whole_blocks, now=now, directory=directory)
+            memory = CarriedOver(*carried)
+        else:
+            ledger = self._make_books(saved, now)
+            for lease in leases:
+                if not lease.is_ending:
+                    ledger.adopt_lease(lease)
+            memory = None if reason is None else BegunEmpty(reason)
+        pool = AttachedPool(ledger, signing_key, address, terms, memory_id=memory_id, memory=memory)
+        self._pools[registration.pool] = pool
+        for lease in leases:
+            if lease.is_ending:
+                self._pool_of_lease.pop(lease.lease_id, None)
+        for tell in self.listeners(registration.pool):
+            tell()
+        return pool
+
+    def _make_books(self, saved: SavedPool, now: float) -> Ledger:
+        """Make empty books."""
         ledger = Ledger(
-            name,
-            epoch,
-            registration.geometry,
+            saved.pool,
+            saved.epoch,
+            saved.geometry,
             policy=self._policy,
             verify=self._verify,
-            listeners=self.listeners(name),
+            listeners=self.listeners(saved.pool),
             directory=self._begin_state(saved),
             now=now,
         )
         ledger.keep_contents(self._keep_tokens)
         self._apply_shares(ledger)
-        pool = AttachedPool(ledger, signing_key, registration.worker_address, terms)
-        self._pools[registration.pool] = pool
-        for lease in known.ledger.inspector.leases() if known is not None else []:
-            if lease.is_ending:
-                self._pool_of_lease.pop(lease.lease_id, None)
-            else:
-                ledger.adopt_lease(lease)
-        for tell in self.listeners(registration.pool):
-            tell()
-        return pool
+        return ledger
 
     def recover(self, saved: SavedPool, directory: Path, *, now: float) -> None:
         """Restore a pool of a cachemgr that has ended, from its store. Raises OSError if the store can't be read."""
@@ -266,6 +320,7 @@ class Catalog:
         )
         ledger.keep_contents(self._keep_tokens)
         pool = AttachedPool(ledger, saved.signing_key, saved.worker_address, saved.terms, is_attached=False)
+        pool.memory_id = saved.memory_id
         pool.acknowledged_report = ledger.inspector.last_report
         self._pools[saved.pool] = pool
         self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.inspector.leases())
@@ -280,6 +335,30 @@ class Catalog:
         pool.ledger.lease_fenced(lease_id)
         if self._pool_of_lease.get(lease_id) == pool.ledger.pool:  # a worker reports on its own pool only
             del self._pool_of_lease[lease_id]
+
+
+def why_empty(registration: Registration, known: AttachedPool | None) -> str | None:
+    """Return why these books are not exactly those of the memory that the worker has kept; None if they are."""
+    kept = registration.kept_memory
+    if kept is None:
+        return None
+    if known is None:
+        return "there are no books of the pool"
+    if not registration.memory_id or known.memory_id != registration.memory_id:
+        return f"the books are of memory {known.memory_id!r}, the worker has {registration.memory_id!r}"
+    if known.ledger.epoch != kept.epoch:
+        return f"the books are of epoch {known.ledger.epoch}, the memory of {kept.epoch}"
+    if kept.attached_term not in known.terms:
+        return f"another cachemgr, of term {kept.attached_term}, has ruled the epoch since"
+    if known.is_contradicted:
+        return "the worker's reports did not fit the books"
+    if known.ledger.geometry != registration.geometry:
+        return "the pool has another geometry or model"
+    least, most = known.ledger.inspector.last_report, known.ledger.inspector.num_planned_steps
+    if not least <= kept.num_accepted_steps <= most:
+        steps = f"{kept.num_accepted_steps} steps ran on the memory"
+        return f"{steps}; by the books {least} were reported and {most} planned"
+    return None
 
 
 def leases_from(ledger: Ledger, key: str, *, only: str = "") -> Iterator[tuple[str, Lease]]:

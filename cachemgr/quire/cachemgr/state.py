@@ -37,7 +37,7 @@ from quire.serving.watched import read_bytes
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """The version of pool.json."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -170,6 +170,7 @@ def encode_saved(saved: SavedPool) -> dict[str, Any]:
         epoch=saved.epoch,
         geometry=messages.encode_geometry(saved.geometry),
         worker_address=saved.worker_address,
+        memory_id=saved.memory_id,
     )
     return {
         "registration": json_format.MessageToDict(registration, preserving_proto_field_name=True),
@@ -192,6 +193,7 @@ def decode_saved(content: dict[str, Any]) -> SavedPool:
         worker_address=registration.worker_address,
         signing_key=decode_key(content.get("signing_key")),
         terms=decode_terms(content.get("terms")),
+        memory_id=registration.memory_id,
     )
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planning import Admission, StepOutcome, StepRequest, lease_numbers_of, plan_step, report_of
 
-from quire.cachemgr.catalog import MAX_TERM, AttachedPool, Catalog, NewEpoch, Registration, SavedPool
+from quire.cachemgr.catalog import (
+    MAX_TERM,
+    AttachedPool,
+    BegunEmpty,
+    CarriedOver,
+    Catalog,
+    KeptMemory,
+    NewEpoch,
+    Registration,
+    SavedPool,
+)
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
 
@@ -326,3 +338,94 @@ def test_what_is_not_whole_is_not_recovered(saved: SavedPool, tmp_path: Path) ->
         catalog.recover(saved, tmp_path, now=0.0)
     assert catalog.pools() == []
     assert refusal_of(lambda: catalog.pool_of("lease")) is Reason.LEASE_NOT_FOUND
+
+
+# -- memory that outlives its worker --------------------------------------------------------------------------------
+
+ALL_WHOLE = b"\xff\xff"
+PROMPT = array("i", [1, 2, 3, 4, 5]).tobytes()
+
+
+def kept(**told: Any) -> dict[str, Any]:
+    """The fields of a registration of a worker that has found the memory of epoch 1."""
+    fields = {"epoch": 1, "attached_term": TERM, "num_accepted_steps": 1, "whole_blocks": ALL_WHOLE}
+    return {"epoch": 2, "memory_id": "m", "kept_memory": KeptMemory(**fields | told)}
+
+
+@pytest.fixture
+def dead(catalog: Catalog) -> AttachedPool:
+    """A pool with two cached blocks of a sequence, of a worker that has died."""
+    pool = attach(catalog, memory_id="m")
+    catalog.open_lease(pool, "lease", ttl_s=10.0, now=0.0)
+    step = plan_step(pool.ledger, "lease", StepRequest(admissions=[Admission(1, PROMPT)]), now=0.0)
+    report = report_of(
+        "lease", step.step_number, seq_ids=[1], token_counts=[5], sampled_ids=[1], sampled_tokens=[6], report_number=1
+    )
+    pool.ledger.settle(report)
+    pool.is_attached = False
+    return pool
+
+
+def num_cached(pool: AttachedPool) -> int:
+    return pool.ledger.inspector.num_cached_tokens(PROMPT, salt=b"")
+
+
+def test_published_blocks_outlive_the_worker_with_its_memory(catalog: Catalog, dead: AttachedPool) -> None:
+    catalog.open_lease(dead, "ended", ttl_s=10.0, now=0.0)
+    dead.ledger.end_lease("ended")
+    pool = attach(catalog, b"new key", **kept())
+    assert (pool.memory, num_cached(pool)) == (CarriedOver(num_kept=2, num_dropped=0), 4)
+    assert (pool.ledger.epoch, pool.signing_key, pool.acknowledged_report) == (2, b"new key", 0)
+    assert plan_step(pool.ledger, "lease", StepRequest(admissions=[Admission(1, PROMPT)]), now=0.0).step_number == 1
+    assert catalog.tenant_of("ended") is None
+    assert attach(catalog, **kept()) is pool, "the same registration on another stream changes nothing"
+
+
+def test_blocks_that_the_worker_does_not_find_whole_are_dropped(catalog: Catalog, dead: AttachedPool) -> None:
+    pool = attach(catalog, **kept(whole_blocks=b"\x02"))
+    assert (pool.memory, num_cached(pool)) == (CarriedOver(num_kept=1, num_dropped=1), 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"epoch": 3}, "the books are of epoch 1, the memory of 3"),
+        ({"attached_term": TERM + 1}, "another cachemgr, of term 6, has ruled the epoch since"),
+        ({"num_accepted_steps": 0}, "0 steps ran on the memory; by the books 1 were reported and 1 planned"),
+        ({"num_accepted_steps": 2}, "2 steps ran on the memory; by the books 1 were reported and 1 planned"),
+    ],
+)
+def test_memory_and_books_that_do_not_fit_begin_empty(
+    catalog: Catalog, dead: AttachedPool, told: dict[str, Any], reason: str
+) -> None:
+    pool = attach(catalog, **kept(**told))
+    assert (pool.memory, num_cached(pool)) == (BegunEmpty(reason), 0)
+    assert pool.ledger.inspector.find_lease("lease") is not None
+
+
+def test_other_memory_another_geometry_and_reports_that_did_not_fit_begin_empty(
+    catalog: Catalog, dead: AttachedPool
+) -> None:
+    other = attach(catalog, **kept() | {"memory_id": "another holder's"})
+    assert other.memory == BegunEmpty("the books are of memory 'm', the worker has \"another holder's\"")
+    other.is_attached = False
+    told = registration(**kept(epoch=2, num_accepted_steps=0) | {"epoch": 3, "memory_id": "another holder's"})
+    pool = catalog.register(replace(told, geometry=replace(GEOMETRY, model_fingerprint="g")), signing_key=b"k")
+    assert isinstance(pool, AttachedPool)
+    assert pool.memory == BegunEmpty("the pool has another geometry or model")
+    pool.is_attached = False
+    pool.num_refused_reports = 2
+    again = replace(registration(**kept(epoch=3, num_accepted_steps=0)), epoch=4, memory_id="another holder's")
+    refused = catalog.register(replace(again, geometry=pool.ledger.geometry), signing_key=b"k")
+    assert isinstance(refused, AttachedPool)
+    assert refused.memory == BegunEmpty("the worker's reports did not fit the books")
+
+
+def test_memory_without_books_begins_empty(catalog: Catalog) -> None:
+    assert attach(catalog, **kept()).memory == BegunEmpty("there are no books of the pool")
+
+
+def test_an_attached_worker_is_not_replaced_by_one_on_its_memory(catalog: Catalog, dead: AttachedPool) -> None:
+    dead.is_attached = True
+    assert refusal_of(lambda: attach(catalog, **kept())) is Reason.POOL_ALREADY_ATTACHED
+    assert num_cached(dead) == 4

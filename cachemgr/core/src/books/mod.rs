@@ -8,6 +8,7 @@ pub mod explain;
 pub mod explainer;
 pub mod geometry;
 pub mod hits;
+pub mod kept_memory;
 pub mod kept_prefix;
 pub mod lease;
 pub mod listing;

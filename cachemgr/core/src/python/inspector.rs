@@ -30,6 +30,12 @@ impl PyInspector {
         ledger.stored.books().last_report()
     }
 
+    /// Steps that were planned in the epoch.
+    #[getter]
+    fn num_planned_steps(&self, py: Python<'_>) -> u64 {
+        self.ledger.borrow(py).stored.books().counters().planned_steps
+    }
+
     /// The open lease of this id. Raises CallRefused (LEASE_NOT_FOUND).
     fn lease(&self, py: Python<'_>, lease_id: &str) -> PyResult<LeaseView> {
         self.ledger.borrow(py).open_lease_view(py, lease_id)

@@ -212,6 +212,22 @@ impl PyLedger {
         PyProbe { ledger: slf }
     }
 
+    /// Goes on in a new epoch, on memory that outlived its worker: see Books::begin_epoch. `whole_blocks` has a bit for
+    /// each block, the lowest of the first byte for block 0. Changes are written to a store in a directory, if one is
+    /// given; it has to exist. Returns the numbers of blocks that are kept and dropped.
+    #[pyo3(signature = (epoch, *, whole_blocks, now, directory = None))]
+    fn begin_epoch(
+        &mut self,
+        py: Python<'_>,
+        epoch: i64,
+        whole_blocks: &[u8],
+        now: f64,
+        directory: Option<PathBuf>,
+    ) -> PyResult<(usize, usize)> {
+        let carried = self.telling(py, |books| books.begin_epoch(epoch, whole_blocks, now, directory.as_deref()))?;
+        Ok((carried.num_kept, carried.num_dropped))
+    }
+
     // -- leases -------------------------------------------------------------------------------------------------------
 
     /// A new lease without sequences.

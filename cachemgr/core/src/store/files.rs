@@ -75,6 +75,13 @@ impl Store {
         Ok(store)
     }
 
+    /// Begins a store with books as they are, in an existing directory of its own.
+    pub fn continue_from(directory: &Path, books: &Books, limits: LogLimits) -> Outcome<Store> {
+        let path = books_path(directory, 1);
+        write_snapshot(&path, books).map_err(|error| of(&path, error))?;
+        Store::open(directory, 1, 1, limits)
+    }
+
     fn open(directory: &Path, first_log: u64, number: u64, limits: LogLimits) -> Outcome<Store> {
         Ok(Store {
             log: begin_log(directory, number)?,
@@ -520,6 +527,31 @@ mod tests {
             stored.finish().unwrap();
             assert!(folder.files().iter().any(|name| name.starts_with("books-")), "{:?}", folder.files());
             assert!(folder.files().len() < 12, "what is replaced is removed: {:?}", folder.files());
+        }
+    }
+
+    #[test]
+    fn a_new_epoch_on_kept_memory_is_there_again() {
+        for policy in POLICIES {
+            let folders = ["before", "after"].map(|name| Folder::new(&format!("kept-memory-{policy}-{name}")));
+            let mut stored = create(&folders[0], policy, LIMITS);
+            open_leases(&mut stored);
+            let mut random = Random(5);
+            (1..60).for_each(|number| drop(do_something(&mut stored, &mut random, number as f64, number)));
+            let carried = stored.begin_epoch(3, &[0xff, 0x5f], 60.0, Some(&folders[1].0)).unwrap();
+            assert!(carried.num_kept > 0 && stored.epoch() == 3 && stored.take_loss().is_none(), "{carried:?}");
+            let again = recover(&folders[1], LIMITS);
+            assert_eq!(state(&again), state(&stored));
+            let plan = |stored: &mut StoredBooks| {
+                format!("{:?}", stored.plan("a", stored.epoch(), &some_request(&mut Random(8)), 61.0, &key("", b"")))
+            };
+            drop(again);
+            assert!(plan(&mut stored).contains("step_number: 1"));
+            assert_eq!(
+                state(&recover(&folders[1], LIMITS)),
+                state(&stored),
+                "the changes of the new epoch are written"
+            );
         }
     }
 

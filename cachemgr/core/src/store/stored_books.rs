@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::books::kept_memory::CarriedOver;
 use crate::books::lease::answers::RequestKey;
 use crate::books::pins::{Pin, PinId};
 use crate::books::plans::{Admission, GrantedStep, StepRequest};
@@ -62,6 +63,20 @@ impl StoredBooks {
             Err(error) => self.loss = Some(error),
         }
         Ok(())
+    }
+
+    /// See Books::begin_epoch. Changes are written to a new store in the directory from here on, if one is given.
+    pub fn begin_epoch(&mut self, epoch: i64, whole: &[u8], now: f64, directory: Option<&Path>) -> Result<CarriedOver> {
+        self.store = None;
+        let carried = self.books.begin_epoch(whole, now)?;
+        self.epoch = epoch;
+        self.refusals.clear();
+        let begun = directory.map(|directory| Store::continue_from(directory, &self.books, LogLimits::default()));
+        match begun.transpose() {
+            Ok(store) => self.store = store,
+            Err(error) => self.loss = Some(error),
+        }
+        Ok(carried)
     }
 
     /// True if changes are written down.

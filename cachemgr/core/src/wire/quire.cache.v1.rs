@@ -60,6 +60,21 @@ pub struct RegisterPool {
     pub acknowledged_report_number: i64,
     #[prost(message, optional, tag="9")]
     pub highest_term_age: ::core::option::Option<::prost_types::Duration>,
+    #[prost(string, tag="10")]
+    pub memory_id: ::prost::alloc::string::String,
+    #[prost(message, optional, tag="11")]
+    pub kept_memory: ::core::option::Option<KeptMemory>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct KeptMemory {
+    #[prost(int64, tag="1")]
+    pub epoch: i64,
+    #[prost(int64, tag="2")]
+    pub attached_term: i64,
+    #[prost(int64, tag="3")]
+    pub accepted_step_count: i64,
+    #[prost(bytes="vec", tag="4")]
+    pub whole_blocks: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LeaseProgress {

@@ -15,7 +15,14 @@ import grpc
 from quire.cache.v1 import attach_pb2
 from quire.cachemgr._core import StepReport
 from quire.cachemgr.bounds import MAX_ATTACHMENTS, Places
-from quire.cachemgr.catalog import MAX_TERM_STEP, SIGNING_KEY_BYTES, AttachedPool, Catalog
+from quire.cachemgr.catalog import (
+    MAX_TERM_STEP,
+    SIGNING_KEY_BYTES,
+    AttachedPool,
+    BegunEmpty,
+    CarriedOver,
+    Catalog,
+)
 from quire.cachemgr.errors import CallRefused, Reason, invalid, refuse
 from quire.cachemgr.service import messages
 from quire.cachemgr.service.statuses import to_error_status
@@ -150,6 +157,8 @@ class Attachments:
                 now=self._clock(),
             )
             if isinstance(registered, AttachedPool):
+                if known is None:
+                    log_memory(registered)
                 return registered
             told = (registration.pool, registration.epoch, registered.term)
             log.info("new epoch required pool=%s epoch=%d term=%d", *told)
@@ -176,6 +185,8 @@ class Attachments:
         log.info("worker attached pool=%s epoch=%d blocks=%d", ledger.pool, ledger.epoch, ledger.geometry.num_blocks)
 
     def _hear(self, pool: AttachedPool, request: Request) -> None:
+        if self._catalog.pool(pool.ledger.pool) is not pool:
+            return  # a new epoch has begun, and its books may be those of the old one
         if isinstance(request, StepReport):
             self._settle(pool, request)
             return
@@ -214,6 +225,16 @@ class Attachments:
         stream = self._streams.get(pool.ledger.pool)
         if stream is not None:
             stream.orders.put_nowait(order)
+
+
+def log_memory(pool: AttachedPool) -> None:
+    """Write to the log what became of memory that outlived its worker."""
+    told = (pool.ledger.pool, pool.ledger.epoch)
+    match pool.memory:
+        case CarriedOver(num_kept, num_dropped):
+            log.info("memory kept pool=%s epoch=%d cached=%d dropped=%d", *told, num_kept, num_dropped)
+        case BegunEmpty(reason):
+            log.warning("memory not kept, the pool begins empty pool=%s epoch=%d reason=%s", *told, reason)
 
 
 def kind_of(request: Request) -> str:

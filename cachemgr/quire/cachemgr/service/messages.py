@@ -29,7 +29,7 @@ from quire.cachemgr._core import (
     TenantUse,
 )
 from quire.cachemgr.blocks import BlockState
-from quire.cachemgr.catalog import AttachedPool, Registration
+from quire.cachemgr.catalog import AttachedPool, KeptMemory, Registration
 from quire.cachemgr.errors import CallRefused, Reason, Refusal, invalid, refuse
 from quire.cachemgr.geometry import Geometry, LayerGroup
 from quire.cachemgr.service import statuses
@@ -42,6 +42,7 @@ MAX_DRAFTS = 64
 MAX_POOL_NAME_LENGTH = 128
 MAX_TEXT_LENGTH = 1_024
 """The most characters of a worker's texts about its pool. They are kept, and shown to every client."""
+MAX_MEMORY_ID_LENGTH = 64
 MAX_OPEN_LEASES = 131_072
 """The most open leases in the registration of a worker."""
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
@@ -151,17 +152,34 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         require_not_negative(f"register_pool.{number}", getattr(message, number))
     check_count("register_pool.open_leases", len(message.open_leases), MAX_OPEN_LEASES)
     check_text("register_pool.worker_address", message.worker_address)
+    check_count("register_pool.memory_id", len(message.memory_id), MAX_MEMORY_ID_LENGTH)
+    geometry = decode_geometry(message.geometry)
     return Registration(
         pool=name,
         epoch=message.epoch,
         highest_term=message.highest_term,
         attached_term=message.attached_term,
-        geometry=decode_geometry(message.geometry),
+        geometry=geometry,
         worker_address=message.worker_address,
         next_steps={lease.lease_id: lease.next_step_number for lease in message.open_leases},
         acknowledged_report=message.acknowledged_report_number,
         highest_term_age_s=seconds_of(message.highest_term_age),
+        memory_id=message.memory_id,
+        kept_memory=decode_kept_memory(message, geometry) if message.HasField("kept_memory") else None,
     )
+
+
+def decode_kept_memory(message: attach_pb2.RegisterPool, geometry: Geometry) -> KeptMemory:
+    """Raises CallRefused (INVALID_ARGUMENT)."""
+    kept, field = message.kept_memory, "register_pool.kept_memory"
+    if message.attached_term:
+        raise CallRefused(invalid("register_pool.attached_term", message.attached_term, "0 with kept memory"))
+    if kept.epoch in (0, message.epoch):
+        raise CallRefused(invalid(f"{field}.epoch", kept.epoch, "that of an earlier epoch"))
+    for number in ("attached_term", "accepted_step_count"):
+        require_not_negative(f"{field}.{number}", getattr(kept, number))
+    check_count(f"{field}.whole_blocks", len(kept.whole_blocks), -(-geometry.num_blocks // 8))
+    return KeptMemory(kept.epoch, kept.attached_term, kept.accepted_step_count, kept.whole_blocks)
 
 
 def require_same_geometry(message: attach_pb2.PoolGeometry, known: Geometry) -> None:

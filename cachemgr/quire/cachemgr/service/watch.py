@@ -88,7 +88,7 @@ async def watch_blocks(
                 changes = Changes(ledger, view, ledger.inspector.num_changes(), max_events=max_events)
                 async for answer in changes.snapshot():
                     yield answer
-            while catalog.pool(name).ledger is ledger:
+            while catalog.pool(name).ledger.epoch == changes.epoch:
                 ledger.advance(clock())
                 if (change := changes.next()) is not None:
                     yield change
@@ -112,6 +112,7 @@ class Changes:
 
     def __init__(self, ledger: Ledger, view: View, number: int, *, max_events: int = MAX_EVENTS) -> None:
         self._ledger = ledger
+        self.epoch = ledger.epoch
         self._view = view
         self._max_events = max_events
         self._known = Known(number)
@@ -124,7 +125,7 @@ class Changes:
 
     async def snapshot(self) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
         """All blocks that are not free, page by page. `next` has the changes meanwhile."""
-        response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch, cleared=True)
+        response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch, cleared=True)
         following: int | None = 0
         while following is not None:
             events, following = self._ledger.inspector.snapshot(
@@ -137,7 +138,7 @@ class Changes:
             response.MergeFromString(events)
             if following is None or response.events:
                 yield self._ended(response, is_whole=following is None and not self._num_waiting())
-                response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
+                response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch)
             await asyncio.sleep(0)  # others' calls go on
 
     def next(self) -> cache_service_pb2.WatchBlocksResponse | None:
@@ -151,7 +152,7 @@ class Changes:
         self._has_more = self._num_waiting() > 0
         if not events and (self._has_more or not self._owes_cursor()):
             return None
-        response = cache_service_pb2.WatchBlocksResponse(epoch=self._ledger.epoch)
+        response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch)
         response.MergeFromString(events)
         return self._ended(response, is_whole=not self._has_more)
 
@@ -171,7 +172,7 @@ class Changes:
         self._is_in_part = not is_whole
         if is_whole:
             self._told_number = self._known.number
-            response.cursor = Place(self._ledger.epoch, self._known.number).cursor
+            response.cursor = Place(self.epoch, self._known.number).cursor
         return response
 
     async def pause(self, changed: asyncio.Event, clock: Callable[[], float]) -> None:

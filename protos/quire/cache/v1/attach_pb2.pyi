@@ -218,6 +218,8 @@ class RegisterPool(_message.Message):
     OPEN_LEASES_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_REPORT_NUMBER_FIELD_NUMBER: _builtins.int
     HIGHEST_TERM_AGE_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
+    KEPT_MEMORY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'."""
     epoch: _builtins.int
@@ -238,6 +240,11 @@ class RegisterPool(_message.Message):
     """The worker has discarded its reports up to this one. It must not be higher than
     the last report that cachemgr has entered.
     """
+    memory_id: _builtins.str
+    """The identity of the pool's memory, if something keeps that beyond the worker's
+    death; chosen anew for each memory. Empty: the memory ends with the worker. Up
+    to 64 characters.
+    """
     @_builtins.property
     def geometry(self) -> Global___PoolGeometry:
         """Sizes and identity of the pool: constant within an epoch."""
@@ -257,6 +264,12 @@ class RegisterPool(_message.Message):
         highest_term. Unset: unknown, so the terms decide.
         """
 
+    @_builtins.property
+    def kept_memory(self) -> Global___KeptMemory:
+        """The worker has found this memory and has begun a new process on it. Set until
+        the epoch is attached for the first time, and only for an epoch that never was.
+        """
+
     def __init__(
         self,
         *,
@@ -269,14 +282,59 @@ class RegisterPool(_message.Message):
         open_leases: _abc.Iterable[Global___LeaseProgress] | None = ...,
         acknowledged_report_number: _builtins.int = ...,
         highest_term_age: _duration_pb2.Duration | None = ...,
+        memory_id: _builtins.str = ...,
+        kept_memory: Global___KeptMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "highest_term_age", b"highest_term_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory", "memory_id", b"memory_id", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterPool: _TypeAlias = RegisterPool  # noqa: Y015
+
+@_typing.final
+class KeptMemory(_message.Message):
+    """Memory that outlived its worker. The leases, sequences and steps of the worker
+    are forgotten. If cachemgr's books are those of this memory, they go on: the
+    blocks that were published are cached, all others are free. Otherwise the pool
+    begins empty.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTACHED_TERM_FIELD_NUMBER: _builtins.int
+    ACCEPTED_STEP_COUNT_FIELD_NUMBER: _builtins.int
+    WHOLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch that was attached last on this memory."""
+    attached_term: _builtins.int
+    """The term of that attachment."""
+    accepted_step_count: _builtins.int
+    """The steps that were accepted in that epoch. Books with fewer planned steps are
+    older than the memory; with more reported ones they are newer.
+    """
+    whole_blocks: _builtins.bytes
+    """A bit for each block, the lowest bit of the first byte for block 0: set if the
+    block's content is as it was when a step had filled it. Others are not carried
+    over. At most one bit for each block of the geometry, rounded up to bytes.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        attached_term: _builtins.int = ...,
+        accepted_step_count: _builtins.int = ...,
+        whole_blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_step_count", b"accepted_step_count", "attached_term", b"attached_term", "epoch", b"epoch", "whole_blocks", b"whole_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptMemory: _TypeAlias = KeptMemory  # noqa: Y015
 
 @_typing.final
 class LeaseProgress(_message.Message):

@@ -430,8 +430,15 @@ type RegisterPool struct {
 	// because a clock was set back. It then controls this pool under a term above
 	// highest_term. Unset: unknown, so the terms decide.
 	HighestTermAge *durationpb.Duration `protobuf:"bytes,9,opt,name=highest_term_age,json=highestTermAge,proto3" json:"highest_term_age,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The identity of the pool's memory, if something keeps that beyond the worker's
+	// death; chosen anew for each memory. Empty: the memory ends with the worker. Up
+	// to 64 characters.
+	MemoryId string `protobuf:"bytes,10,opt,name=memory_id,json=memoryId,proto3" json:"memory_id,omitempty"`
+	// The worker has found this memory and has begun a new process on it. Set until
+	// the epoch is attached for the first time, and only for an epoch that never was.
+	KeptMemory    *KeptMemory `protobuf:"bytes,11,opt,name=kept_memory,json=keptMemory,proto3" json:"kept_memory,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RegisterPool) Reset() {
@@ -527,6 +534,99 @@ func (x *RegisterPool) GetHighestTermAge() *durationpb.Duration {
 	return nil
 }
 
+func (x *RegisterPool) GetMemoryId() string {
+	if x != nil {
+		return x.MemoryId
+	}
+	return ""
+}
+
+func (x *RegisterPool) GetKeptMemory() *KeptMemory {
+	if x != nil {
+		return x.KeptMemory
+	}
+	return nil
+}
+
+// Memory that outlived its worker. The leases, sequences and steps of the worker
+// are forgotten. If cachemgr's books are those of this memory, they go on: the
+// blocks that were published are cached, all others are free. Otherwise the pool
+// begins empty.
+type KeptMemory struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The epoch that was attached last on this memory.
+	Epoch int64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// The term of that attachment.
+	AttachedTerm int64 `protobuf:"varint,2,opt,name=attached_term,json=attachedTerm,proto3" json:"attached_term,omitempty"`
+	// The steps that were accepted in that epoch. Books with fewer planned steps are
+	// older than the memory; with more reported ones they are newer.
+	AcceptedStepCount int64 `protobuf:"varint,3,opt,name=accepted_step_count,json=acceptedStepCount,proto3" json:"accepted_step_count,omitempty"`
+	// A bit for each block, the lowest bit of the first byte for block 0: set if the
+	// block's content is as it was when a step had filled it. Others are not carried
+	// over. At most one bit for each block of the geometry, rounded up to bytes.
+	WholeBlocks   []byte `protobuf:"bytes,4,opt,name=whole_blocks,json=wholeBlocks,proto3" json:"whole_blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeptMemory) Reset() {
+	*x = KeptMemory{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeptMemory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeptMemory) ProtoMessage() {}
+
+func (x *KeptMemory) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeptMemory.ProtoReflect.Descriptor instead.
+func (*KeptMemory) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *KeptMemory) GetEpoch() int64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *KeptMemory) GetAttachedTerm() int64 {
+	if x != nil {
+		return x.AttachedTerm
+	}
+	return 0
+}
+
+func (x *KeptMemory) GetAcceptedStepCount() int64 {
+	if x != nil {
+		return x.AcceptedStepCount
+	}
+	return 0
+}
+
+func (x *KeptMemory) GetWholeBlocks() []byte {
+	if x != nil {
+		return x.WholeBlocks
+	}
+	return nil
+}
+
 // The progress of a lease's steps.
 type LeaseProgress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -540,7 +640,7 @@ type LeaseProgress struct {
 
 func (x *LeaseProgress) Reset() {
 	*x = LeaseProgress{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -552,7 +652,7 @@ func (x *LeaseProgress) String() string {
 func (*LeaseProgress) ProtoMessage() {}
 
 func (x *LeaseProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -565,7 +665,7 @@ func (x *LeaseProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseProgress.ProtoReflect.Descriptor instead.
 func (*LeaseProgress) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *LeaseProgress) GetLeaseId() string {
@@ -598,7 +698,7 @@ type LayerGroup struct {
 
 func (x *LayerGroup) Reset() {
 	*x = LayerGroup{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -610,7 +710,7 @@ func (x *LayerGroup) String() string {
 func (*LayerGroup) ProtoMessage() {}
 
 func (x *LayerGroup) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -623,7 +723,7 @@ func (x *LayerGroup) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroup.ProtoReflect.Descriptor instead.
 func (*LayerGroup) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *LayerGroup) GetKind() LayerGroupKind {
@@ -687,7 +787,7 @@ type PoolGeometry struct {
 
 func (x *PoolGeometry) Reset() {
 	*x = PoolGeometry{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -699,7 +799,7 @@ func (x *PoolGeometry) String() string {
 func (*PoolGeometry) ProtoMessage() {}
 
 func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -712,7 +812,7 @@ func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolGeometry.ProtoReflect.Descriptor instead.
 func (*PoolGeometry) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *PoolGeometry) GetBlockSizeTokens() int32 {
@@ -816,7 +916,7 @@ type Attached struct {
 
 func (x *Attached) Reset() {
 	*x = Attached{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -828,7 +928,7 @@ func (x *Attached) String() string {
 func (*Attached) ProtoMessage() {}
 
 func (x *Attached) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -841,7 +941,7 @@ func (x *Attached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Attached.ProtoReflect.Descriptor instead.
 func (*Attached) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Attached) GetTerm() int64 {
@@ -883,7 +983,7 @@ type NewEpochRequired struct {
 
 func (x *NewEpochRequired) Reset() {
 	*x = NewEpochRequired{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -895,7 +995,7 @@ func (x *NewEpochRequired) String() string {
 func (*NewEpochRequired) ProtoMessage() {}
 
 func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -908,7 +1008,7 @@ func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NewEpochRequired.ProtoReflect.Descriptor instead.
 func (*NewEpochRequired) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *NewEpochRequired) GetTerm() int64 {
@@ -929,7 +1029,7 @@ type OpenLease struct {
 
 func (x *OpenLease) Reset() {
 	*x = OpenLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -941,7 +1041,7 @@ func (x *OpenLease) String() string {
 func (*OpenLease) ProtoMessage() {}
 
 func (x *OpenLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -954,7 +1054,7 @@ func (x *OpenLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLease.ProtoReflect.Descriptor instead.
 func (*OpenLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *OpenLease) GetLeaseId() string {
@@ -975,7 +1075,7 @@ type FenceLease struct {
 
 func (x *FenceLease) Reset() {
 	*x = FenceLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -987,7 +1087,7 @@ func (x *FenceLease) String() string {
 func (*FenceLease) ProtoMessage() {}
 
 func (x *FenceLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1000,7 +1100,7 @@ func (x *FenceLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FenceLease.ProtoReflect.Descriptor instead.
 func (*FenceLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *FenceLease) GetLeaseId() string {
@@ -1021,7 +1121,7 @@ type ReportsAcknowledged struct {
 
 func (x *ReportsAcknowledged) Reset() {
 	*x = ReportsAcknowledged{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +1133,7 @@ func (x *ReportsAcknowledged) String() string {
 func (*ReportsAcknowledged) ProtoMessage() {}
 
 func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +1146,7 @@ func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportsAcknowledged.ProtoReflect.Descriptor instead.
 func (*ReportsAcknowledged) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ReportsAcknowledged) GetReportNumber() int64 {
@@ -1067,7 +1167,7 @@ type LeaseOpened struct {
 
 func (x *LeaseOpened) Reset() {
 	*x = LeaseOpened{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1079,7 +1179,7 @@ func (x *LeaseOpened) String() string {
 func (*LeaseOpened) ProtoMessage() {}
 
 func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1092,7 +1192,7 @@ func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseOpened.ProtoReflect.Descriptor instead.
 func (*LeaseOpened) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LeaseOpened) GetLeaseId() string {
@@ -1114,7 +1214,7 @@ type LeaseFenced struct {
 
 func (x *LeaseFenced) Reset() {
 	*x = LeaseFenced{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1126,7 +1226,7 @@ func (x *LeaseFenced) String() string {
 func (*LeaseFenced) ProtoMessage() {}
 
 func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1139,7 +1239,7 @@ func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseFenced.ProtoReflect.Descriptor instead.
 func (*LeaseFenced) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *LeaseFenced) GetLeaseId() string {
@@ -1179,7 +1279,7 @@ type StepReport struct {
 
 func (x *StepReport) Reset() {
 	*x = StepReport{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1191,7 +1291,7 @@ func (x *StepReport) String() string {
 func (*StepReport) ProtoMessage() {}
 
 func (x *StepReport) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1204,7 +1304,7 @@ func (x *StepReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepReport.ProtoReflect.Descriptor instead.
 func (*StepReport) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StepReport) GetReportNumber() int64 {
@@ -1290,7 +1390,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vfence_lease\x18\x04 \x01(\v2\x1a.quire.cache.v1.FenceLeaseH\x00R\n" +
 	"fenceLease\x12X\n" +
 	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledgedB\t\n" +
-	"\amessage\"\xa4\x03\n" +
+	"\amessage\"\xfe\x03\n" +
 	"\fRegisterPool\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12!\n" +
@@ -1301,7 +1401,17 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vopen_leases\x18\a \x03(\v2\x1d.quire.cache.v1.LeaseProgressR\n" +
 	"openLeases\x12<\n" +
 	"\x1aacknowledged_report_number\x18\b \x01(\x03R\x18acknowledgedReportNumber\x12C\n" +
-	"\x10highest_term_age\x18\t \x01(\v2\x19.google.protobuf.DurationR\x0ehighestTermAge\"T\n" +
+	"\x10highest_term_age\x18\t \x01(\v2\x19.google.protobuf.DurationR\x0ehighestTermAge\x12\x1b\n" +
+	"\tmemory_id\x18\n" +
+	" \x01(\tR\bmemoryId\x12;\n" +
+	"\vkept_memory\x18\v \x01(\v2\x1a.quire.cache.v1.KeptMemoryR\n" +
+	"keptMemory\"\x9a\x01\n" +
+	"\n" +
+	"KeptMemory\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12#\n" +
+	"\rattached_term\x18\x02 \x01(\x03R\fattachedTerm\x12.\n" +
+	"\x13accepted_step_count\x18\x03 \x01(\x03R\x11acceptedStepCount\x12!\n" +
+	"\fwhole_blocks\x18\x04 \x01(\fR\vwholeBlocks\"T\n" +
 	"\rLeaseProgress\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12(\n" +
 	"\x10next_step_number\x18\x02 \x01(\x03R\x0enextStepNumber\"\x8f\x01\n" +
@@ -1382,47 +1492,49 @@ func file_quire_cache_v1_attach_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(LayerGroupKind)(0),         // 0: quire.cache.v1.LayerGroupKind
 	(StepOutcome)(0),            // 1: quire.cache.v1.StepOutcome
 	(*AttachPoolRequest)(nil),   // 2: quire.cache.v1.AttachPoolRequest
 	(*AttachPoolResponse)(nil),  // 3: quire.cache.v1.AttachPoolResponse
 	(*RegisterPool)(nil),        // 4: quire.cache.v1.RegisterPool
-	(*LeaseProgress)(nil),       // 5: quire.cache.v1.LeaseProgress
-	(*LayerGroup)(nil),          // 6: quire.cache.v1.LayerGroup
-	(*PoolGeometry)(nil),        // 7: quire.cache.v1.PoolGeometry
-	(*Attached)(nil),            // 8: quire.cache.v1.Attached
-	(*NewEpochRequired)(nil),    // 9: quire.cache.v1.NewEpochRequired
-	(*OpenLease)(nil),           // 10: quire.cache.v1.OpenLease
-	(*FenceLease)(nil),          // 11: quire.cache.v1.FenceLease
-	(*ReportsAcknowledged)(nil), // 12: quire.cache.v1.ReportsAcknowledged
-	(*LeaseOpened)(nil),         // 13: quire.cache.v1.LeaseOpened
-	(*LeaseFenced)(nil),         // 14: quire.cache.v1.LeaseFenced
-	(*StepReport)(nil),          // 15: quire.cache.v1.StepReport
-	(*durationpb.Duration)(nil), // 16: google.protobuf.Duration
+	(*KeptMemory)(nil),          // 5: quire.cache.v1.KeptMemory
+	(*LeaseProgress)(nil),       // 6: quire.cache.v1.LeaseProgress
+	(*LayerGroup)(nil),          // 7: quire.cache.v1.LayerGroup
+	(*PoolGeometry)(nil),        // 8: quire.cache.v1.PoolGeometry
+	(*Attached)(nil),            // 9: quire.cache.v1.Attached
+	(*NewEpochRequired)(nil),    // 10: quire.cache.v1.NewEpochRequired
+	(*OpenLease)(nil),           // 11: quire.cache.v1.OpenLease
+	(*FenceLease)(nil),          // 12: quire.cache.v1.FenceLease
+	(*ReportsAcknowledged)(nil), // 13: quire.cache.v1.ReportsAcknowledged
+	(*LeaseOpened)(nil),         // 14: quire.cache.v1.LeaseOpened
+	(*LeaseFenced)(nil),         // 15: quire.cache.v1.LeaseFenced
+	(*StepReport)(nil),          // 16: quire.cache.v1.StepReport
+	(*durationpb.Duration)(nil), // 17: google.protobuf.Duration
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	4,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
-	15, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
-	13, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
-	14, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
-	8,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
-	9,  // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
-	10, // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
-	11, // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
-	12, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
-	7,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	5,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
-	16, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
-	0,  // 12: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
-	6,  // 13: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
-	1,  // 14: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	15, // [15:15] is the sub-list for method output_type
-	15, // [15:15] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	16, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
+	14, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
+	15, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
+	9,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
+	10, // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
+	11, // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
+	12, // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
+	13, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
+	8,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	6,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
+	17, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
+	5,  // 12: quire.cache.v1.RegisterPool.kept_memory:type_name -> quire.cache.v1.KeptMemory
+	0,  // 13: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
+	7,  // 14: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
+	1,  // 15: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	16, // [16:16] is the sub-list for method output_type
+	16, // [16:16] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }
@@ -1449,7 +1561,7 @@ func file_quire_cache_v1_attach_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_attach_proto_rawDesc), len(file_quire_cache_v1_attach_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
