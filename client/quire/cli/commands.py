@@ -188,6 +188,7 @@ def _become(module: str, arguments: list[str]) -> NoReturn:
 _PROGRAMS = (
     ("cachemgr", "cachemgr", "quire.cachemgr", "Run cachemgr alone."),
     ("worker", "worker", "quire.worker", "Run a worker alone."),
+    ("holder", "worker", "quire.worker.holder", "Keep a worker's memory beyond its death."),
     ("serve", "gateway", "quire.gateway", "Run an HTTP gateway."),
     ("events", "events", "quire.integrations.kv_events", "Publish KV events for routers."),
     ("dynamo", "dynamo", "quire.integrations.dynamo", "Run a backend of NVIDIA Dynamo."),

@@ -36,6 +36,9 @@ class WorkerConfig:
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
     host_memory_bytes: int
+    holder: Path | None
+    """The socket of the process that keeps the pool's memory."""
+    verify_kept_blocks: bool
     memory_share: float | None
     max_model_len: int | None
     max_num_seqs: int
@@ -62,6 +65,12 @@ class WorkerConfig:
         """The flags that exclude each other, with the reason, for people; None if there are none."""
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             return "--num-blocks and --kv-cache-memory exclude each other."
+        if self.holder is not None and self.has_ranks:
+            return f"--holder excludes --tensor-parallel-size {self.tensor_parallel_size}: it keeps one pool on a CPU."
+        if self.holder is not None and self.device not in ("auto", "cpu"):
+            return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
+        if self.verify_kept_blocks and self.holder is None:
+            return "--verify-kept-blocks needs --holder."
         if not self.deterministic:
             return None
         if self.has_ranks:

@@ -41,6 +41,20 @@ class ByteSize(click.ParamType[int]):
             self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
 
 
+class HolderAddress(click.ParamType[Path]):
+    """The path in unix:PATH."""
+
+    name = "address"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if isinstance(value, Path):
+            return value
+        path = str(value).removeprefix("unix:")
+        if path == str(value) or not path:
+            self.fail(f"{value!r} is not unix:PATH", param, ctx)
+        return Path(path)
+
+
 class NewFile(click.Path):
     """A file that can be written, in a folder that exists."""
 
@@ -107,6 +121,18 @@ OWN_FLAGS: list[Flag] = [
         show_default="no host tier",
         metavar="BYTES",
         help="Memory of this machine for the blocks of preempted sequences, like 16G; pinned on a GPU.",
+    ),
+    option(
+        "--holder",
+        type=HolderAddress(),
+        show_default="the pool ends with the worker",
+        metavar="unix:PATH",
+        help="Keep the pool of a CPU beyond this process: the address of a running `quire holder`.",
+    ),
+    option(
+        "--verify-kept-blocks",
+        is_flag=True,
+        help="Compare all kept blocks with their checksums at start, not only a sample.",
     ),
     option(
         "--memory-share",

@@ -7,10 +7,11 @@ Block 0 is the null block: its slots are zero, padding reads them, no sequence o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from quire.kernels.block_copy import BlockRuns
 
 NULL_BLOCK = 0
+
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Returns a tensor of this shape on the pool's device: zeros, or what an earlier pool has left."""
+BlockBytes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,9 @@ class KVPool:
         device: torch.device | str,
         groups: LayerGroups | None = None,
         in_one_tensor: bool | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
-        """groups are those of group_layers() for the specs; None: one for all layers.
+        """groups are those of group_layers() for the specs; None: one for all layers. allocate None: new memory.
 
         in_one_tensor None: on a GPU, if all layers have one geometry.
 
@@ -76,6 +82,7 @@ class KVPool:
         self._place_of = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
         places = specs_of_places(specs, self.groups)
         self.bytes_per_block = bytes_per_block(places, block_size, dtype)
+        self._allocate_tensor = self._zeros if allocate is None else allocate
         self._num_blocks_copied = 0
         if in_one_tensor is None:
             in_one_tensor = self.device.type == "cuda" and _have_one_geometry(places)
@@ -93,7 +100,7 @@ class KVPool:
             raise ValueError("the layers differ in kv heads or head dims: they do not fit one tensor")
         spec = next(iter(places.values()))
         shape = (self.num_blocks, len(places), 2, spec.num_kv_heads, self.block_size, spec.k_head_dim)
-        whole = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        whole = self._allocate_tensor(shape, self.dtype)
         self._k = {place: whole[:, place, 0].transpose(1, 2) for place in places}
         self._v = {place: whole[:, place, 1].transpose(1, 2) for place in places}
         self._has_values = dict.fromkeys(places, True)
@@ -112,7 +119,10 @@ class KVPool:
 
     def _allocate(self, num_kv_heads: int, head_dim: int) -> Tensor:
         shape = (self.num_blocks, self.block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._allocate_tensor(shape, self.dtype)
+
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def k(self, layer_idx: int) -> Tensor:
         return self._k[self._place_of[layer_idx]]
@@ -211,6 +221,11 @@ def kernels_run_on(device: torch.device) -> bool:
 def indexable(tensor: Tensor) -> Tensor:
     """The tensor, or a view of float8 as uint8: torch does not index it on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def bytes_of_blocks(pool: KVPool) -> list[BlockBytes]:
+    """Return views of a pool on a CPU, [num_blocks, n] each: together all bytes of each block."""
+    return [tensor.view(torch.uint8).view(pool.num_blocks, -1).numpy() for tensor in pool.tensors()]
 
 
 def _have_one_geometry(specs: Mapping[int, KeptPerToken]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step
 from quire.worker.fusion.fuse import FusionReport
 from quire.worker.fusion.modules import has_own_forward
-from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.kv_pool import Allocate, KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
 from quire.worker.memory.layer_spec import KeptPerToken, LayerSpec
 from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
@@ -90,8 +90,15 @@ class PagedModel:
         left_out = {parameter for module in ends if module is not None for parameter in module.parameters()}
         return sum(each.numel() for each in self._model.parameters() if each not in left_out)
 
-    def make_pool(self, *, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVPool:
-        """Make a pool for the model, on its device; dtype None: the model's. Raises what KVPool raises."""
+    def make_pool(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        allocate: Allocate | None = None,
+    ) -> KVPool:
+        """Make a pool for the model, on its device; dtype None: the model's. Takes and raises what KVPool does."""
         return KVPool(
             self.specs,
             groups=self.layer_groups,
@@ -99,6 +106,7 @@ class PagedModel:
             block_size=block_size,
             dtype=dtype or self.dtype,
             device=self.device,
+            allocate=allocate,
         )
 
     def describe_attention(self) -> str:

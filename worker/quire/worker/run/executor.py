@@ -26,6 +26,7 @@ from quire.worker.device.profiling import StepProfiler, phase
 from quire.worker.device.transfer import Moment, Readback, indices
 from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
+from quire.worker.memory.kept_pool import KeptPool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
 from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, count_on, max_logits
@@ -298,12 +299,15 @@ class Executor:
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
         spins: bool = False,
+        kept: KeptPool | None = None,
     ) -> None:
         """`decode` and `prompts` run the steps that they take, the model the others. There is no host tier without a
         pool for it.
 
         With `spins` the thread that collects a step of `decode` keeps its core busy until the device has ended, if the
         last one took less than MAX_SPIN_S.
+
+        `kept` is the memory that the pool lies in, if it outlives this process: on a CPU.
 
         `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
         belongs to one executor: its table holds the executor's sequences.
@@ -313,6 +317,7 @@ class Executor:
         if model.states.max_num_seqs < max_num_seqs:
             model.allocate_states(max_num_seqs)
         self._pool = pool
+        self._kept = kept
         self._decode = decode
         self._prompts = prompts
         self.runs_ahead = model.device.type == "cuda"
@@ -395,6 +400,8 @@ class Executor:
         # Waits for the copies of steps that have some: they are few, and the next launch may write their blocks.
         num_copied = len(grant.copy_source_block_ids)
         launched.copies = (self._host_pool.finish(), num_copied)
+        if self._kept is not None:
+            self._kept.end_writing(self._filled_blocks(lease, grant, launched.result.outcome))
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
         if self._spins and self._is_decode(step):
             launched.on_collected = self._note_decode
@@ -518,8 +525,11 @@ class Executor:
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
         sources = grant.offload_source_block_ids
+        if self._kept is not None:
+            targets = (*grant.copy_target_block_ids, *grant.restore_target_block_ids)
+            self._kept.begin_writing((*targets, *self._written_blocks(lease, grant)))
         self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
-        if not self._written_blocks(lease, grant).isdisjoint(sources):
+        if sources and not self._written_blocks(lease, grant).isdisjoint(sources):
             self._host_pool.join()  # a sharer of a released block may write it from here on
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
         self._host_pool.restore(
@@ -527,15 +537,28 @@ class Executor:
         )
 
     def _written_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> set[int]:
-        """Blocks that the runs write, if the grant offloads any."""
-        if not grant.offload_source_block_ids:
-            return set()
-        size, written = self._pool.block_size, set()
+        """Blocks that the runs write."""
+        size = self._pool.block_size
+        return self._blocks_of_runs(lease, grant, lambda start, end: slice(start // size, -(-end // size)))
+
+    def _filled_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant, outcome: Outcome) -> set[int]:
+        """Blocks with content that a step may make findable: those that it wrote to their end, or copied from the
+        host tier."""
+        size, restored = self._pool.block_size, set(grant.restore_target_block_ids)
+        if outcome is not Outcome.COMPUTED:
+            return restored
+        return restored | self._blocks_of_runs(lease, grant, lambda start, end: slice(start // size, end // size))
+
+    def _blocks_of_runs(
+        self, lease: LeaseRows, grant: grant_pb2.StepGrant, entries: Callable[[int, int], slice]
+    ) -> set[int]:
+        """The blocks of the runs' tables, in all layer groups, at the entries that a run from start to end has."""
+        found: set[int] = set()
         for seq_id, start, count in zip(grant.run_sequence_ids, grant.run_starts, grant.run_token_counts, strict=True):
-            row, entries = lease.rows[seq_id], slice(start // size, -(-(start + count) // size))
+            row, chosen = lease.rows[seq_id], entries(start, start + count)
             for group in range(self._table.num_groups):
-                written.update(self._table.block_ids(row, group=group)[entries])
-        return written
+                found.update(self._table.block_ids(row, group=group)[chosen])
+        return found
 
     def _set_sampling(self, lease: LeaseRows, step: AcceptedStep) -> None:
         """Sets sampling parameters from this step on, also if it fails: the client may not send them again.

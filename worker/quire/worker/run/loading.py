@@ -22,9 +22,11 @@ from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device
 from quire.worker.device.reproducible import fix_product_order
 from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, FusedSteps, ProductSource, choose_steps, fixed_steps
+from quire.worker.holder.borrowing import Borrowed
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
+from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
-from quire.worker.memory.layer_groups import describe_groups, registers_groups
+from quire.worker.memory.layer_groups import describe_groups, registers_groups, specs_of_places
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.modes import Modes, Part
@@ -35,7 +37,7 @@ from quire.worker.run.graphs import StaticDecode, capture_decode
 from quire.worker.run.pool_budget import choose_graphs, size_of_pool
 from quire.worker.run.prompt_graphs import StaticPrompts, capture_prompts
 from quire.worker.run.ranks import ONE_RANK, OneRank
-from quire.worker.run.verify import VerifyingExecutor
+from quire.worker.run.verify import VerifyingExecutor, evidence_bytes
 from quire.worker.run.warm_up import StepSizes, warm_up
 from quire.worker.sampling.grammars import Grammars, NoGrammars, load_grammars
 
@@ -62,6 +64,8 @@ class Loaded:
     decode: StaticDecode | None
     block_bytes: int
     prompts: StaticPrompts | None = None
+    kept: KeptPool | None = None
+    """The memory of the pool, if a holder keeps it."""
 
 
 def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
@@ -188,7 +192,16 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         log.info("layer groups: %s", describe_groups(model.layer_groups, layer_bytes=bytes_of_one))
     if model.has_recurrent_state:
         log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
-    pool = model.make_pool(num_blocks=size.num_blocks, block_size=config.block_size, dtype=kv_dtype)
+    kept = None if config.holder is None else borrow(config, model, kv_dtype, num_blocks=size.num_blocks)
+    pool = model.make_pool(
+        num_blocks=size.num_blocks,
+        block_size=config.block_size,
+        dtype=kv_dtype,
+        allocate=None if kept is None else kept.allocate,
+    )
+    if kept is not None:
+        kept.bind(pool)
+        pool.check_invariants()
     note_copies(model.modes, pool)
     decode = None
     if has_graphs:
@@ -212,7 +225,26 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if isinstance(grammars, NoGrammars):
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
-    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts)
+    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts, kept)
+
+
+def borrow(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, *, num_blocks: int) -> KeptPool:
+    """Have the pool's memory from the holder. Raises ValueError if it can't be had, or the pool is not on a CPU."""
+    assert config.holder is not None, "the caller has looked"
+    if model.device.type != "cpu":
+        raise ValueError(f"--holder: it keeps the memory of a pool on a CPU only, and the device is {model.device}")
+    places = specs_of_places(model.specs, model.layer_groups)
+    num_bytes = bytes_per_block(places, config.block_size, kv_dtype)
+    evidence = evidence_bytes(config.block_size) if verifies() else 0
+    how = (config.deterministic, evidence, num_blocks, config.block_size, kv_dtype, num_bytes)
+    mark = mark_of(model.fingerprint, *how, sorted(places.items()), [group.mask for group in model.layer_groups])
+    size = size_of_memory(
+        num_blocks=num_blocks, bytes_per_block=num_bytes, num_tensors=2 * len(places), evidence_bytes=evidence
+    )
+    kept = KeptPool(Borrowed(config.holder, size), mark=mark, num_blocks=num_blocks, evidence_bytes=evidence)
+    if kept.is_foreign:
+        log.warning("memory not kept: it is of another model, dtype, pool or layout; the pool begins empty")
+    return kept
 
 
 def check_deterministic(config: WorkerConfig, device: torch.device, step_kind: type[AttentionStep]) -> None:
@@ -273,7 +305,7 @@ def choose_launches(is_wanted: bool | None, device: torch.device) -> None:
 
 def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Executor:
     """Return what runs the steps on what was loaded; with QUIRE_VERIFY=1 it checks each of them."""
-    kind = VerifyingExecutor if os.environ.get("QUIRE_VERIFY") == "1" else Executor
+    kind = VerifyingExecutor if verifies() else Executor
     return kind(
         loaded.model,
         loaded.pool,
@@ -283,7 +315,13 @@ def make_executor(config: WorkerConfig, loaded: Loaded, ranks: OneRank) -> Execu
         host_pool=loaded.host_pool,
         ranks=ranks,
         spins=config.wait == "spin",
+        kept=loaded.kept,
     )
+
+
+def verifies() -> bool:
+    """True if each step is to be checked."""
+    return os.environ.get("QUIRE_VERIFY") == "1"
 
 
 def note_choices(config: WorkerConfig, model: PagedModel) -> None:

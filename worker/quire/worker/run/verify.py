@@ -22,24 +22,29 @@ A grant does not report that a sequence was trimmed, so a table here may end in 
 now. Hence a lost block is found when its holder reads it next, and not when it is overwritten. The worker has no
 tenants and salts.
 
+Where a holder keeps the pool's memory, the records of blocks lie there, too: a slot's is void before a step writes the
+slot, and there again when the step was computed. So a later worker checks the blocks that cachemgr carried over.
+
 A block counts as published, until it is reused, if another lease computed the content that a sequence finds in it, or
 if a sequence continues after it under a grant that was signed when the step that filled it was known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.grant.decoding import AcceptedStep, num_drafts
 from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.memory.host_pool import HostPool
+from quire.worker.memory.kept_pool import KeptPool
 from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 from quire.worker.memory.layer_spec import Causal, Mask
 from quire.worker.memory.step_batch import StepBatch
@@ -52,6 +57,8 @@ from quire.worker.run.ranks import ONE_RANK, OneRank
 Holder = tuple[str, int]
 """A lease and a sequence of it."""
 NOBODY: Holder = ("", -1)
+EARLIER_WORKER = ("", 0)
+"""The step that computed content which this process found."""
 
 
 class OwnershipViolation(Exception):
@@ -66,6 +73,53 @@ class SlotContent(NamedTuple):
 
 
 BEGINNING = SlotContent(b"", b"")
+
+
+DIGEST_BYTES = 16
+SLOT_BYTES = 1 + 2 * DIGEST_BYTES
+"""Of a slot's record in kept memory: 1 if there is one, and both digests."""
+EvidenceBytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+class Evidence:
+    """The records of blocks in memory that outlives this process."""
+
+    def __init__(self, memory: EvidenceBytes, *, block_size: int) -> None:
+        """`memory` is [num_blocks, evidence_bytes(block_size)]."""
+        self._groups = memory[:, 0]
+        self._slots = memory[:, 1:].reshape(len(memory), block_size, SLOT_BYTES)
+
+    def read(self, block_id: int) -> Block:
+        """Return a block as the worker before has left it."""
+        slots = [read_slot(record.tobytes()) for record in self._slots[block_id]]
+        is_computed = any(slot is not None for slot in slots)
+        return Block(slots, group=int(self._groups[block_id]), computed_by=EARLIER_WORKER if is_computed else None)
+
+    def write(self, block_id: int, block: Block) -> None:
+        """Keep a block's records."""
+        self._groups[block_id] = block.group
+        records = b"".join(map(write_slot, block.slots))
+        self._slots[block_id] = np.frombuffer(records, np.uint8).reshape(-1, SLOT_BYTES)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._slots[:] = 0
+
+
+def evidence_bytes(block_size: int) -> int:
+    """Return the bytes of a block's records."""
+    return 1 + block_size * SLOT_BYTES
+
+
+def read_slot(record: bytes) -> SlotContent | None:
+    if not record[0]:
+        return None
+    before = record[1 : 1 + DIGEST_BYTES]
+    return SlotContent(before if any(before) else BEGINNING.upto, record[1 + DIGEST_BYTES :])
+
+
+def write_slot(slot: SlotContent | None) -> bytes:
+    return bytes(SLOT_BYTES) if slot is None else b"\1" + slot.before.ljust(DIGEST_BYTES, b"\0") + slot.upto
 
 
 @dataclass(slots=True)
@@ -140,19 +194,31 @@ class OwnershipVerifier:
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0, masks: Sequence[Mask] = (Causal(),)
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        masks: Sequence[Mask] = (Causal(),),
+        evidence: Evidence | None = None,
     ) -> None:
-        """masks are those of the layer groups."""
+        """masks are those of the layer groups. `evidence` has an earlier process's records, and gets the new ones."""
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_host_blocks = num_host_blocks
         self._masks = tuple(masks)
+        self._evidence = evidence
         self.violation: OwnershipViolation | None = None
-        self.begin_epoch()
+        self._begin([evidence.read(block_id) for block_id in range(num_blocks)] if evidence is not None else None)
 
     def begin_epoch(self) -> None:
         """Drops all records: no block has a holder."""
-        self._blocks = [Block([None] * self._block_size) for _ in range(self._num_blocks)]
+        if self._evidence is not None:
+            self._evidence.clear()
+        self._begin(None)
+
+    def _begin(self, blocks: list[Block] | None) -> None:
+        self._blocks = blocks or [Block([None] * self._block_size) for _ in range(self._num_blocks)]
         self._host_blocks = [HostBlock() for _ in range(self._num_host_blocks)]
         self._sequences: dict[Holder, HeldSequence] = {}
         self._offloaded: dict[Holder, HeldSequence] = {}
@@ -190,6 +256,7 @@ class OwnershipVerifier:
             group = grant.write_layer_groups[index] if grant.write_layer_groups else 0
             self._give(grant, (lease_id, seq_id), group, first, [next(ids) for _ in range(count)])
         self._copy_blocks(grant)
+        self._keep([*grant.copy_target_block_ids, *grant.restore_target_block_ids])
 
     def begin_step(
         self,
@@ -212,6 +279,7 @@ class OwnershipVerifier:
                 self._note_published(grant, run, group)
                 self._check_writable(grant, run, group)
         self._running = runs
+        self._forget_written(runs)
         written: set[int] = set()
         for run in sorted(runs, key=lambda run: run.start):  # a run that reads another's content begins after it
             self._write(grant, run, tokens[run.offset : run.offset + run.end - run.start], written)
@@ -232,6 +300,27 @@ class OwnershipVerifier:
         for seq_id, tokens in sampled.items():
             sequence = self._sequences[grant.lease_id, seq_id]
             sequence.sampled = (len(sequence.content), tokens[-1])
+        self._keep(self._blocks_written(runs))
+
+    # -- records that outlive this process
+
+    def _keep(self, block_ids: Iterable[int]) -> None:
+        if self._evidence is not None:
+            for block_id in block_ids:
+                self._evidence.write(block_id, self._blocks[block_id])
+
+    def _forget_written(self, runs: list[GrantedRun]) -> None:
+        """Void the kept records of the slots that these runs write."""
+        if self._evidence is None:
+            return
+        for run in runs:
+            for position in range(run.start, run.end):
+                self._put(run.sequence, position, None)
+        self._keep(self._blocks_written(runs))
+
+    def _blocks_written(self, runs: list[GrantedRun]) -> set[int]:
+        groups = range(len(self._masks))
+        return {block_id for run in runs for group in groups for block_id in self._written(run, group)}
 
     # -- holders
 
@@ -483,6 +572,7 @@ class VerifyingExecutor(Executor):
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
         spins: bool = False,
+        kept: KeptPool | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -493,6 +583,7 @@ class VerifyingExecutor(Executor):
             host_pool=host_pool,
             ranks=ranks,
             spins=spins,
+            kept=kept,
         )
         self.runs_ahead = False
         self._verifier = OwnershipVerifier(
@@ -500,6 +591,7 @@ class VerifyingExecutor(Executor):
             block_size=pool.block_size,
             num_host_blocks=self._host_pool.num_blocks,
             masks=[group.mask for group in pool.groups],
+            evidence=None if kept is None else Evidence(kept.evidence, block_size=pool.block_size),
         )
 
     def execute(self, step: AcceptedStep) -> StepResult:

@@ -15,6 +15,7 @@ import grpc
 from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc
 from quire.serving.dialing import Dialer
 from quire.serving.server import SERVER_OPTIONS
+from quire.worker.memory.kept_pool import KeptContent, KeptPool
 from quire.worker.service.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,23 @@ class Attachment:
     """Keeps the pool attached as long as `run` runs."""
 
     def __init__(
-        self, dialer: Dialer, steps: Steps, *, geometry: attach_pb2.PoolGeometry, worker_address: Callable[[], str]
+        self,
+        dialer: Dialer,
+        steps: Steps,
+        *,
+        geometry: attach_pb2.PoolGeometry,
+        worker_address: Callable[[], str],
+        kept: KeptPool | None = None,
+        content: KeptContent | None = None,
     ) -> None:
+        """`kept` is the pool's memory, if a holder keeps it; `content` is what was found in it."""
         self._dialer = dialer
         self._address = str(dialer.address)
         self._steps = steps
         self._geometry = geometry
         self._worker_address = worker_address
+        self._kept = kept
+        self._content = content
         self._is_attached = False
         self._first_attached = asyncio.Event()
         self._attached_at = 0.0
@@ -123,6 +134,10 @@ class Attachment:
             ],
             acknowledged_report_number=self._steps.reports.acknowledged,
         )
+        if self._kept is not None:
+            registration.memory_id = self._kept.memory_id
+        if self._content is not None:
+            registration.kept_memory.CopyFrom(kept_memory(self._content))
         registration.highest_term_age.FromNanoseconds(int((time.monotonic() - self._highest_term_since) * 1e9))
         outbox.put_nowait(attach_pb2.AttachPoolRequest(register_pool=registration))
 
@@ -135,6 +150,7 @@ class Attachment:
             self._steps.gate.obey(response.new_epoch_required.term)
             self._note_term()
             self._steps.begin_epoch()
+            self._content = None
             log.info("new epoch epoch=%d", self._steps.gate.epoch)
             self._register(outbox)
         elif kind == "open_lease":
@@ -151,6 +167,9 @@ class Attachment:
         gate, reports = self._steps.gate, self._steps.reports
         for lease_id in gate.attach(attached.term, attached.signing_key, attached.open_lease_ids):
             self._fence(lease_id, outbox)
+        self._content = None
+        if self._kept is not None:
+            self._kept.attached(gate.epoch, attached.term)
         self._note_term()
         reports.acknowledge(attached.acknowledged_report_number)
         for report in reports.kept():
@@ -168,6 +187,16 @@ class Attachment:
     def _fence(self, lease_id: str, outbox: Outbox) -> None:
         fenced = attach_pb2.AttachPoolRequest(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease_id))
         self._steps.fence_lease(lease_id).add_done_callback(lambda _: outbox.put_nowait(fenced))
+
+
+def kept_memory(content: KeptContent) -> attach_pb2.KeptMemory:
+    """Return what a worker has found, for cachemgr."""
+    return attach_pb2.KeptMemory(
+        epoch=content.epoch,
+        attached_term=content.attached_term,
+        accepted_step_count=content.num_accepted_steps,
+        whole_blocks=content.whole_blocks,
+    )
 
 
 @contextlib.asynccontextmanager

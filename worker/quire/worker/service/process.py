@@ -19,6 +19,7 @@ from quire.worker.device.devices import pick_device, use_device
 from quire.worker.device.profiling import StepProfiler
 from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
+from quire.worker.memory.kept_pool import KeptContent, KeptPool
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.loading import load_warm, make_executor
 from quire.worker.run.model_thread import ModelThread
@@ -67,7 +68,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
         geometry = describe_pool(config, loaded)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
-        steps = Steps(gate, executor, thread, limits, loaded.grammars)
+        steps = Steps(gate, executor, thread, limits, loaded.grammars, loaded.kept)
         if isinstance(loaded.grammars, Grammars):
             stack.callback(loaded.grammars.close)
         steps.on_violation = server.fail
@@ -78,6 +79,8 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             steps,
             geometry=geometry,
             worker_address=lambda: str(config.advertise or server.addresses[0]),
+            kept=loaded.kept,
+            content=find_content(config, loaded.kept),
         )
         if config.server.metrics_listen is not None:
             read = partial(metric_families, steps, attachment, model.modes, pool=config.pool, model=config.model_name)
@@ -95,6 +98,17 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
+
+
+def find_content(config: WorkerConfig, kept: KeptPool | None) -> KeptContent | None:
+    """Return what an earlier worker has left in the pool's memory, None if there is none; say so in the log."""
+    if kept is None or not kept.is_kept:
+        return None
+    content, changed = kept.find_content(verify_all=config.verify_kept_blocks)
+    if changed:
+        log.error("kept blocks dropped, their bytes were changed blocks=%s", ",".join(map(str, changed[:20])))
+    log.info("memory found epoch=%d dropped=%d", content.epoch, len(changed))
+    return content
 
 
 def health_lines(model: PagedModel) -> list[str]:

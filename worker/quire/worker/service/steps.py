@@ -28,6 +28,7 @@ from quire.worker.grant.decoding import (
 )
 from quire.worker.grant.errors import Reason, Refused
 from quire.worker.grant.gate import Gate
+from quire.worker.memory.kept_pool import KeptPool
 from quire.worker.run.executor import DeviceLostError, Executor, Outcome, PoolDamagedError, StepResult
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import RankLostError, RankStatistics
@@ -156,12 +157,14 @@ class Steps:
         thread: ModelThread,
         limits: StepLimits,
         grammars: Grammars | NoGrammars = NO_GRAMMARS,
+        kept: KeptPool | None = None,
     ) -> None:
         self.gate = gate
         self.reports = Reports()
         self.counters = StepCounters()
         self.limits = limits
         self._grammars = grammars
+        self._kept = kept
         self._executor = executor
         self._thread = thread
         self._running: deque[AcceptedStep] = deque()
@@ -253,6 +256,8 @@ class Steps:
             self.counters.refusals[refused.reason] += 1
             raise
         self.gate.use(grant)
+        if self._kept is not None:
+            self._kept.accepted()
         return self._run(step)
 
     def _run(self, step: AcceptedStep) -> asyncio.Future[EndedStep]:
@@ -310,6 +315,8 @@ class Steps:
 
     def begin_epoch(self) -> None:
         """Forgets every sequence and chooses a new epoch. Steps that run or wait are not reported."""
+        if self._kept is not None:
+            self._kept.epoch_ended()
         self.gate.begin_epoch(new_epoch())
         self.reports.begin_epoch()
         self._thread.submit(self._executor.begin_epoch)

@@ -1,0 +1,147 @@
+"""A worker with a holder: killed and started again it finds the published blocks, or begins empty."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deadlines import DEADLINE_S
+from integration.protocol_client import (
+    FAULTY_WORKER,
+    NUM_BLOCKS,
+    WORKER_ARGS,
+    LeaseHolder,
+    Pair,
+    await_that,
+    draw_tokens,
+)
+
+from quire.cli.launch import LocalServices
+
+Generate = Callable[[list[int], int], list[int]]
+PROMPT = draw_tokens(41, seed=1)
+NUM_NEW = 6
+
+
+class Deployment:
+    """A holder, a cachemgr with a state directory, and a worker; each can be killed and started again."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.socket = folder / "holder.sock"
+        self.start_holder()
+        self.services = LocalServices.start(
+            model=model,
+            num_blocks=NUM_BLOCKS,
+            extra_cachemgr_args=("--state-dir", str(folder / "state")),
+            extra_worker_args=(*WORKER_ARGS, "--holder", f"unix:{self.socket}"),
+            runtime_dir=folder,
+            worker_target=FAULTY_WORKER,
+        )
+        self.pair = Pair(self.services)
+
+    def start_holder(self) -> None:
+        command = [sys.executable, "-P", "-m", "quire.worker.holder", "--listen", f"unix:{self.socket}"]
+        self.holder = subprocess.Popen(command)
+
+    def kill_holder(self) -> None:
+        self.holder.kill()
+        self.holder.wait(DEADLINE_S)
+
+    def start_worker(self) -> None:
+        self.services.worker.start()
+        self.services.worker.wait_serving(DEADLINE_S)
+        self.pair.await_attached()
+
+    def log(self, service: str) -> str:
+        return (self.services.runtime_dir / f"{service}.log").read_text()
+
+    def close(self) -> None:
+        self.pair.close()
+        self.services.stop()
+        self.holder.terminate()
+        assert self.holder.wait(DEADLINE_S) == 0
+
+
+@pytest.fixture(scope="module")
+def deployment(model_dir: Path) -> Iterator[Deployment]:
+    with tempfile.TemporaryDirectory(prefix="quire-") as name:
+        deployment = Deployment(Path(name), model_dir)
+        yield deployment
+        deployment.close()
+
+
+def run_prompt(pair: Pair) -> tuple[list[int], int]:
+    """The tokens behind the prompt, and how many of its own were found in the cache."""
+    holder = LeaseHolder.create(pair)
+    plan = holder.admit((1, PROMPT))
+    num_found = plan.run_starts[0]
+    holder.run(plan)
+    holder.go_on(1, num_steps=NUM_NEW - 1)
+    holder.await_settled()
+    tokens = holder.tokens[1][len(PROMPT) :]
+    holder.delete()
+    await_that("the lease is gone", lambda: not pair.leases())
+    assert pair.violations() == []
+    return tokens, num_found
+
+
+def num_findable() -> int:
+    return (len(PROMPT) - 1) // 4 * 4
+
+
+def test_a_worker_that_was_killed_finds_what_was_published(deployment: Deployment, generate: Generate) -> None:
+    pair, expected = deployment.pair, generate(PROMPT, NUM_NEW)
+    assert run_prompt(pair)[0] == expected
+    with pair.held() as hold:
+        other = LeaseHolder.create(pair)
+        other.start(other.admit((1, draw_tokens(30, seed=2))))
+        hold.await_running()
+        deployment.services.worker.kill()
+    deployment.start_worker()
+    assert pair.cached_tokens(draw_tokens(30, seed=2)) == 0, "a step in flight is dropped"
+    tokens, num_found = run_prompt_beside(pair, other)
+    assert (tokens, num_found > 0) == (expected, True)
+
+
+def run_prompt_beside(pair: Pair, other: LeaseHolder) -> tuple[list[int], int]:
+    """As run_prompt, after the end of a lease that survived the worker."""
+    other.delete()
+    return run_prompt(pair)
+
+
+def test_both_killed_at_once_find_it_again(deployment: Deployment, generate: Generate) -> None:
+    services = deployment.services
+    services.worker.kill()
+    services.cachemgr.kill()
+    services.cachemgr.start()
+    services.cachemgr.wait_serving(DEADLINE_S)
+    deployment.start_worker()
+    tokens, num_found = run_prompt(deployment.pair)
+    assert (tokens, num_found > 0) == (generate(PROMPT, NUM_NEW), True)
+
+
+def test_a_second_worker_on_the_memory_is_refused(deployment: Deployment, model_dir: Path) -> None:
+    command = [sys.executable, "-m", "quire.worker", "--model", str(model_dir), "--num-blocks", str(NUM_BLOCKS)]
+    listen = f"unix:{deployment.services.runtime_dir}/second.sock"
+    where = ("--listen", listen, "--cachemgr", deployment.services.cachemgr_address)
+    flags = (*WORKER_ARGS, "--holder", f"unix:{deployment.socket}")
+    second = subprocess.run([*command, *where, *flags], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert second.returncode == 1
+    assert f"the memory is lent to process {deployment.services.worker.pid}, which is alive" in second.stderr
+
+
+def test_a_holder_that_was_killed_takes_the_cache_with_it_and_nothing_else(
+    deployment: Deployment, generate: Generate
+) -> None:
+    deployment.kill_holder()
+    tokens, num_found = run_prompt(deployment.pair)
+    assert (tokens, num_found > 0) == (generate(PROMPT, NUM_NEW), True), "the worker still has its memory"
+    deployment.start_holder()
+    deployment.services.worker.kill()
+    deployment.start_worker()
+    tokens, num_found = run_prompt(deployment.pair)
+    assert (tokens, num_found) == (generate(PROMPT, NUM_NEW), 0)
