@@ -52,7 +52,6 @@ def test_experts_alone() -> None:
     ("config", "reason"),
     [
         (hf.CohereConfig(**SIZE, **HEADS, use_qk_norm=True), "q_norm.weight differs from head to head"),
-        (hf.LlamaConfig(**SIZE, **HEADS, quantization_config={"quant_method": "fp8"}), "its weights are quantized"),
         (hf.DeepseekV2Config(**SIZE, **HEADS), None),
     ],
 )
@@ -62,6 +61,12 @@ def test_what_can_have_no_copies_is_refused(config: Any, reason: str | None) -> 
         return
     with pytest.raises(UnsupportedModel, match=f"its 2 kv heads can't be copied to 4 ranks: {reason}"):
         plan_sharding(outline(config), 4)
+
+
+def test_quantized_weights_are_not_sharded() -> None:
+    config = hf.LlamaConfig(**SIZE, **HEADS, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModel, match="its weights are quantized, and are not sharded over 2 ranks"):
+        plan_sharding(outline(config), 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -45,6 +45,7 @@ from quire.worker.fusion.projection import Projection
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
+from quire.worker.quantization.quantized_linear import QuantizedLinear
 
 # Norms of a layer, by name: before and after attention, before and after the MLP.
 LAYOUTS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -152,6 +153,8 @@ class _Fusion:
         try:
             if not has_own_forward(module):
                 raise Unmatched("its forward is not that of its class")
+            if any(isinstance(child, QuantizedLinear) for child in module.children()):
+                raise Unmatched("its weights are quantized")
             swap(module, match(module))
             self._swapped[kind] += 1
             return

@@ -20,6 +20,8 @@ from quire.worker.model.preparing import prepare_model
 from quire.worker.model.self_check import SHORTEST_TOKENS
 from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
 from quire.worker.model.token_ids import drop_unknown_padding
+from quire.worker.quantization.quantizer import find_fault, use_scheme
+from quire.worker.quantization.scheme import UnsupportedFormat
 from quire.worker.unsupported_model import UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
     max_model_len = _model_len(config, max_model_len)
+    _use_quantization(config)
     sharding = None
     if ranks.size > 1:
         sharding = plan_sharding(_outline(config, trust_remote_code=trust_remote_code), ranks.size)
@@ -100,6 +103,20 @@ def check_sharding(
     plan_sharding(_outline(config, trust_remote_code=trust_remote_code), num_ranks)
 
 
+def _use_quantization(config: Any) -> None:
+    """Prepare the configuration for a checkpoint with quantized weights. Raises UnsupportedModel."""
+    try:
+        scheme = use_scheme(config)
+    except UnsupportedFormat as error:
+        raise UnsupportedModel(_architecture(config), f"its weights are quantized; {error}") from error
+    if scheme is not None:
+        log.info("weights: quantized, %s", scheme.name)
+
+
+def _architecture(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
+
+
 def _outline(config: Any, *, trust_remote_code: bool) -> Any:
     """Return the model without weights: its parameters are on the meta device."""
     loader: Any = AutoModelForCausalLM
@@ -126,13 +143,13 @@ def _load_config(source: str, *, revision: str | None, trust_remote_code: bool, 
 
 
 def _check_is_causal_lm(config: Any) -> None:
-    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    architecture = _architecture(config)
     if config.is_encoder_decoder:
-        raise UnsupportedModel(architectures[0], "it is an encoder-decoder; only decoder-only models run")
+        raise UnsupportedModel(architecture, "it is an encoder-decoder; only decoder-only models run")
     remote_classes = getattr(config, "auto_map", None) or {}
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in remote_classes:
         raise UnsupportedModel(
-            architectures[0], f"transformers has no causal language model for model_type {config.model_type!r}"
+            architecture, f"transformers has no causal language model for model_type {config.model_type!r}"
         )
 
 
@@ -185,6 +202,7 @@ def _load_weights(
             local_files_only=local_files_only,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **({} if sharding is None else sharding.loading_arguments()),
         )
     except OSError as error:
@@ -197,6 +215,13 @@ def _load_weights(
         raise UnsupportedModel(
             type(model).__name__, f"the checkpoint lacks {len(missing)} of its weights, the first is {missing[0]}"
         )
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise UnsupportedModel(
+            type(model).__name__, f"its weight {name} has the shape {tuple(found)} and not {tuple(expected)}"
+        )
+    fault = find_fault(model)
+    if fault is not None:
+        raise UnsupportedModel(type(model).__name__, f"its weight {fault}")
     if sharding is not None:
         sharding.finish(model)
     return model

@@ -43,5 +43,7 @@ def _sample(tensor: Tensor) -> bytes:
         return b""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(-1, 1)
     columns = torch.arange(rows.shape[0], device=rows.device) * 2654435761 % rows.shape[1]
+    if rows.is_floating_point() and rows.itemsize == 1:  # float8 has no gather()
+        rows = rows.view(torch.uint8)
     taken = rows.gather(1, columns[:, None]).contiguous()
     return taken.view(torch.uint8).cpu().numpy().tobytes()

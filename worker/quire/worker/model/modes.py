@@ -18,6 +18,7 @@ class Part(StrEnum):
     """The parts of a step that may run in several ways. The values are labels of a metric."""
 
     MODULES = "modules"
+    WEIGHTS = "weights"
     EXPERTS = "experts"
     ATTENTION = "attention"
     CACHE = "cache"

@@ -24,6 +24,7 @@ from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
+from quire.worker.quantization.quantized_linear import quantized_linears
 
 
 class PagedModel:
@@ -88,7 +89,9 @@ class PagedModel:
         """The parameters that each token of a step is computed with: all but the embedding's and the output layer's."""
         ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         left_out = {parameter for module in ends if module is not None for parameter in module.parameters()}
-        return sum(each.numel() for each in self._model.parameters() if each not in left_out)
+        quantized = sum(linear.num_weights for _, linear in quantized_linears(self._model))
+        plain: int = sum(each.numel() for each in self._model.parameters() if each not in left_out)
+        return plain + quantized
 
     def make_pool(
         self,
@@ -205,6 +208,7 @@ class PagedModel:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             dtype=self.dtype,
+            rounds_inputs=any(linear.inputs.dtype for _, linear in quantized_linears(self._model)),
             device=self.device,
             min_block_size=self.min_block_size,
         )

@@ -42,6 +42,7 @@ from quire.worker.model.tiled_experts import TILED_EXPERTS
 from quire.worker.model.tiled_model import TiledModel
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
+from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def prepare_model(
         layer_groups=layer_groups,
         arithmetic=arithmetic,
     )
+    _note_weights(paged, model)
     if experts is not None:
         how, reason = experts
         paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
@@ -108,6 +110,14 @@ def prepare_model(
         paged.fingerprint += ":deterministic"
         paged.modes.note(Part.ARITHMETIC, f"deterministic: {arithmetic.value}")
     return paged
+
+
+def _note_weights(paged: PagedModel, model: Any) -> None:
+    """Note the formats of quantized weights, if there are any. No kernel multiplies with packed weights."""
+    formats = sorted({linear.dequantizer for _, linear in quantized_linears(model)})
+    if formats:
+        reason = "each product dequantizes its weight" if paged.device.type == "cuda" else ""
+        paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=reason)
 
 
 def _prepare(

@@ -77,12 +77,14 @@ def find_disagreement(
     dtype: torch.dtype,
     device: torch.device,
     min_block_size: int = 1,
+    rounds_inputs: bool = False,
 ) -> Disagreement | None:
     """Compare forward(batch, pool) -> [B, vocab] with reference(token_ids [L]) -> [L, vocab]; None if they agree.
 
     rounded_reference is the reference, rounded otherwise; it is asked once if a difference may be due to rounding.
-    Needs max_model_len >= SHORTEST_TOKENS. Blocks are of BLOCK_SIZE tokens, or of min_block_size if that is more.
-    Cost: two forwards of some hundred tokens at most, a third if rounded_reference is asked, and a pool for them.
+    With rounds_inputs linear layers round their inputs to 8 bits, which makes much of a last bit. Then the limit is
+    that of bfloat16. Needs max_model_len >= SHORTEST_TOKENS. Blocks are of BLOCK_SIZE tokens, or of min_block_size if
+    that is more. Cost: two forwards of some hundred tokens at most, a third if rounded_reference is asked, and a pool.
     """
     lengths = _lengths(specs, max_model_len, device)
     generator = torch.Generator().manual_seed(0)
@@ -99,8 +101,9 @@ def find_disagreement(
         generator=generator,
     )
     errors: list[tuple[float, int, int]] = []
+    judged = torch.bfloat16 if rounds_inputs else dtype
     done = [0] * len(sequences)
-    for counts in _steps(lengths[0], num_alone=0 if dtype == torch.float32 else STEPS_ALONE):
+    for counts in _steps(lengths[0], num_alone=0 if judged == torch.float32 else STEPS_ALONE):
         seqs = [seq for seq, count in enumerate(counts) if count]
         _pass_blocks(table, pool, done)
         batch = build_step_batch(
@@ -116,12 +119,12 @@ def find_disagreement(
             done[seq] += counts[seq]
             position = done[seq] - 1
             errors.append((_relative_error(logits[i], expected[seq][position]), seq, position))
-    found = _judge(errors, dtype, TOLERANCE[dtype])
-    if found is None or dtype == torch.float32 or found.error > LARGEST_TOLERANCE:
+    found = _judge(errors, judged, TOLERANCE[judged])
+    if found is None or judged == torch.float32 or found.error > LARGEST_TOLERANCE:
         return found
     rounded = rounded_reference(sequences[0]).float()
     rounding = sorted(map(_relative_error, rounded, expected[0]))[len(rounded) // 2]
-    return _judge(errors, dtype, min(max(rounding, found.limit), LARGEST_TOLERANCE))
+    return _judge(errors, judged, min(max(rounding, found.limit), LARGEST_TOLERANCE))
 
 
 def _lengths(specs: Mapping[int, KeptPerToken], max_model_len: int, device: torch.device) -> list[int]:

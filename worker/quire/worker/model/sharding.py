@@ -24,6 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
+from quire.worker.quantization.quantizer import find_quantization
 from quire.worker.unsupported_model import UnsupportedModel
 
 ACCELERATE = "accelerate"
@@ -113,6 +114,8 @@ def plan_sharding(model: Any, size: int) -> Sharding:
     if importlib.util.find_spec(ACCELERATE) is None:
         raise ValueError(f"--tensor-parallel-size {size}: transformers needs the package {ACCELERATE} to shard a model")
     name, plan = type(model).__name__, model.tp_plan or {}
+    if find_quantization(model.config) is not None:
+        raise UnsupportedModel(name, f"its weights are quantized, and are not sharded over {size} ranks")
     if model._is_stateful:
         raise UnsupportedModel(name, f"it keeps states per sequence, which are not sharded over {size} ranks")
     if not _has_layers(plan):
@@ -164,8 +167,6 @@ def _find_obstacle(model: Any, own_head: OwnHead) -> str | None:
 
     Each attention module has to consist of four linear layers and of parameters that are the same for all heads.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        return "its weights are quantized"
     found = list(_modules(model, own_head.attentions))
     if not found:
         return "its keys and values are not separate projections"
