@@ -4,8 +4,8 @@ A kernel adds in the order of its tile and splits. Launchers choose these by the
 a row's bits differ between a step of one sequence and one of many. With fixed tiles they depend on a layer's sizes and
 on the GPU alone:
 
-    paged_prefill       a tile of FIXED_ROWS rows, keys in one part, and one loop for masked keys and others. Sequences
-                        with one query take it too, so that a token has the same bits decoded and in a prompt
+    paged_prefill       a tile of 64 rows (16 in float32), keys in one part, and one loop for masked keys and others.
+                        Sequences with one query take it too, so that a token has the same bits decoded and in a prompt
     fixed_linear        the matrix product of any number of rows
     qkv_prologue        4 tokens of a head in a program: the norm adds up in the order of the program's threads
     norms, rope, activations, the sampler: row by row in any case

@@ -20,7 +20,7 @@
     cache_layout.py     the keys, values and states that a model puts into its own cache
     cached_model.py     a model with its own attention, over a cache that is the pool
 
-    A deterministic model:
+    A deterministic model; on a GPU it is a PagedModel in kernels with fixed tiles, and needs the last file alone:
     tiles.py            a step's tokens in forwards of one size
     tiled_model.py      a PagedModel in tiles
     tiled_cached.py     a CachedModel in tiles
