@@ -8,9 +8,11 @@ from typing import TypeVar
 import torch
 import transformers
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import (
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,6 +24,7 @@ from transformers import (
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+END = "<|end|>"
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -54,6 +57,16 @@ def number_tokenizer(directory: Path, vocabulary: int) -> None:
     raw = Tokenizer(WordLevel({str(token_id): token_id for token_id in range(vocabulary)}, unk_token="0"))
     raw.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(directory)
+
+
+def byte_tokenizer(directory: Path) -> None:
+    """A tokenizer of a model above, which gets an end token: each byte of a text is a token, so it has one encoding."""
+    alphabet = [*sorted(ByteLevel.alphabet()), END]
+    raw = Tokenizer(BPE({letter: token_id for token_id, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    raw.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END).save_pretrained(directory)
+    GenerationConfig(eos_token_id=alphabet.index(END)).save_pretrained(directory)
 
 
 def _llama(

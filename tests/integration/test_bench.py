@@ -442,7 +442,8 @@ def test_no_benchmark_is_left_out() -> None:
 def test_drafts_come_true_where_a_text_is_written_again(tmp_path: Path) -> None:
     written, printed = run_quick("drafts", tmp_path)
     rows = {(row["cell"]["model"], row["cell"]["load"]): row for row in written["rows"]}
-    assert len(rows) == 5
-    assert all(row["without"] > 0 and row["with_drafts"] > 0 for row in rows.values())
+    assert len(rows) == 8
+    assert all(row["processor_gain"] > 0 and row["without"] > 0 and row["with_drafts"] > 0 for row in rows.values())
     assert all(0 <= row["accepted"] <= 1 <= row["tokens_a_step"] <= 9 for row in rows.values())
+    assert rows["tiny", "quoted text"]["accepted"] > 0.5, "each byte is a token, and the grammar allows one text"
     assert "asked again" in printed

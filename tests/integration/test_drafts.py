@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "some tokens": {"temperature": 1.0, "seed": 14, "allowed_token_ids": tuple(range(60, 80))},
     "tenant": {"temperature": 0.9, "seed": 15, "tenant": "other"},
     "not": {"temperature": 0.9, "seed": 16, "speculative": False},
-    "high": {"temperature": 0.9, "seed": 18, "priority": 1},
+    "high": {"temperature": 0.9, "seed": 17, "priority": 1},
 }
 
 Results = dict[str, list[list[Chunk]]]
