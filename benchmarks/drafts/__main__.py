@@ -164,7 +164,7 @@ def measure(
                 for cell in some:
                     rows.append(asyncio.run(measure_cell(services, cell, quick=quick)))
                     progress.advance(task)
-                    progress.console.log(f"{cell}: {rows[-1].gain}")
+                    progress.console.print(f"{cell.model} {cell.dtype} {cell.load} {cell.batch}: {rows[-1].gain}")
     return Findings(
         [_table_of(rows)],
         {"rows": [asdict(row) for row in rows]},
