@@ -4,6 +4,7 @@ index and the glossary are complete; the prose can be read."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import statistics
@@ -332,3 +333,14 @@ def test_hard_prose_is_seen() -> None:
     grades = [reading.textstat.flesch_kincaid_grade(text) for text in (easy, hard)]
     assert grades[0] < 5
     assert grades[1] > 15
+
+
+def test_the_table_of_breakpoints_has_the_recorded_figures() -> None:
+    recorded = json.loads((ROOT / "benchmarks/results/prompt_cache.json").read_text())
+    page = pages.read("docs/reference/benchmarks.md")
+    for is_found, label in ((True, "found"), (False, "new")):
+        ratios = [f"{each['ratio']:.2f}" for each in recorded["costs"] if each["is_found"] is is_found]
+        [row] = re.findall(rf"^\| the prefix is {label} \| (.*) \|$", page, re.M)
+        assert row.replace("*", "").split(" | ") == ratios
+    for each in recorded["shared"]:
+        assert f"{each['found']:.1%}".replace("%", " %") in page
