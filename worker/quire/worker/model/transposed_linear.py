@@ -1,8 +1,8 @@
-"""Weights of linear layers in float32 as a CPU multiplies with them fastest.
+"""Weights of linear layers in float32, in the order that suits a CPU's products of several rows.
 
-nn.Linear keeps a weight [N, K] row by row, and a product of few rows has to read it across. Column by column, a product
-of 4 rows or more takes less time, one of a single row as long or less, and one of 2 or 3 some 10 % more. With several
-threads the product of 16 rows takes less than half of the processor time.
+nn.Linear keeps a weight [N, K] row by row. Column by column, a product of 4 rows or more takes less time, one of a
+single row about as long, and one of 2 or 3 up to 30 % more. With two threads a product of 16 rows takes half of the
+processor time. Measured with MKL on an Intel Xeon.
 """
 
 from __future__ import annotations
