@@ -213,7 +213,8 @@ class World:
             events._set_running_loop(before)
 
     def _has_future(self) -> bool:
-        return self._next_time() is not None
+        loops = (process.loop for process in self.processes)
+        return bool(self._events) or any(loop._ready or loop._scheduled for loop in loops)  # type: ignore[attr-defined]
 
     def _step(self, last: float) -> bool:
         """Run one callback, or let time pass until the next. Returns False if there is nothing to wait for."""

@@ -348,33 +348,35 @@ class Queues:
             (SequenceState.FOLLOWING, [child for children in self.followers.values() for child in children]),
         ]
         living = self.living()
-        require(len(set(living)) == len(living), "a sequence is in one place")
+        alive = set(living)
+        require(len(alive) == len(living), "a sequence is in one place")
         for state, members in homes:
             require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
         for ordered in (self.waiting, self.apart, self.running, self.batch.members, self.unbatched, self.suspects):
             require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
-        self._check_batch()
+        self._check_batch(living)
         suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
-        require(all(parent in set(living) for parent in self.followers), "a parent of followers is alive")
+        require(all(parent in alive for parent in self.followers), "a parent of followers is alive")
         beams = [beam for group in self.groups for beam in group.members]
         require(set(beams) == {s for s in living if s.group is not None}, "unfinished ones of a group are its beams")
         for group in self.groups:
             require(len(group.members) <= group.width, "a group has no more beams than its width")
             require(sum(s in self.waiting for s in group.members) <= 1, "one of a group is in line")
         require(all(s.group is not None and s.group.running for s in self.apart), "a beam is apart from running ones")
-        ids = [id_of(sequence) for sequence in self.running]
-        require(len(set(ids)) == len(ids), "an id belongs to one sequence")
-        require(not set(ids) & self.releases.keys(), "a running sequence is not released")
+        ids = {id_of(sequence) for sequence in self.running}
+        require(len(ids) == len(self.running), "an id belongs to one sequence")
+        require(not ids & self.releases.keys(), "a running sequence is not released")
         require(self.expected_back_s.keys() <= self.releases.keys(), "hints are for released sequences")
-        require(not set(ids) & self.offloads.keys(), "a running sequence is not offloaded")
+        require(not ids & self.offloads.keys(), "a running sequence is not offloaded")
         require(not self.offloads.keys() & self.releases.keys(), "an offloaded sequence is not released")
         require(all(s.host_id == i for i, s in self.offloads.items()), "an offloaded sequence has its id")
         for sequence in living:
             self._check_sequence(sequence)
 
-    def _check_batch(self) -> None:
+    def _check_batch(self, living: list[Sequence]) -> None:
         batch = self.batch
+        members = set(batch.members)
         require(
             sorted((*batch.members, *self.unbatched), key=by_rank) == self.running, "a running one is batched or not"
         )
@@ -384,7 +386,7 @@ class Queues:
         require(all(s.batch is batch.steps and s.num_left > 0 for s in batch.members), "a member of the batch decodes")
         require(all(s.num_sampling >= 0 for s in batch.members), "a member of the batch has no token too many")
         require(not any(s.is_held for s in batch.members), "a member of the batch is not held back")
-        require(all(s.batch is None for s in self.living() if s not in set(batch.members)), "others are in no batch")
+        require(all(s.batch is None for s in living if s not in members), "others are in no batch")
 
     def _check_sequence(self, sequence: Sequence) -> None:
         require(sequence.num_scheduled_tokens <= sequence.num_tokens, "nothing is scheduled that does not exist")
