@@ -54,6 +54,7 @@ def make_config(model: Path, **settings: Any) -> WorkerConfig:
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "host_memory_bytes": 0,
+            "verify_kept_blocks": False,
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_step_tokens": 64,

@@ -41,7 +41,18 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.masking_utils  # noqa: F401
-from seeded_bugs import BUGS, CORE, GPU_IDEA, NEEDS, RANKS_IDEA, SIMULATED_IDEAS, VERIFIED_IDEA, Bug, NotSeeded
+from seeded_bugs import (
+    BUGS,
+    CORE,
+    GPU_IDEA,
+    HOLDER_IDEA,
+    NEEDS,
+    RANKS_IDEA,
+    SIMULATED_IDEAS,
+    VERIFIED_IDEA,
+    Bug,
+    NotSeeded,
+)
 from simulated import SCHEDULES, record, simulate
 from standing_in import forked, require_imported_from, stand_in
 
@@ -79,6 +90,7 @@ EXAMPLES = {
 }
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
+    HOLDER_IDEA: ["unit/worker/test_holder.py", "unit/worker/test_kept_pool.py"],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
     VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }
@@ -86,7 +98,7 @@ EXAMPLES_OF_IDEA = {
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
 SIMULATED = {CORE, "cachemgr", "worker", "client", "gateway"}
 """The packages with code that runs in the simulation, but for these ideas."""
-NOT_SIMULATED = {GPU_IDEA, RANKS_IDEA}
+NOT_SIMULATED = {GPU_IDEA, HOLDER_IDEA, RANKS_IDEA}
 
 ENVIRONMENT = {
     "CARGO_TERM_COLOR": "never",

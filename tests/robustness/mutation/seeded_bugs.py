@@ -26,6 +26,8 @@ PROMISE_IDEA = "watch's promise"
 """The idea of bugs that break a word of docs/reference/watch.md."""
 VERIFIED_IDEA = "verified drafts"
 """The idea of bugs of a worker that verifies drafts."""
+HOLDER_IDEA = "a holder"
+"""The idea of bugs of memory that a holder lends."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -1669,6 +1671,51 @@ BUGS = [
         "drafts",
         "a plan that cachemgr is not ready for ends the request",
         ("_refuse_extends", 'if error.reason == "SEQUENCE_BUSY":', 'if error.reason == "SEQUENCE_BUSYS":'),
+    ),
+    # -- memory that outlives its worker: what was published goes on, and nothing else
+    rust(
+        "kept memory",
+        "sequences and steps of the dead worker hold their blocks in the new epoch",
+        ("begin_epoch", "self.empty_leases()?;", ""),
+    ),
+    rust(
+        "kept memory",
+        "a block with damaged content is found in the new epoch",
+        ("begin_epoch", "self.drop_blocks(&dropped, now, DROPPED_BY);", ""),
+    ),
+    manager(
+        "kept memory",
+        "older memory goes on with newer books, and newer memory with older ones",
+        ("why_empty", "if not least <= kept.num_accepted_steps <= most:", "if False:"),
+    ),
+    manager(
+        "kept memory",
+        "the empty memory of a holder that was started again is taken for the old one",
+        (
+            "why_empty",
+            "if not registration.memory_id or known.memory_id != registration.memory_id:",
+            "if False:",
+        ),
+    ),
+    manager(
+        "kept memory",
+        "an epoch goes on that another cachemgr has ruled since",
+        ("why_empty", "if kept.attached_term not in known.terms:", "if False:"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "the memory is lent to a second worker",
+        ("_answer", "if self._borrower is not None and self._borrower is not connection:", "if False:"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "a second worker writes to memory that is lent twice",
+        ("_take_lock", "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "a block that was being written counts as whole",
+        ("begin_writing", "self._records[list(block_ids)] = 0", "pass"),
     ),
 ]
 

@@ -283,6 +283,8 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,
         host_memory_bytes=0,
+        holder=None,
+        verify_kept_blocks=False,
         memory_share=None,
         max_model_len=settings.function.max_model_len,
         max_num_seqs=settings.max_num_seqs,

@@ -339,6 +339,11 @@ class Worker:
     def fence(self, lease_id: str) -> None:
         del self.leases[lease_id]
 
+    def lose_all_but_memory(self) -> None:
+        """The process dies; the pool's memory is kept, the host tier is not."""
+        self.leases.clear()
+        self.host_slots = [[POISON] * self.block_size for _ in self.host_slots]
+
 
 # -- the books kept twice -------------------------------------------------------------------------------------------
 
@@ -1453,7 +1458,7 @@ EVENTS = (
     + ["look up"] * 3
     + ["end lease", "fence", "fence", "expire", "reset prefix cache", "reset some", "reset some"]
     + ["pin"] * 3
-    + ["unpin"]
+    + ["unpin", "lose worker"]
 )
 
 
@@ -1462,12 +1467,15 @@ class Client:
 
     def __init__(self, lease_id: str) -> None:
         self.lease_id = lease_id
+        self.is_open = True
+        self.names_tenants = False
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
         self.to_run: list[PlannedStep] = []
         self.to_report: list[Report] = []
         self.reported: list[Report] = []
         self.last_call: tuple[str, StepRequest, Planned] | None = None
-        self.is_open = True
-        self.names_tenants = False
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -1532,6 +1540,7 @@ class LedgerMachine(RuleBasedStateMachine):
             layer_groups=groups,
             max_drafts=MAX_DRAFTS,
         )
+        self.epoch = EPOCH
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
         floor, limit = (num_usable if share is None else min(share, num_usable) for share in shares)
         budget, other_budget = (num_usable if budget is None else budget for budget in budgets)
@@ -1801,13 +1810,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.books.advance(self.now)
         self.ledger.advance(self.now)
 
-    def call(self, client, request, *, request_id="", epoch=EPOCH):
+    def call(self, client, request, *, request_id="", epoch=None):
         return plan_step(
             self.ledger,
             client.lease_id,
             request,
             now=self.now,
-            epoch=epoch,
+            epoch=self.epoch if epoch is None else epoch,
             request_id=request_id,
             names_tenants=client.names_tenants,
         )
@@ -1820,7 +1829,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert state_of(self.ledger) == before
 
     def plan_again(self, client):
-        self.refused_call(Reason.EPOCH_CHANGED, lambda: self.call(client, StepRequest(), epoch=EPOCH + 1))
+        self.refused_call(Reason.EPOCH_CHANGED, lambda: self.call(client, StepRequest(), epoch=self.epoch + 1))
         if client.last_call is None:
             return
         request_id, request, plan = client.last_call
@@ -1962,6 +1971,38 @@ class LedgerMachine(RuleBasedStateMachine):
             self.settle(client, report)
         self.ledger.lease_fenced(client.lease_id)
         assert state_of(self.ledger) == before
+
+    def lose_worker(self, rng):
+        """The worker dies, perhaps within a step, and its memory is kept; some blocks are found damaged."""
+        client = self.pick(rng, lambda client: client.to_run)
+        if client and rng.random() < 0.7:
+            lease, plan = self.worker.leases[client.lease_id], client.to_run[0].plan
+            self.worker.apply(lease, plan)
+            self.worker.scribble(lease, plan)
+        damaged = {block for block in range(1, self.geometry.num_blocks) if rng.random() < 0.1}
+        whole = sum(1 << block for block in range(self.geometry.num_blocks) if block not in damaged)
+        self.epoch += 1
+        numbers = self.ledger.begin_epoch(
+            self.epoch, whole_blocks=whole.to_bytes(-(-self.geometry.num_blocks // 8), "little"), now=self.now
+        )
+        books = self.books
+        num_findable = len(books.index)
+        for lease_id in sorted(books.leases):
+            books.fence(lease_id)
+        for pin_id in sorted(books.pins):
+            if damaged & set(books.pins[pin_id].blocks):
+                books.unpin(pin_id)
+        left = {key: block for key, block in books.index.items() if block not in damaged}
+        assert numbers == (len(left), num_findable - len(left))
+        if len(left) < num_findable:
+            self.lose_to_reset(left)
+        books.drafted, books.accepted, books.written = 0, 0, 0
+        self.worker.lose_all_but_memory()
+        self.clients = {slot: client for slot, client in self.clients.items() if client.is_open}
+        for slot, client in self.clients.items():
+            client.forget_steps()
+            books.leases[client.lease_id] = BookLease(self.tenants[slot], client.names_tenants)
+            self.worker.leases[client.lease_id] = WorkerLease()
 
     def reset_prefix_cache(self, rng):
         """All of it, or a slice of it, as other calls may find it."""
