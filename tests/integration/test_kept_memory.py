@@ -31,39 +31,27 @@ class Deployment:
     """A holder, a cachemgr with a state directory, and a worker; each can be killed and started again."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.socket = folder / "holder.sock"
-        self.start_holder()
         self.services = LocalServices.start(
             model=model,
             num_blocks=NUM_BLOCKS,
             extra_cachemgr_args=("--state-dir", str(folder / "state")),
-            extra_worker_args=(*WORKER_ARGS, "--holder", f"unix:{self.socket}"),
+            extra_worker_args=WORKER_ARGS,
+            keeps_memory=True,
             runtime_dir=folder,
             worker_target=FAULTY_WORKER,
         )
+        assert self.services.holder is not None
+        self.holder = self.services.holder
         self.pair = Pair(self.services)
-
-    def start_holder(self) -> None:
-        command = [sys.executable, "-P", "-m", "quire.worker.holder", "--listen", f"unix:{self.socket}"]
-        self.holder = subprocess.Popen(command)
-
-    def kill_holder(self) -> None:
-        self.holder.kill()
-        self.holder.wait(DEADLINE_S)
 
     def start_worker(self) -> None:
         self.services.worker.start()
         self.services.worker.wait_serving(DEADLINE_S)
         self.pair.await_attached()
 
-    def log(self, service: str) -> str:
-        return (self.services.runtime_dir / f"{service}.log").read_text()
-
     def close(self) -> None:
         self.pair.close()
         self.services.stop()
-        self.holder.terminate()
-        assert self.holder.wait(DEADLINE_S) == 0
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +77,6 @@ def run_prompt(pair: Pair) -> tuple[list[int], int]:
     return tokens, num_found
 
 
-def num_findable() -> int:
-    return (len(PROMPT) - 1) // 4 * 4
-
-
 def test_a_worker_that_was_killed_finds_what_was_published(deployment: Deployment, generate: Generate) -> None:
     pair, expected = deployment.pair, generate(PROMPT, NUM_NEW)
     assert run_prompt(pair)[0] == expected
@@ -103,14 +87,9 @@ def test_a_worker_that_was_killed_finds_what_was_published(deployment: Deploymen
         deployment.services.worker.kill()
     deployment.start_worker()
     assert pair.cached_tokens(draw_tokens(30, seed=2)) == 0, "a step in flight is dropped"
-    tokens, num_found = run_prompt_beside(pair, other)
-    assert (tokens, num_found > 0) == (expected, True)
-
-
-def run_prompt_beside(pair: Pair, other: LeaseHolder) -> tuple[list[int], int]:
-    """As run_prompt, after the end of a lease that survived the worker."""
     other.delete()
-    return run_prompt(pair)
+    tokens, num_found = run_prompt(pair)
+    assert (tokens, num_found > 0) == (expected, True)
 
 
 def test_both_killed_at_once_find_it_again(deployment: Deployment, generate: Generate) -> None:
@@ -128,7 +107,7 @@ def test_a_second_worker_on_the_memory_is_refused(deployment: Deployment, model_
     command = [sys.executable, "-m", "quire.worker", "--model", str(model_dir), "--num-blocks", str(NUM_BLOCKS)]
     listen = f"unix:{deployment.services.runtime_dir}/second.sock"
     where = ("--listen", listen, "--cachemgr", deployment.services.cachemgr_address)
-    flags = (*WORKER_ARGS, "--holder", f"unix:{deployment.socket}")
+    flags = (*WORKER_ARGS, "--holder", deployment.holder.address)
     second = subprocess.run([*command, *where, *flags], capture_output=True, text=True, timeout=DEADLINE_S)
     assert second.returncode == 1
     assert f"the memory is lent to process {deployment.services.worker.pid}, which is alive" in second.stderr
@@ -137,10 +116,10 @@ def test_a_second_worker_on_the_memory_is_refused(deployment: Deployment, model_
 def test_a_holder_that_was_killed_takes_the_cache_with_it_and_nothing_else(
     deployment: Deployment, generate: Generate
 ) -> None:
-    deployment.kill_holder()
+    deployment.holder.kill()
     tokens, num_found = run_prompt(deployment.pair)
     assert (tokens, num_found > 0) == (generate(PROMPT, NUM_NEW), True), "the worker still has its memory"
-    deployment.start_holder()
+    deployment.holder.start()
     deployment.services.worker.kill()
     deployment.start_worker()
     tokens, num_found = run_prompt(deployment.pair)

@@ -126,6 +126,11 @@ def quire() -> None:
 @add_flags(HOST_FLAGS)
 @option("--no-http", is_flag=True, help="Start no gateway.")
 @option(
+    "--keep-cache",
+    is_flag=True,
+    help="Keep cached prefixes over restarts of the worker: starts a `quire holder` too. Linux, and a pool on a CPU.",
+)
+@option(
     "--logs",
     type=click.Choice(("files", "terminal")),
     default="files",
@@ -140,6 +145,7 @@ def up(
     host: str | None,
     port: int | None,
     no_http: bool,
+    keep_cache: bool,
     logs: str,
     flags: ServiceFlags,
 ) -> None:
@@ -175,6 +181,7 @@ def up(
         runtime_dir=runtime_dir,
         flags=flags,
         http_listen=None if no_http else tuple(map(str, addresses)),
+        keeps_memory=keep_cache,
         logs_here=logs == "terminal",
     )
 

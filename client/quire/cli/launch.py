@@ -28,6 +28,7 @@ from quire.cli.service_process import (
     STOP_TIMEOUT_S,
     WORKER_START_TIMEOUT_S,
     GatewayProcess,
+    HolderProcess,
     LaunchError,
     ServiceProcess,
     wait_all_serving,
@@ -38,12 +39,13 @@ from quire.serving.runtime_folder import MAX_SOCKET_PATH_BYTES, short_temporary_
 
 CACHEMGR_START_TIMEOUT_S = 30.0
 GATEWAY_START_TIMEOUT_S = 60.0
+HOLDER_START_TIMEOUT_S = 30.0
 
 _DEATH_POLL_S = 0.2
 
 
 class LocalServices:
-    """cachemgr and worker, and perhaps a gateway, on unix sockets in one folder.
+    """cachemgr and worker, and perhaps a gateway and a holder, on unix sockets in one folder.
 
     As a context manager, `with` or `async with`, it starts them, all at the same time, and ends them at the block's
     end; `start` does the first part at once. After it, `cachemgr` and `worker` are their processes.
@@ -52,6 +54,7 @@ class LocalServices:
     num_blocks            size of its pool; None: the worker decides
     extra_cachemgr_args, extra_worker_args, extra_gateway_args
                           further flags
+    keeps_memory          the worker's pool lies in the memory of a holder, which is started, too
     environment           by service ("gateway"): further variables of its environment
     http_listen           the gateway's address for HTTP, beside its unix socket; None: there is no gateway
     runtime_dir           folder for sockets and logs. None: one is made, and removed at the end. One that is given is
@@ -71,6 +74,7 @@ class LocalServices:
         extra_worker_args: Sequence[str] = (),
         http_listen: Sequence[str] | None = None,
         extra_gateway_args: Sequence[str] = (),
+        keeps_memory: bool = False,
         environment: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         runtime_dir: str | os.PathLike[str] | None = None,
         output: str = "files",
@@ -87,12 +91,14 @@ class LocalServices:
         self._extra_worker_args = tuple(extra_worker_args)
         self._http_listen = None if http_listen is None else tuple(http_listen)
         self._extra_gateway_args = tuple(extra_gateway_args)
+        self._keeps_memory = keeps_memory
         self._environment = environment
         self._given_dir = None if runtime_dir is None else Path(runtime_dir).absolute()
         self._output = output
         self._start_timeouts_s = {
             "cachemgr": CACHEMGR_START_TIMEOUT_S,
             "worker": worker_start_timeout_s,
+            "holder": HOLDER_START_TIMEOUT_S,
             "gateway": worker_start_timeout_s + GATEWAY_START_TIMEOUT_S,  # it serves once the worker does
         }
         self._stop_timeout_s = stop_timeout_s
@@ -141,6 +147,11 @@ class LocalServices:
         return next((each for each in self._services if isinstance(each, GatewayProcess)), None)
 
     @property
+    def holder(self) -> HolderProcess | None:
+        """The holder's process; None if there is none."""
+        return next((each for each in self._services if isinstance(each, HolderProcess)), None)
+
+    @property
     def all(self) -> tuple[ServiceProcess, ...]:
         """All processes, in the order in which they start."""
         return tuple(self._services)
@@ -175,6 +186,7 @@ class LocalServices:
                 {**os.environ, **self._environment.get(name, {})},
             )
             for name, (target, arguments) in self._targets(with_folder).items()
+            if name != "holder"  # it has no flag but its address
         }
 
     def wait(self) -> ServiceProcess:
@@ -294,9 +306,10 @@ class LocalServices:
         """Return by service, cachemgr first, the target and its arguments with sockets in `folder`."""
         cachemgr, worker = _address_of("cachemgr", folder), _address_of("worker", folder)
         own = ("--cachemgr", cachemgr, "--model", self._model, *self._pool_arguments)
+        holder = ("--holder", _address_of("holder", folder)) if self._keeps_memory else ()
         targets: dict[str, tuple[str, tuple[str, ...]]] = {
             "cachemgr": (self._cachemgr_target, ("--listen", cachemgr, *self._extra_cachemgr_args)),
-            "worker": (self._worker_target, ("--listen", worker, *own, *self._extra_worker_args)),
+            "worker": (self._worker_target, ("--listen", worker, *own, *holder, *self._extra_worker_args)),
         }
         if self._http_listen is not None:
             listen = (_address_of("gateway", folder), *self._http_listen)
@@ -305,6 +318,8 @@ class LocalServices:
                 "quire.gateway",
                 (*flags, "--cachemgr", cachemgr, *self._extra_gateway_args),
             )
+        if self._keeps_memory:
+            targets["holder"] = ("quire.worker.holder", ("--listen", _address_of("holder", folder)))
         return targets
 
     def _make_folder(self) -> Path:
@@ -341,7 +356,7 @@ class LocalServices:
             self._previous_sigterm = None
 
 
-_KINDS: dict[str, type[ServiceProcess]] = {"gateway": GatewayProcess}
+_KINDS: dict[str, type[ServiceProcess]] = {"gateway": GatewayProcess, "holder": HolderProcess}
 
 
 def check_folder(folder: Path) -> None:

@@ -273,6 +273,17 @@ class GatewayProcess(ServiceProcess):
         self._raise_not_serving(timeout_s)
 
 
+class HolderProcess(ServiceProcess):
+    """The holder of a worker's memory. It serves once its socket is there: a worker waits until it listens."""
+
+    def _watch_health(self, timeout_s: float) -> None:
+        deadline, path = time.monotonic() + timeout_s, Path(self.address.removeprefix("unix:"))
+        while not self.wait_exited(_POLL_S) and time.monotonic() < deadline:
+            if path.is_socket():
+                return
+        self._raise_not_serving(timeout_s)
+
+
 def _describe_exit(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         cause = " (Linux sends it when memory runs out)" if returncode == -signal.SIGKILL else ""

@@ -51,6 +51,7 @@ def _stage(services: LocalServices, model: str) -> str:
         "cachemgr": "cachemgr: starting",
         "worker": f"worker: loading {model} and checking it",
         "gateway": "gateway: starting",
+        "holder": "holder: starting",
     }
     return stages[next((service.name for service in services.all if not service.is_serving), "cachemgr")]
 

@@ -30,6 +30,7 @@ def run_up(
     runtime_dir: Path | None,
     flags: ServiceFlags,
     http_listen: Sequence[str] | None,
+    keeps_memory: bool,
     logs_here: bool,
 ) -> None:
     """Check the flags, start, print the addresses, wait. Returns after Ctrl-C or SIGTERM. Raises click.ClickException.
@@ -44,6 +45,7 @@ def run_up(
         extra_cachemgr_args=flags.arguments["cachemgr"],
         extra_worker_args=flags.arguments["worker"],
         extra_gateway_args=flags.arguments["gateway"],
+        keeps_memory=keeps_memory,
         environment=flags.environment,
         http_listen=http_listen,
         runtime_dir=folder,

@@ -97,6 +97,11 @@ def registration(named: str, **fields: Any) -> Beyond:
     return lambda: messages.decode_registration(request), field
 
 
+def kept_memory(named: str, **fields: Any) -> Beyond:
+    values = {"epoch": 2, "attached_term": 1} | fields
+    return registration(f"kept_memory.{named}", memory_id="m", kept_memory=values)
+
+
 def report(named: str = "", **fields: Any) -> Beyond:
     request = attach_pb2.StepReport(outcome=attach_pb2.STEP_OUTCOME_COMPUTED, **fields)
     ledger, field = Ledger("p", 1, GEOMETRY), named or next(iter(fields))
@@ -181,6 +186,8 @@ LISTS: dict[str, Beyond] = {
         geometry=WIRE_GEOMETRY | {"layer_groups": [{"kind": 1, "layer_count": 1}] * (_core.MAX_LAYER_GROUPS + 1)},
     ),
     "RegisterPool.pool": registration("pool", pool="x" * 129),
+    "RegisterPool.memory_id": registration("memory_id", memory_id="x" * 65),
+    "KeptMemory.whole_blocks": kept_memory("whole_blocks", whole_blocks=bytes(WIRE_GEOMETRY["block_count"] // 8 + 2)),
     "RegisterPool.worker_address": registration("worker_address", worker_address="x" * 1_025),
     "PoolGeometry.model": registration("geometry.model", geometry=WIRE_GEOMETRY | {"model": "x" * 1_025}),
     "PoolGeometry.model_fingerprint": registration(
@@ -344,3 +351,20 @@ def test_a_client_checks_with_the_numbers_of_the_core() -> None:
     names = ("MAX_SALT_BYTES", "MAX_RANGES", "LEAST_PRIORITY", "MOST_PRIORITY", "MAX_RETENTION_S", "MAX_EXPECTED_S")
     names += ("MAX_BREAKPOINTS", "LEAST_KEEP_S", "MAX_KEEP_S")
     assert [getattr(admission_bounds, name) for name in names] == [getattr(_core, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "beyond",
+    [
+        registration("attached_term", attached_term=1, kept_memory={"epoch": 2}),
+        kept_memory("epoch", epoch=0),
+        kept_memory("epoch", epoch=1),
+        kept_memory("attached_term", attached_term=-1),
+        kept_memory("accepted_step_count", accepted_step_count=-1),
+    ],
+)
+def test_kept_memory_that_can_not_be_is_refused(beyond: Beyond) -> None:
+    call, field = beyond
+    with pytest.raises(CallRefused) as refused:
+        call()
+    assert refused.value.refusal.metadata["field"] == field
