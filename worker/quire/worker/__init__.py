@@ -20,5 +20,6 @@ A room imports the rooms below it alone; import-linter holds this order (pyproje
     memory              the pool's tensors, block tables, the batch of a step, the host tier, layer groups
     device              devices, transfers, captures, traces
 
-Beside them are config.py, the settings, and unsupported_model.py, the refusal of a model.
+Beside them are holder, a process that keeps the pool's memory, and the borrower's side of it; config.py, the settings;
+and unsupported_model.py, the refusal of a model.
 """

@@ -4,6 +4,7 @@
     layer_groups.py     layers that keep the same positions share a block table
     pool_size.py        the number of blocks, from the flags and the free memory
     kv_pool.py          the tensors of all layers, in blocks
+    kept_pool.py        the header and the checksums beside the tensors, in memory that outlives the worker
     host_pool.py        blocks of offloaded sequences, in the machine's memory
     state_slots.py      states that a model keeps per sequence and not per token
     sequence_table.py   block tables and last sampled tokens on the device, one row per sequence
