@@ -172,6 +172,8 @@ def up(
         raise click.UsageError("Missing the model: quire up PATH_OR_HUB_ID (or '--model').")
     if no_http and (host is not None or port is not None):
         raise click.UsageError("--host and --port are the gateway's, and --no-http starts none.")
+    if keep_cache and "--holder" in flags.arguments["worker"]:
+        raise click.UsageError("--keep-cache starts a holder, and --holder names another one.")
     addresses = http_addresses("--http-listen", http_listen, host=host, port=port)
     _require("client", "cachemgr", "worker", *(() if no_http else ("gateway",)))
     from quire.cli.up import run_up

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from planning import Admission, StepOutcome, StepRequest, lease_numbers_of, plan_step, report_of
 
+from quire.cache.v1 import attach_pb2
 from quire.cachemgr.catalog import (
     MAX_TERM,
     AttachedPool,
@@ -23,6 +24,7 @@ from quire.cachemgr.catalog import (
 )
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.service.attachments import Attachments
 
 GEOMETRY = Geometry(
     block_size=2,
@@ -429,3 +431,14 @@ def test_an_attached_worker_is_not_replaced_by_one_on_its_memory(catalog: Catalo
     dead.is_attached = True
     assert refusal_of(lambda: attach(catalog, **kept())) is Reason.POOL_ALREADY_ATTACHED
     assert num_cached(dead) == 4
+
+
+def test_messages_of_the_dead_worker_do_not_reach_the_books_that_go_on(catalog: Catalog, dead: AttachedPool) -> None:
+    pool = attach(catalog, **kept())
+    plan_step(pool.ledger, "lease", StepRequest(admissions=[Admission(1, PROMPT)]), now=0.0)
+    late = report_of("lease", 1, seq_ids=[1], token_counts=[5], sampled_ids=[1], sampled_tokens=[6], report_number=2)
+    fenced = attach_pb2.AttachPoolRequest(lease_fenced=attach_pb2.LeaseFenced(lease_id="lease"))
+    for message in (late, fenced):
+        Attachments(catalog)._hear(dead, message)
+    assert pool.ledger.inspector.last_report == 0
+    assert pool.ledger.inspector.find_lease("lease") is not None

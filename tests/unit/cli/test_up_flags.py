@@ -36,6 +36,7 @@ def sample(option: click.Option) -> list[str]:
     if isinstance(option.type, click.Choice):
         return [next(str(choice) for choice in option.type.choices if choice != option.default)]
     by_name = {"--profile-steps": "3:4", "--memory-share": "0.25", "--keep-share": "0.5", "--advertise": "127.0.0.1:7"}
+    by_name |= {"--holder": "unix:/h"}
     by_name |= {"--allowed-origins": "https://chat.example", "--allowed-hosts": "chat.example"}
     by_name |= {"--max-draft-tokens": "7", "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 3}'}
     if option.opts[0] in ADDRESSES or option.opts[0] in ("--grpc-listen", "--shepherd"):
@@ -169,3 +170,9 @@ def test_a_typo_is_said_before_a_model_that_is_missing(monkeypatch: pytest.Monke
         run_up("--chat-tempalte", "f", monkeypatch=monkeypatch)
     with pytest.raises(click.UsageError, match="quire up PATH_OR_HUB_ID"):
         run_up(monkeypatch=monkeypatch)
+
+
+def test_the_cache_is_kept_by_one_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_up("m", "--keep-cache", monkeypatch=monkeypatch)["keeps_memory"]
+    with pytest.raises(click.UsageError, match="--keep-cache starts a holder"):
+        run_up("m", "--keep-cache", "--holder", "unix:/h", monkeypatch=monkeypatch)
