@@ -104,6 +104,11 @@ So with a `--max-model-len` above the model's original length (`original_max_pos
 length is computed with frequencies that were made for long ones, which can lower its quality. The worker's log
 says so at load, in a line with `rope` and `pinned`. With `--max-model-len` at the original length or below, the tokens
 are those of `generate`. In the table above `generate` ran with a pinned rope, too.
+
+## Quantized weights
+
+The families above run with plain weights here. [Quantized models](../how-to/quantized-models.md) has the formats of
+quantized checkpoints that the worker loads.
 """
 
 

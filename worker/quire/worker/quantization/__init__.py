@@ -1,15 +1,15 @@
 """Weights as quantized checkpoints have them: held packed, dequantized for each product, in torch on any device.
 
-config.json  ->  read_scheme()  ->  Scheme  ->  transformers loads the tensors into the scheme's linear layers
+    config.json  ->  read_scheme()  ->  Scheme  ->  transformers loads the tensors into the scheme's linear layers
 
-formats             the table of formats: a checkpoint's quantization_config to the scheme of its family
-scheme              which linear layers of a model are quantized, and as which module
-quantizer           transformers' loading with the modules of a scheme
-compressed_tensors, float8, gptq, awq, torchao, bitsandbytes, mxfp4   one family each: reads its configuration
-quantized_linear    the linear layer that all formats have in common
-inputs              activations, rounded as a format with quantized inputs rounds them
-scaled_linear       weights of 8 bits times scales
-packed_linear       weights of 2, 4 or 8 bits in words of 32
-codebook_linear     weights of 4 bits that number the entries of a table
-on_load             quantizes the layers of a model that is loaded, for --quantization
+The files, in that order:
+
+    formats             the table of formats: a checkpoint's quantization_config to the scheme of its family
+    scheme              which linear layers of a model are quantized, and as which module
+    quantizer           transformers' loading with the modules of a scheme
+    compressed_tensors, float8, gptq, awq, torchao, bitsandbytes   one family each: reads its configuration
+    scaled_linear       weights of 8 bits times scales
+    packed_linear       weights of 2, 4 or 8 bits in words of 32
+    quantized_linear    the linear layer that all formats have in common
+    inputs              activations, rounded as a format with quantized inputs rounds them
 """

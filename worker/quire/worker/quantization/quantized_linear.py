@@ -24,7 +24,7 @@ class QuantizedLinear(nn.Module):
     """The format of the weight, for people."""
 
     def __init__(self, linear: nn.Linear, inputs: InputRounding = KEEP) -> None:
-        """`linear` is the layer in whose place this one is: it has the sizes, and the bias."""
+        """`linear` is the layer that this one replaces: it has the sizes, and the bias."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
