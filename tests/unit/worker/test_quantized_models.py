@@ -119,6 +119,16 @@ def test_a_bad_checkpoint_is_refused_with_the_tensors_name(
     assert message in str(caught.value)
 
 
+def test_experts_are_not_loaded_without_their_scales(tmp_path: Path) -> None:
+    """transformers merges the experts' float8 numbers into plain weights, and passes over the scales."""
+    folder, _ = quantized_zoo.save("fp8", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    scale = {"model.layers.0.mlp.experts.0.up_proj.weight_scale_inv": torch.ones(4, 4)}
+    save_file(tensors | scale, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"experts\.0\.up_proj\.weight_scale_inv is the scale of no quantized"):
+        load_model(folder)
+
+
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     folder, _ = quantized_zoo.save("gptq", tmp_path)
     weights = folder / "model.safetensors"

@@ -20,7 +20,7 @@ from quire.worker.model.preparing import prepare_model
 from quire.worker.model.self_check import SHORTEST_TOKENS
 from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
 from quire.worker.model.token_ids import drop_unknown_padding
-from quire.worker.quantization.quantizer import find_fault, use_scheme
+from quire.worker.quantization.quantizer import find_fault, find_unused_scale, use_scheme
 from quire.worker.quantization.scheme import UnsupportedFormat
 from quire.worker.unsupported_model import UnsupportedModel, first_line
 
@@ -219,6 +219,9 @@ def _load_weights(
         raise UnsupportedModel(
             type(model).__name__, f"its weight {name} has the shape {tuple(found)} and not {tuple(expected)}"
         )
+    unused = find_unused_scale(info["unexpected_keys"])
+    if unused is not None:
+        raise UnsupportedModel(type(model).__name__, f"its weight {unused} is the scale of no quantized linear layer")
     fault = find_fault(model)
     if fault is not None:
         raise UnsupportedModel(type(model).__name__, f"its weight {fault}")

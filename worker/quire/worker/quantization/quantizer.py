@@ -6,7 +6,8 @@ before it loads anything; the configuration names this one in place of the check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat
 
 METHOD = "quire"
+_SCALE = re.compile(r"weight_scale|(scale_inv|scales|qzeros|absmax|SCB)$")
 
 
 def find_quantization(config: Any) -> Mapping[str, Any] | None:
@@ -51,6 +53,14 @@ def find_fault(model: Any) -> str | None:
         if fault is not None:
             return f"{name}.{fault}"
     return None
+
+
+def find_unused_scale(names: Iterable[str]) -> str | None:
+    """Return the first name of a checkpoint's tensor that scales a weight, of tensors that no module has taken.
+
+    Its weight would be loaded without it: experts, which transformers merges, are no linear layers.
+    """
+    return next((name for name in sorted(names) if _SCALE.search(name)), None)
 
 
 @register_quantization_config(METHOD)

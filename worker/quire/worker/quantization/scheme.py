@@ -24,7 +24,7 @@ class Scheme:
     make        (name of a layer, the layer) -> the module in its place; None leaves the layer as it is. Raises
                 ValueError if the layer's sizes do not fit
     kept        the parts of names of layers that are not quantized; None: the output layer, and what is tied to it
-    renamed     tensors with names that no buffer can have: a pattern of the end of the name, and the end of the buffer's
+    renamed     tensors with names that no buffer can have: a pattern of their end, and the end of the buffer's name
     """
 
     name: str
