@@ -82,9 +82,10 @@ def test_a_worker_that_was_killed_finds_what_was_published(deployment: Deploymen
     assert run_prompt(pair)[0] == expected
     with pair.held() as hold:
         other = LeaseHolder.create(pair)
-        other.start(other.admit((1, draw_tokens(30, seed=2))))
+        running = other.start(other.admit((1, draw_tokens(30, seed=2))))  # the call would end with its object
         hold.await_running()
         deployment.services.worker.kill()
+    assert running.exception(DEADLINE_S) is not None
     deployment.start_worker()
     assert pair.cached_tokens(draw_tokens(30, seed=2)) == 0, "a step in flight is dropped"
     other.delete()

@@ -623,7 +623,7 @@ class WrongInSteps(TorchSteps):
 
 
 def test_a_degraded_model_is_an_error_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shapes, "choose_steps", lambda *_, **__: WrongInSteps())
+    monkeypatch.setattr(shapes, "pick_steps", lambda *_, **__: WrongInSteps())
     flags = ["--quick", "--cells", "tiny 2x20", "--json", str(tmp_path / "so far.json")]
     done = CliRunner().invoke(step.main, flags)
     assert done.exit_code == 1

@@ -9,9 +9,7 @@
                             CachedModel                 models that keep their own attention
     pinned_rope.py      makes ropes depend on positions alone
     probe.py            learns each layer's attention from one forward
-    packed_linear.py    packs weights for a CPU, in bfloat16
-    transposed_linear.py
-                        stores weights for a CPU column by column, in float32
+    packed_linear.py    packs weights for a CPU
     fingerprint.py      the identity of a block's content
     modes.py            how each part of a step runs, and why it is not faster
     self_check.py       compares logits over the pool with those of the model's own attention

@@ -2,8 +2,7 @@
 
 A matrix product of few rows, which is what every layer of a decode step is, spends much of its time reordering the
 weight on its way into the processor. oneDNN can do that once, ahead. A packed weight replaces the original. In
-float32 it does not pay: for a single row PyTorch's other product is faster. There quire.worker.model.transposed_linear
-stores the weight in another order.
+float32 it does not pay: for a single row PyTorch's other product is faster.
 """
 
 from __future__ import annotations

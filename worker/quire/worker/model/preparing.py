@@ -42,7 +42,6 @@ from quire.worker.model.tiled_experts import TILED_EXPERTS
 from quire.worker.model.tiled_model import TiledModel
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
-from quire.worker.model.transposed_linear import transpose_linears
 from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
@@ -208,11 +207,10 @@ def _prepare_paged(
     )
     if arithmetic is Arithmetic.KERNELS:
         _make_fixed(paged)
-    packing, num_transposed = Packing(0), 0
+    packing = Packing(0)
     if expanded is None and fused_steps is None:
         packing = pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
-        num_transposed = transpose_linears(model) if arithmetic is Arithmetic.ANY else 0
-    _note_linears(paged.modes, packing, num_transposed)
+    _note_packing(paged.modes, packing)
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
     return paged
@@ -225,9 +223,8 @@ def _make_fixed(paged: PagedModel) -> None:
     paged.is_deterministic = True
 
 
-def _note_linears(modes: Modes, packing: Packing, num_transposed: int) -> None:
+def _note_packing(modes: Modes, packing: Packing) -> None:
     how = f", {packing.num_packed} linear layers packed" if packing.num_packed else ""
-    how += f", {num_transposed} linear layers transposed" if num_transposed else ""
     different = f"packed, {packing.num_different} linear layers gave other results" if packing.num_different else ""
     modes.note(Part.MODULES, f"the model's own{how}", degraded=different)
 
