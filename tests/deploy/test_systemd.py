@@ -13,15 +13,19 @@ from deploy.tools import DEPLOY, find, parse_service
 
 UNITS = DEPLOY / "systemd"
 CACHEMGR, WORKER = UNITS / "quire-cachemgr.service", UNITS / "quire-worker@.service"
-GATEWAY = UNITS / "quire-gateway.service"
+GATEWAY, HOLDER = UNITS / "quire-gateway.service", UNITS / "quire-holder@.service"
 SERVICES = {"cachemgr": CACHEMGR, "worker": WORKER, "gateway": GATEWAY}
 COMMANDS = {"cachemgr": "cachemgr", "worker": "worker", "gateway": "serve"}
 # Tenths of systemd's exposure level.
 MOST_EXPOSED = 15
 DRAIN_MARGIN_S = 5
 INSTANCE = "default"
-# Of a worker of several ranks: on one machine, and on several.
-DROP_INS = {"one machine": ["ranks"], "several machines": ["ranks", "network", "torchrun"]}
+# Of a worker with a holder, and of one of several ranks: on one machine, and on several.
+DROP_INS = {
+    "holder": ["keep-cache"],
+    "one machine": ["ranks"],
+    "several machines": ["ranks", "network", "torchrun"],
+}
 TORCHRUN_END_S = 30
 """That torchrun gives its ranks to end after SIGTERM."""
 
@@ -66,7 +70,7 @@ def installed(tmp_path: Path) -> Path:
     """A root with the files of the units, as docs/how-to/deployment.md installs them."""
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
-    for path in SERVICES.values():
+    for path in (*SERVICES.values(), HOLDER):
         (folder / path.name).write_text(path.read_text())
     for name in ("quire", "torchrun"):
         program = tmp_path / "opt/quire/bin" / name
@@ -76,7 +80,11 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("unit", [CACHEMGR.name, GATEWAY.name, WORKER.name.replace("@", f"@{INSTANCE}")])
+def instance_of(template: Path) -> str:
+    return template.name.replace("@", f"@{INSTANCE}")
+
+
+@pytest.mark.parametrize("unit", [CACHEMGR.name, GATEWAY.name, instance_of(WORKER), instance_of(HOLDER)])
 def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
     """systemd would log nothing about the file: no unknown settings, no ignored values."""
     for path in (installed / "etc/systemd/system").iterdir():
@@ -87,12 +95,12 @@ def test_systemd_finds_nothing_wrong(installed: Path, unit: str) -> None:
 
 
 @pytest.mark.parametrize("names", DROP_INS.values(), ids=DROP_INS)
-def test_systemd_finds_nothing_wrong_with_a_group(installed: Path, names: list[str]) -> None:
+def test_systemd_finds_nothing_wrong_with_drop_ins(installed: Path, names: list[str]) -> None:
     folder = installed / "etc/systemd/system" / f"{WORKER.name}.d"
     folder.mkdir()
     for name in names:
         (folder / f"{name}.conf").write_text((UNITS / f"{name}.conf").read_text())
-    unit = WORKER.name.replace("@", f"@{INSTANCE}")
+    unit = instance_of(WORKER)
     assert faults_of(unit, installed) == []
     (folder / "wrong.conf").write_text("[Service]\nExecStarts=/bin/true\n")
     (fault,) = faults_of(unit, installed)
@@ -105,9 +113,10 @@ def faults_of(unit: str, installed: Path) -> list[str]:
     for path in folder.glob("**/*.*"):
         if path.is_file():
             path.write_text(path.read_text().replace("ExecStart=/opt/", f"ExecStart={installed}/opt/"))
-    instance = folder / WORKER.name.replace("@", f"@{INSTANCE}")
-    if not instance.is_symlink():
-        instance.symlink_to(WORKER.name)
+    for template in (WORKER, HOLDER):
+        instance = folder / instance_of(template)
+        if not instance.is_symlink():
+            instance.symlink_to(template.name)
     command = [tool("systemd-analyze"), "verify", "--man=no", str(folder / unit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     faults = [line for line in done.stderr.splitlines() if "quire" in line or str(installed) in line]
@@ -116,7 +125,7 @@ def faults_of(unit: str, installed: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("drop_ins", [[], ["network"], *DROP_INS.values()], ids=["this machine", "network", *DROP_INS])
-@pytest.mark.parametrize("path", SERVICES.values(), ids=SERVICES)
+@pytest.mark.parametrize("path", [*SERVICES.values(), HOLDER], ids=[*SERVICES, "holder"])
 def test_little_is_exposed(installed: Path, path: Path, drop_ins: list[str]) -> None:
     unit = installed / "etc/systemd/system" / path.name
     for name in drop_ins:
@@ -140,12 +149,28 @@ def test_a_worker_is_confined_like_cachemgr_but_for_what_is_said() -> None:
     assert worker["DeviceAllow"] == ["char-nvidia* rw"]
 
 
-def test_a_gateway_is_confined_like_cachemgr() -> None:
-    cachemgr, gateway = read_unit(CACHEMGR), read_unit(GATEWAY)
-    alike = ("Private", "Protect", "Restrict", "Lock", "Memory", "System")
-    same = [name for name in cachemgr if name.startswith(alike)]
+@pytest.mark.parametrize(("path", "own"), [(GATEWAY, set()), (HOLDER, {"RestrictAddressFamilies"})])
+def test_gateway_and_holder_are_confined_like_cachemgr(path: Path, own: set[str]) -> None:
+    cachemgr, other = read_unit(CACHEMGR), read_unit(path)
+    alike = ("Private", "Protect", "Restrict", "Lock", "MemoryDeny", "System")
+    same = [name for name in cachemgr if name.startswith(alike) and name not in own]
     same += ["NoNewPrivileges", "CapabilityBoundingSet", "AmbientCapabilities", "DevicePolicy", "IPAddressDeny"]
-    assert {name: gateway[name] for name in same} == {name: cachemgr[name] for name in same}
+    assert {name: other[name] for name in same} == {name: cachemgr[name] for name in same}
+
+
+def test_a_holder_is_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same user and address; and the worker does not end with it."""
+    holder, worker, drop_in = read_unit(HOLDER), read_unit(WORKER), read_unit(UNITS / "keep-cache.conf")
+    program, name, *flags = command_of(holder)
+    assert (program, name) == ("/opt/quire/bin/quire", "holder")
+    (address,) = environment_of(drop_in).values()
+    assert parse_service("holder", flags, environment_of(holder), monkeypatch)["listen"] == address
+    environment = environment_of(worker) | environment_of(drop_in) | {"QUIRE_WORKER_MODEL": "some"}
+    assert parse_service("worker", [], environment, monkeypatch)["holder"] == Path(address.removeprefix("unix:"))
+    assert address.startswith(f"unix:{holder['ReadWritePaths'][0]}/")
+    assert (holder["User"], holder["ReadWritePaths"]) == (worker["User"], worker["ReadWritePaths"])
+    assert drop_in["Wants"] == drop_in["After"] == [HOLDER.name.replace("@", "@%i")]
+    assert not {"Requires", "BindsTo", "PartOf"} & (set(drop_in) | set(holder))
 
 
 def test_users_and_folders_are_what_the_units_need(tmp_path: Path) -> None:

@@ -21,7 +21,12 @@ BUILD_TIMEOUT_S = 1200  # with nothing in Go's caches
 # Of `quire`: those that become another program, which reads the flags.
 SERVICES = {"cachemgr": "quire.cachemgr.__main__", "worker": "quire.worker.__main__"}
 # With a gateway, which is a client too.
-SERVERS = {**SERVICES, "serve": "quire.gateway.__main__", "events": "quire.integrations.kv_events.__main__"}
+SERVERS = {
+    **SERVICES,
+    "serve": "quire.gateway.__main__",
+    "events": "quire.integrations.kv_events.__main__",
+    "holder": "quire.worker.holder.__main__",
+}
 # The manifests that a service's pod is merged of.
 MANIFESTS = {
     "cachemgr": ("base/cachemgr.yaml", "components/cachemgr/container.yaml"),
