@@ -155,6 +155,9 @@ inline plan_step(l) {
     :: else
     fi;
     planned[l]++;
+#if HOLDER
+    num_planned[m]++;
+#endif
     REQUIRE(planned[l] <= asked[l], I7);
     write_ghosts(l);
     say_plan(l);

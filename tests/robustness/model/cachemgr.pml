@@ -126,6 +126,7 @@ inline register(x) {
 
 /* Books for an epoch without a history. Open leases go on without their sequences. */
 inline begin_books() {
+    find_carried();
     for (e1 : 0 .. LEASES - 1) {
         if
         :: MANAGER(e1) == m && (life[e1] == OPEN || life[e1] == OPENING) ->
@@ -134,7 +135,11 @@ inline begin_books() {
         :: else
         fi
     }
-    for (e1 : 1 .. BLOCKS) { STATE(m, e1) = FREE; REF(m, e1) = 0; PUBLISHED(m, e1) = 0 }
+    for (e1 : 1 .. BLOCKS) {
+        REF(m, e1) = 0;
+        PUBLISHED(m, e1) = (carried & BIT(e1) -> PUBLISHED(m, e1) : 0);
+        STATE(m, e1) = (PUBLISHED(m, e1) -> CACHED : FREE)
+    }
     if
     :: MANAGERS > 1 && epoch_of[(MANAGERS - 1) - m] == epoch -> MARK(REACH_TWO_BOOKS_OF_AN_EPOCH)
     :: else
@@ -142,7 +147,12 @@ inline begin_books() {
     printf("cachemgr %d opens books for epoch %d\n", m, epoch);
     epoch_of[m] = epoch;
     ruled[m] = RULED_BY(term[m]);
-    entered[m] = 0
+    entered[m] = 0;
+#if HOLDER
+    memory_of[m] = memory; num_planned[m] = 0;
+    check_published();
+#endif
+    skip
 }
 
 inline attach(x) {
@@ -267,6 +277,9 @@ inline start_second() {
 /* Whoever had a lease of it finds that out. Those that were not made yet may be, if it comes back. */
 inline lose_books() {
     epoch_of[m] = 0; ruled[m] = 0; entered[m] = 0;
+#if HOLDER
+    memory_of[m] = 0; num_planned[m] = 0;
+#endif
     for (e1 : 0 .. LEASES - 1) {
         if
         :: MANAGER(e1) == m && !(RETURNS && life[e1] == UNUSED) -> forget_holdings(e1); life[e1] = GONE

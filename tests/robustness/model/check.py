@@ -234,6 +234,24 @@ CONFIGURATIONS = (
         "COPIES=2 BREAKS=2 DEATHS=2 QUEUE=8",
         is_cycle_search=True,
     ),
+    Configuration(
+        "kept_memory",
+        "LEASES=2 SEQS=1 STEPS=2 BLOCKS=2 TABLE=2 PROMPT=2 TENANTS=2 HOLDER=1 RESTARTS=1",
+        "RESTARTS=2 CHANGES=1 QUEUE=8",
+        ("CARRIED", "KILLED_IN_STEP", "EVICTION", "LEASE_ADOPTED"),
+    ),
+    Configuration(
+        "kept_elsewhere",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 TENANTS=2 HOLDER=2 RESTARTS=2 CHANGES=1",
+        "STEPS=2 RESTARTS=3 QUEUE=8",
+        ("CARRIED", "NOT_CARRIED", "MEMORY_OF_OTHER_BOOKS", "KILLED_IN_STEP"),
+    ),
+    Configuration(
+        "kept_two_managers",
+        "LEASES=2 SEQS=1 STEPS=1 BLOCKS=1 TENANTS=2 MANAGERS=2 HOLDER=1 RESTARTS=1 BREAKS=1",
+        "STEPS=2 RESTARTS=2 BREAKS=2 QUEUE=8",
+        ("CARRIED", "MEMORY_OF_OTHER_BOOKS", "TWO_BOOKS_OF_AN_EPOCH"),
+    ),
 )
 
 FAULTS = (
@@ -293,6 +311,12 @@ FAULTS = (
     Fault("draft_counted", "drafts", "I6"),
     Fault("draft_built_on", "drafts", "I6"),
     Fault("draft_shared", "drafts", "I6", "BLOCKS=5 BLOCK_SIZE=1 TABLE=3 PROMPT=3 FORKS=0 TRIMS=1 ITEMS=2"),
+    Fault("refilled_carried", "kept_elsewhere", "I6", "STEPS=2 HOLDER=1 RESTARTS=1 CHANGES=0 QUEUE=8"),
+    Fault("not_whole_carried", "kept_elsewhere", "I6"),
+    Fault("older_memory", "kept_elsewhere", "I6"),
+    Fault("older_books", "kept_two_managers", "I6"),
+    Fault("empty_taken_for_old", "kept_elsewhere", "I6"),
+    Fault("two_workers", "kept_elsewhere", "I6", "HOLDER=1 RESTARTS=1 CHANGES=0 QUEUE=8"),
 )
 
 INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM")

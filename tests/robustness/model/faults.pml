@@ -57,6 +57,13 @@
 #define FAULT_DRAFT_BUILT_ON         55  /* a sequence is planned on as if its draft in flight were accepted */
 #define FAULT_DRAFT_SHARED           56  /* a block that a draft fills is shared while its step is in flight */
 
+#define FAULT_REFILLED_CARRIED       57  /* what steps in flight fill is carried over with the memory */
+#define FAULT_NOT_WHOLE_CARRIED      58  /* blocks are carried over whatever the worker says of their bytes */
+#define FAULT_OLDER_MEMORY           59  /* books are carried over to another memory, of an earlier epoch */
+#define FAULT_OLDER_BOOKS            60  /* books of an earlier epoch are carried over to the memory */
+#define FAULT_EMPTY_TAKEN_FOR_OLD    61  /* a holder that was started again gives its memory the old identity and header */
+#define FAULT_TWO_WORKERS            62  /* a new worker has the memory while the old one still runs */
+
 #define IS_STALE     (FAULT == FAULT_STALE_STATE)
 #define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
     FAULT == FAULT_STALE_STATE)
@@ -100,6 +107,11 @@
 #define REACH_DRAFT_REJECTED         34
 #define REACH_DRAFT_FAILED           35  /* its step, or one before it */
 #define REACH_DRAFT_OF_RELEASED      36  /* accepted, after its sequence was released */
+#define REACH_MEMORY_FITS            37  /* a new worker has the memory of the books */
+#define REACH_MEMORY_OF_OTHER_BOOKS  38
+#define REACH_CARRIED                39  /* a published block keeps its hash in a new epoch */
+#define REACH_NOT_CARRIED            40  /* a published block is not whole */
+#define REACH_KILLED_IN_STEP         41
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */

@@ -53,6 +53,12 @@
 #ifndef RESTARTS        /* of the worker */
 #define RESTARTS 0
 #endif
+#ifndef HOLDER          /* 1: a worker that starts again has its old memory, or a new one; 2: or that of another holder */
+#define HOLDER 0
+#endif
+#ifndef CHANGES         /* blocks of kept memory that somebody else writes between two workers */
+#define CHANGES 0
+#endif
 #ifndef DAMAGES         /* grants that the worker can't apply */
 #define DAMAGES 0
 #endif
@@ -111,7 +117,7 @@
 #error "larger than the model's bytes and choices are made for"
 #endif
 #if PROMPT > BLOCK_SIZE * TABLE || (FORKS && SEQS < 2) || (BEHIND && (!RETURNS || MANAGERS > 1)) || \
-    (AHEAD && RETURNS)
+    (AHEAD && RETURNS) || (HOLDER && (DRAFTS || BEHIND)) || (CHANGES && BLOCKS > 2)
 #error "sizes that don't fit each other"
 #endif
 
@@ -120,6 +126,7 @@
 #include "books.pml"
 #include "cachemgr.pml"
 #include "restart.pml"
+#include "memory.pml"
 #include "worker.pml"
 
 /* -- clients ------------------------------------------------------------------------------------------------------ */
@@ -257,6 +264,28 @@ end:
 
 /* -- the network and what dies ------------------------------------------------------------------------------------ */
 
+#if HOLDER
+/* What the next worker finds, and whether the old one died within a step. */
+inline choose_memory() {
+    if
+    :: c_memory = SAME_MEMORY
+    :: c_memory = NEW_MEMORY
+    :: HOLDER > 1 -> c_memory = OTHER_MEMORY
+    fi;
+    if
+    :: skip
+    :: thread ? [STEP, _] && c_memory == SAME_MEMORY -> c_interrupts = 1
+    fi;
+    if
+    :: skip
+    :: changes_left > 0 && (whole & BIT(1)) -> changes_left--; c_damaged = 1
+#if BLOCKS > 1
+    :: changes_left > 0 && (whole & BIT(2)) -> changes_left--; c_damaged = 2
+#endif
+    fi
+}
+#endif
+
 proctype network() {
 end:
     do
@@ -265,7 +294,9 @@ end:
     :: d_step { breaks > 0 && stream != NO_STREAM ->
            breaks--; printf("network: the stream breaks\n"); break_stream(); skip }
 #endif
-#if RESTARTS > 0
+#if RESTARTS > 0 && HOLDER
+    :: atomic { restarts > 0 -> choose_memory(); d_step { restarts--; restart_worker(); skip } }
+#elif RESTARTS > 0
     :: d_step { restarts > 0 -> restarts--; restart_worker(); skip }
 #endif
 #if DAMAGES > 0
@@ -318,6 +349,10 @@ init {
     atomic {
         begin_world();
         for (l : 0 .. LEASES - 1) { run client(l) }
-        run hearing(); run dialing(); run event_loop(); run model_thread(); run network(); run the_end()
+        run hearing(); run dialing(); run event_loop(); run model_thread(); run network(); run the_end();
+#if HOLDER && FAULT == FAULT_TWO_WORKERS
+        run old_worker();
+#endif
+        skip
     }
 }

@@ -17,6 +17,9 @@
 #define AT(s, i)      ((s) * PLACES + (i))
 #define INDEX(i)      ((i) % TABLE)        /* of a place in its group's table */
 #define GROUP(i)      ((i) / TABLE)        /* 0: full, 1: windowed */
+/* Of a slot of a sequence's tables, group by group. */
+#define PLACE(i)      ((i) / BLOCK_SIZE)
+#define POSITION(i)   ((i) % (BLOCK_SIZE * TABLE))
 #define HAS(s, i)     (INDEX(i) < table_length[s] && table[AT(s, i)])  /* a block; not one that was passed */
 /* What a token at position p sees in the group of place i. */
 #define FIRST_SEEN(i, p)   (GROUP(i) == 0 || (p) + 1 < WINDOW -> 0 : (p) + 1 - WINDOW)
@@ -179,6 +182,22 @@ byte last_failed[LEASES];             /* step number */
 byte kv[(BLOCKS + 1) * BLOCK_SIZE];
 byte executed_epoch;          /* ghost: of the step that ran last */
 
+/* -- memory that outlives the worker (memory.pml) ---------- */
+
+#if HOLDER
+byte memory = 1, last_memory = HOLDER;  /* its identity */
+byte kept_epoch, kept_term, kept_steps; /* in it: the epoch that was attached last, the term, steps accepted */
+byte whole;                             /* in it: blocks with a checksum */
+bit is_found;                           /* an earlier worker's, and no cachemgr has attached this one yet */
+byte memory_of[MANAGERS];               /* that of a manager's books */
+byte num_planned[MANAGERS];             /* steps of the epoch */
+byte changes_left = CHANGES, c_memory, c_interrupts, c_damaged;
+#endif
+#if HOLDER > 1
+byte other_memory = 2, other_kept_epoch, other_kept_term, other_kept_steps, other_whole;
+byte other_kv[(BLOCKS + 1) * BLOCK_SIZE];
+#endif
+
 /* -- a state that is behind (restart.pml) ---------- */
 
 #if BEHIND
@@ -214,5 +233,5 @@ byte c_draft;
 /* Scratch of a single d_step. */
 hidden byte m, n, last, pins, count, b, found, victim, x, outcome, number;
 hidden byte i1, i2, i3, i4, i5, i6, i7, i8, e1, q1, q2, q3, s1, s2, s3, g1, g2, h1, need, child, from, to, first;
-hidden byte ok, least, lacks, has_draft;
+hidden byte ok, least, lacks, has_draft, carried;
 hidden byte kind;

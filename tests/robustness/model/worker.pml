@@ -112,6 +112,7 @@ inline obey() {
     :: kind == ATTACHED ->
         REQUIRE(term[m] >= highest_term, TERMS);
         highest_term = term[m]; attached_term = term[m]; key = m;
+        note_attached();
         for (e1 : 0 .. LEASES - 1) {
             if
             :: next_step[e1] && !(n & BIT(e1)) -> fence(e1)
@@ -125,6 +126,7 @@ inline obey() {
     :: kind == NEW_EPOCH ->
         highest_term = n;
         begin_epoch();
+        give_memory_up();
         if
         :: IS_REFUSED(m) -> break_stream()
         :: else -> register(stream)
@@ -187,6 +189,7 @@ inline receive_grant() {
                 REQUIRE(nfull(thread), BOUND);
                 printf("worker accepts step %d of lease %d, epoch %d\n", grant[g].number, e1, grant[g].epoch);
                 next_step[e1] = grant[g].number + 1;
+                note_accepted();
                 thread ! STEP, g
             :: else
             fi
@@ -266,9 +269,7 @@ inline apply() {
     }
 }
 
-/* The slots of a sequence's tables, group by group: a slot's place, its position, its number in the pool. */
-#define PLACE(i)      ((i) / BLOCK_SIZE)
-#define POSITION(i)   ((i) % (BLOCK_SIZE * TABLE))
+/* The number in the pool of a slot of a sequence's tables. */
 #define SLOT_OF(q, i) (rows[AT(SEQ(e1, q), PLACE(i))] * BLOCK_SIZE + (i) % BLOCK_SIZE)
 
 inline check_write(block) {
@@ -384,6 +385,7 @@ inline execute() {
     REQUIRE(grant[number].epoch != epoch || grant[number].signed_by == key, TERMS);
     printf("worker runs step %d of lease %d, epoch %d\n", grant[number].number, e1, grant[number].epoch);
     executed_epoch = grant[number].epoch;
+    begin_writing();
     apply();
     n = 0;
     for (q1 : 0 .. SEQS - 1) { n = n | grant[number].end[q1] }
@@ -394,6 +396,7 @@ inline execute() {
         outcome = FAILED
     :: IS_COMPUTED(outcome) && n && !(last_failed[e1] > grant[number].known && FAULT != FAULT_NO_PRIOR_STEP_FAILED) ->
         compute();
+        end_writing();
         if
         :: outcome == SHORTER -> reject_drafts()
         :: else
@@ -442,9 +445,13 @@ end:
 
 /* -- what happens to it -------------------------------------------------------------------------------------------- */
 
-/* Another process, with memory of its own: nothing of the old one runs any more. */
+/* Another process: nothing of the old one runs any more. Its memory is its own, unless there is a holder. */
 inline restart_worker() {
     printf("worker starts again\n");
+#if HOLDER
+    interrupt();
+    leave_running();
+#endif
     do :: len(thread) > 0 -> thread ? _, _ :: else -> break od;
     if
     :: stream != NO_STREAM -> break_stream()
@@ -457,7 +464,11 @@ inline restart_worker() {
     obeyed_last = 0;
 #endif
     forget_rows();
+#if HOLDER
+    find_memory()
+#else
     for (i1 : 0 .. (BLOCKS + 1) * BLOCK_SIZE - 1) { kv[i1] = 0 }
+#endif
 }
 
 /* The next step can't be applied; neither is what waits behind it. */
@@ -468,7 +479,8 @@ inline damage_pool() {
     :: stream != NO_STREAM -> break_stream()
     :: else
     fi;
-    begin_epoch()
+    begin_epoch();
+    give_memory_up()
 }
 
 inline begin_world() {
