@@ -29,7 +29,9 @@ def http_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Clie
     folder = save(tmp_path_factory.mktemp("model"), tokenizer=RAW, max_position_embeddings=MAX_LEN)
     config = {"bos_token": START, "eos_token": END, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with LocalServices.start(model=folder, num_blocks=500, extra_worker_args=ARGUMENTS) as services:
+    with LocalServices.start(
+        model=folder, num_blocks=500, extra_worker_args=(*ARGUMENTS, "--deterministic")
+    ) as services:
         gateway = Gateway(services.cachemgr_address, log=folder / "gateway.log")
         try:
             with gateway.client() as client:
