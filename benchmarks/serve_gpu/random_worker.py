@@ -17,7 +17,7 @@ def from_configuration(*_: Any, config: Any, dtype: torch.dtype, **__: Any) -> t
     torch.manual_seed(0)
     with torch.device(sys.argv[sys.argv.index("--device") + 1]):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return model, {"missing_keys": []}
+    return model, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
 
 
 if __name__ == "__main__":
