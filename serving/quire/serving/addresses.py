@@ -7,6 +7,7 @@ that start together can't both succeed; the lock leaves no file behind.
 """
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -62,18 +63,21 @@ Address = UnixAddress | TcpAddress
 def parse_listen_address(text: str) -> Address:
     """Reads an address to listen on. Port 0 is allowed. Raises AddressError."""
     if text.startswith("unix:"):
-        return _parse_unix(text)
+        return parse_unix_address(text)
     return _parse_tcp(text, lowest_port=0)
 
 
 def parse_dial_address(text: str) -> Address:
     """Reads an address to connect to: as for listening, but the port must be real. Raises AddressError."""
     if text.startswith("unix:"):
-        return _parse_unix(text)
+        return parse_unix_address(text)
     return _parse_tcp(text, lowest_port=1)
 
 
-def _parse_unix(text: str) -> UnixAddress:
+def parse_unix_address(text: str) -> UnixAddress:
+    """Reads the address of a unix socket, to listen on or to connect to. Raises AddressError."""
+    if not text.startswith("unix:"):
+        raise AddressError(f"{text!r}: not unix:/path")
     path = text.removeprefix("unix:")
     if path.startswith("//"):
         path = path.removeprefix("//")
@@ -151,6 +155,8 @@ def is_answered(path: str) -> bool:
         except (TimeoutError, BlockingIOError):
             return True  # a full backlog: a server that is slow is alive
         except OSError as error:
+            if error.errno == errno.EPROTOTYPE:
+                return True  # a process listens on a socket of another type, as a holder does
             raise AddressError(f"unix:{path}: can't determine if a server listens there: {error.strerror}") from error
     return True
 

@@ -19,6 +19,7 @@ from quire.serving.addresses import (
     TcpAddress,
     parse_dial_address,
     parse_listen_address,
+    parse_unix_address,
 )
 from quire.serving.logs import FORMATS, LEVELS
 from quire.serving.runtime_folder import default_cachemgr
@@ -50,6 +51,7 @@ DRAIN_TIMEOUT_S = 30.0
 FILE = click.Path(dir_okay=False, path_type=Path)
 LISTEN_ADDRESS = AddressType(parse_listen_address)
 DIAL_ADDRESS = AddressType(parse_dial_address)
+UNIX_ADDRESS = AddressType(parse_unix_address)
 
 
 def cachemgr_option(**settings: Any) -> Flag:

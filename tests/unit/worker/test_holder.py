@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from deadlines import DEADLINE_S
 
+from quire.serving.addresses import AddressInUseError, is_answered
 from quire.worker.holder import borrowing
 from quire.worker.holder.borrowing import Borrowed, HolderError
 from quire.worker.holder.holder import Holder, listen_at
@@ -108,8 +109,10 @@ def test_the_size_of_lent_memory_cannot_change(holder: RunningHolder) -> None:
 
 def test_the_socket_is_for_its_owner_and_one_holder(holder: RunningHolder) -> None:
     assert stat.S_IMODE(holder.path.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError, match="another process listens"):
+    with pytest.raises(AddressInUseError, match="another server is listening there"):
         listen_at(holder.path)
+    assert is_answered(str(holder.path)), "though the probe is a socket of another type"
+    assert holder.path.is_socket()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quire.serving.addresses import Address
+from quire.serving.addresses import Address, UnixAddress
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 
@@ -36,7 +36,7 @@ class WorkerConfig:
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
     host_memory_bytes: int
-    holder: Path | None
+    holder: UnixAddress | None
     """The socket of the process that keeps the pool's memory."""
     verify_kept_blocks: bool
     memory_share: float | None

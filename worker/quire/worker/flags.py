@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quire.serving.flags import DIAL_ADDRESS, Flag, option
+from quire.serving.flags import DIAL_ADDRESS, UNIX_ADDRESS, Flag, option
 from quire.serving.runtime_folder import default_cachemgr
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
@@ -39,20 +39,6 @@ class ByteSize(click.ParamType[int]):
             return int(float(number) * BYTE_UNITS[unit])
         except (KeyError, ValueError):
             self.fail(f"{value!r} is not a number of bytes, like 4096, 512M or 1.5G", param, ctx)
-
-
-class HolderAddress(click.ParamType[Path]):
-    """The path in unix:PATH."""
-
-    name = "address"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        if isinstance(value, Path):
-            return value
-        path = str(value).removeprefix("unix:")
-        if path == str(value) or not path:
-            self.fail(f"{value!r} is not unix:PATH", param, ctx)
-        return Path(path)
 
 
 class NewFile(click.Path):
@@ -124,7 +110,7 @@ OWN_FLAGS: list[Flag] = [
     ),
     option(
         "--holder",
-        type=HolderAddress(),
+        type=UNIX_ADDRESS,
         show_default="the pool ends with the worker",
         metavar="unix:PATH",
         help="Keep the pool of a CPU beyond this process: the address of a running `quire holder`.",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from quire.serving.flags import command_settings, option
+from quire.serving.addresses import AddressError, UnixAddress
+from quire.serving.flags import UNIX_ADDRESS, command_settings, option
 from quire.serving.logs import configure_logging
 from quire.serving.runtime_folder import default_listen
 from quire.worker.holder.holder import Holder, listen_at
@@ -19,21 +20,15 @@ from quire.worker.holder.holder import Holder, listen_at
 log = logging.getLogger("quire.holder")
 
 
-def socket_path(address: str) -> Path:
-    """Return the path of a unix:PATH. Raises click.BadParameter."""
-    if not address.startswith("unix:") or address == "unix:":
-        raise click.BadParameter(f"{address!r} is not unix:PATH", param_hint="'--listen'")
-    return Path(address.removeprefix("unix:"))
-
-
 @click.command(name="holder", context_settings=command_settings("QUIRE_HOLDER"))
 @option(
     "--listen",
+    type=UNIX_ADDRESS,
     default=default_listen("holder"),
     metavar="unix:PATH",
     help="Address at which a worker asks for its memory; for this user only.",
 )
-def main(listen: str) -> None:
+def main(listen: UnixAddress) -> None:
     """Keep the pool of a worker on a CPU beyond the worker's death (Linux).
 
     Start it before the worker, and the worker with --holder. One worker at a time has the memory. A worker that comes
@@ -46,20 +41,19 @@ def main(listen: str) -> None:
       quire worker --holder unix:/run/quire/holder.sock --model deploy/demo/model
     """
     configure_logging("info", "text")
-    path = socket_path(listen)
     if sys.platform != "linux":
         raise click.ClickException("a holder needs Linux: it keeps memory in an anonymous file")
     stop_read, stop_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, b"."))
     try:
-        listener = listen_at(path)
-    except OSError as error:
-        raise click.ClickException(f"can't listen on unix:{path}: {error}") from error
-    log.info("serving addresses=unix:%s", path)
+        listener = listen_at(Path(listen.path))
+    except AddressError as error:
+        raise click.ClickException(str(error)) from error
+    log.info("serving addresses=%s", listen)
     Holder(listener).serve(stop_read)
     with contextlib.suppress(OSError):
-        path.unlink()
+        os.unlink(listen.path)
 
 
 if __name__ == "__main__":

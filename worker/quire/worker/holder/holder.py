@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.serving.addresses import AddressError, claimed_socket
+
 log = logging.getLogger("quire.holder")
 
 REQUEST_TIMEOUT_S = 1.0
@@ -146,23 +148,15 @@ def pid_of(connection: socket.socket) -> int:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """Listen on a unix socket for this user only. A socket that no process listens on any more is replaced.
-
-    Raises OSError, FileExistsError among them if a process listens there.
-    """
+    """Listen on a unix socket for this user only. Raises AddressError, AddressInUseError if a process listens there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        if path.is_socket():
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-            else:
-                raise FileExistsError(f"another process listens on {path}")
-    before = os.umask(0o777 & ~SOCKET_MODE)
-    try:
-        listener.bind(str(path))
-    finally:
-        os.umask(before)
-    listener.listen()
+    with claimed_socket(str(path)):
+        before = os.umask(0o777 & ~SOCKET_MODE)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise AddressError(f"unix:{path}: {error.strerror}") from error
+        finally:
+            os.umask(before)
+        listener.listen()
     return listener

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -241,7 +242,7 @@ def borrow(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, *, nu
     size = size_of_memory(
         num_blocks=num_blocks, bytes_per_block=num_bytes, num_tensors=2 * len(places), evidence_bytes=evidence
     )
-    kept = KeptPool(Borrowed(config.holder, size), mark=mark, num_blocks=num_blocks, evidence_bytes=evidence)
+    kept = KeptPool(Borrowed(Path(config.holder.path), size), mark=mark, num_blocks=num_blocks, evidence_bytes=evidence)
     if kept.is_foreign:
         log.warning("memory not kept: it is of another model, dtype, pool or layout; the pool begins empty")
     return kept
