@@ -40,8 +40,8 @@ class AWQLinear(PackedLinear):
     def __init__(self, linear: nn.Linear, *, group_size: int) -> None:
         super().__init__(linear, "awq, 4 bits", bits=4, group_size=group_size)
         num_words = self.words(self.out_features, "rows")
-        self.hold("qweight", (self.in_features, num_words), torch.int32)
-        self.hold("qzeros", (self.num_groups, num_words), torch.int32)
+        self.hold_packed("qweight", (self.in_features, num_words), torch.int32)
+        self.hold_packed("qzeros", (self.num_groups, num_words), torch.int32)
         self.hold("scales", (self.num_groups, self.out_features), torch.float32)
 
     def numbers(self) -> Tensor:
@@ -52,10 +52,6 @@ class AWQLinear(PackedLinear):
 
     def zero_points(self) -> Tensor:
         return _in_order(self.get_buffer("qzeros")).t()
-
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        return dict.fromkeys(("qweight", "qzeros"), torch.int32)
 
 
 def _in_order(words: Tensor) -> Tensor:

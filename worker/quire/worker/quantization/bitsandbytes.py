@@ -53,13 +53,15 @@ class CodebookLinear(QuantizedLinear):
         if self.num_weights % NEIGHBOURS:
             raise ValueError(f"its {self.num_weights} elements are no multiple of {NEIGHBOURS}")
         num_scales = self.num_weights // NEIGHBOURS
-        self.hold("weight", (self.num_weights // 2, 1), torch.uint8)
+        self.hold_packed("weight", (self.num_weights // 2, 1), torch.uint8)
         self.hold("weight_quant_map", (16,), torch.float32)
-        self.hold("weight_absmax", (num_scales,), torch.uint8 if is_nested else torch.float32)
         self.hold(STATE, (0,), torch.uint8)
         if is_nested:
+            self.hold_packed("weight_absmax", (num_scales,), torch.uint8)
             self.hold("weight_nested_absmax", (-(-num_scales // NESTED_NEIGHBOURS),), torch.float32)
             self.hold("weight_nested_quant_map", (256,), torch.float32)
+        else:
+            self.hold("weight_absmax", (num_scales,), torch.float32)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         packed = self.get_buffer("weight").flatten()
@@ -94,7 +96,3 @@ class CodebookLinear(QuantizedLinear):
         except ValueError:
             return {}
         return state if isinstance(state, dict) else {}
-
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        return {"weight": torch.uint8} | ({"weight_absmax": torch.uint8} if self._is_nested else {})

@@ -17,7 +17,7 @@ from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Fields, Scheme, UnsupportedFormat
 
 NAME = "compressed-tensors"
-SCALED_FORMATS = {"float-quantized": torch.float8_e4m3fn, "int-quantized": torch.int8}
+SCALED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 EIGHT_BIT_TYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 PACKED_FORMAT = "pack-quantized"
 PACKED_BITS = (2, 4, 8)
@@ -68,7 +68,7 @@ def _format_of(fields: Fields, group: Mapping[str, Any]) -> str:
 
 
 def _read_group(fields: Fields, group: Mapping[str, Any]) -> _Group:
-    known = (*SCALED_FORMATS, "naive-quantized", PACKED_FORMAT)
+    known = (*SCALED_FORMATS, PACKED_FORMAT)
     form = _format_of(fields, group)
     if form not in known:
         raise fields.unsupported("format", form, f"one of {', '.join(known)}")
@@ -137,11 +137,11 @@ class CompressedPackedLinear(PackedLinear):
     def __init__(self, linear: nn.Linear, *, bits: int, group_size: int, is_symmetric: bool) -> None:
         super().__init__(linear, f"{NAME} {PACKED_FORMAT}, {bits} bits", bits=bits, group_size=group_size)
         self._is_symmetric = is_symmetric
-        self.hold("weight_packed", (self.out_features, self.words(self.in_features, "columns")), torch.int32)
+        self.hold_packed("weight_packed", (self.out_features, self.words(self.in_features, "columns")), torch.int32)
         self.hold("weight_scale", (self.out_features, self.num_groups), torch.float32)
         self.hold("weight_shape", (2,), torch.int64)
         if not is_symmetric:
-            self.hold("weight_zero_point", (self.words(self.out_features, "rows"), self.num_groups), torch.int32)
+            self.hold_packed("weight_zero_point", (self.words(self.out_features, "rows"), self.num_groups), torch.int32)
 
     def numbers(self) -> Tensor:
         return unpack(self.get_buffer("weight_packed"), self.bits)
@@ -159,8 +159,3 @@ class CompressedPackedLinear(PackedLinear):
         if shape != [self.out_features, self.in_features]:
             return f"weight_shape is {shape} and not {[self.out_features, self.in_features]}"
         return super().find_fault()
-
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        optional = {} if self._is_symmetric else {"weight_zero_point": torch.int32}
-        return {"weight_packed": torch.int32} | optional

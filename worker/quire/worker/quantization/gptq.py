@@ -44,10 +44,10 @@ class GPTQLinear(PackedLinear):
     def __init__(self, linear: nn.Linear, name: str, *, bits: int, group_size: int, zero_offset: int) -> None:
         super().__init__(linear, name, bits=bits, group_size=group_size)
         self._zero_offset = zero_offset
-        self.hold("qweight", (self.words(self.in_features, "columns"), self.out_features), torch.int32)
-        self.hold("qzeros", (self.num_groups, self.words(self.out_features, "rows")), torch.int32)
+        self.hold_packed("qweight", (self.words(self.in_features, "columns"), self.out_features), torch.int32)
+        self.hold_packed("qzeros", (self.num_groups, self.words(self.out_features, "rows")), torch.int32)
         self.hold("scales", (self.num_groups, self.out_features), torch.float32)
-        self.hold("g_idx", (self.in_features,), torch.int32)
+        self.hold_packed("g_idx", (self.in_features,), torch.int32)
 
     def numbers(self) -> Tensor:
         return unpack(self.get_buffer("qweight").t(), self.bits)
@@ -63,7 +63,3 @@ class GPTQLinear(PackedLinear):
 
     def find_fault(self) -> str | None:
         return super().find_fault() or self.find_wrong_group("g_idx")
-
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        return dict.fromkeys(("qweight", "qzeros", "g_idx"), torch.int32)

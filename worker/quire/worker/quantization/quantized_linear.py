@@ -29,6 +29,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.inputs = inputs
+        self._packed_dtypes: dict[str, torch.dtype] = {}
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [N, K]."""
@@ -44,7 +45,7 @@ class QuantizedLinear(nn.Module):
 
     def find_fault(self) -> str | None:
         """Return the reason why the loaded tensors can't be right, with the buffer's name; None if nothing is found."""
-        for name, expected in self.expected_dtypes.items():
+        for name, expected in self._packed_dtypes.items():
             found = self.get_buffer(name).dtype
             if found != expected:
                 return f"{name} is {_name(found)} and not {_name(expected)}"
@@ -57,10 +58,10 @@ class QuantizedLinear(nn.Module):
         """Make an empty buffer, on the device of the model that is made."""
         self.register_buffer(name, torch.empty(shape, dtype=dtype))
 
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the buffers that transformers loads as the file has them."""
-        return {}
+    def hold_packed(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Make an empty buffer that transformers loads as the file has it: the file must have this dtype."""
+        self._packed_dtypes[name] = dtype
+        self.hold(name, shape, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.dequantizer}, in_features={self.in_features}, out_features={self.out_features}"

@@ -49,7 +49,7 @@ class ScaledLinear(QuantizedLinear):
         self.form = form
         self.dequantizer = form.name
         shape = (self.out_features, self.in_features)
-        self.hold(form.weight, shape, form.dtype)
+        self.hold_packed(form.weight, shape, form.dtype)
         self.hold(form.scale, form.scale_shape(*shape), torch.float32)
         if inputs.scales == "layer":
             self.hold(INPUT_SCALE, (1,), torch.float32)
@@ -66,7 +66,3 @@ class ScaledLinear(QuantizedLinear):
         if columns > 1:
             scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
         return scale
-
-    @property
-    def expected_dtypes(self) -> dict[str, torch.dtype]:
-        return {self.form.weight: self.form.dtype}
