@@ -270,7 +270,7 @@ class Catalog:
         saved = SavedPool(name, epoch, registration.geometry, address, signing_key, terms, memory_id)
         leases = [] if known is None else known.ledger.inspector.leases()
         kept, reason = registration.kept_memory, why_empty(registration, known)
-        memory: CarriedOver | BegunEmpty | None = None
+        memory: CarriedOver | BegunEmpty | None
         if known is not None and kept is not None and reason is None:
             ledger = known.ledger
             directory = self._begin_state(saved)

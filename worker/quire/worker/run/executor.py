@@ -525,11 +525,11 @@ class Executor:
     def _copy_blocks(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         """Copy blocks to the host tier, within the pool, and from the host tier, in this order."""
         sources = grant.offload_source_block_ids
+        written = self._written_blocks(lease, grant) if sources or self._kept is not None else set[int]()
         if self._kept is not None:
-            targets = (*grant.copy_target_block_ids, *grant.restore_target_block_ids)
-            self._kept.begin_writing((*targets, *self._written_blocks(lease, grant)))
+            self._kept.begin_writing((*grant.copy_target_block_ids, *grant.restore_target_block_ids, *written))
         self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
-        if sources and not self._written_blocks(lease, grant).isdisjoint(sources):
+        if not written.isdisjoint(sources):
             self._host_pool.join()  # a sharer of a released block may write it from here on
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
         self._host_pool.restore(

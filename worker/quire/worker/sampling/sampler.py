@@ -398,16 +398,19 @@ class Sampler:
         where the last vector of a batch ends depends on its rows. A GPU divides a sum by the number of rows. Masks,
         biases, penalties and the place of the greatest score do not depend on that.
         """
-        each = [(slice(place, place + 1), self._params.of((row,))) for place, row in enumerate(rows)]
         if self._filters_in_kernels:
             tokens = _choose_tokens(plan.draw, scores, positions)
         else:
-            drawn = [(at, _plan_draw(params, self.device, in_kernels=False)) for at, params in each]
+            drawn = ((at, _plan_draw(params, self.device, in_kernels=False)) for at, params in self._alone(rows))
             tokens = torch.cat([_choose_tokens(draw, scores[at], positions[at]) for at, draw in drawn])
         if plan.logprobs is None:
             return Sampled(tokens)
-        asked = [(at, _plan_logprobs(params, self.device)) for at, params in each]
+        asked = ((at, _plan_logprobs(params, self.device)) for at, params in self._alone(rows))
         return Sampled.join([_with_logprobs(logits[at], tokens[at], logprobs) for at, logprobs in asked])
+
+    def _alone(self, rows: Sequence[int]) -> Iterator[tuple[slice, Columns]]:
+        """The place of each row in the batch, and its parameters."""
+        return ((slice(place, place + 1), self._params.of((row,))) for place, row in enumerate(rows))
 
     def _penalize(self, logits: Tensor, penalties: _Penalties, drafts: DraftRows | None) -> Tensor:
         seen = self._seen.index_select(0, penalties.rows)
