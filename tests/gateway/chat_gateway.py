@@ -13,7 +13,7 @@ from gateway.conftest import MODEL, Gateway
 
 from quire.cli.launch import LocalServices
 
-__all__ = ["ARGUMENTS", "MODEL", "save_chat_model", "serve_chats"]
+__all__ = ["ARGUMENTS", "MODEL", "save_chat_model", "serve_chats", "start_chats"]
 
 ARGUMENTS = ("--dtype", "float32", "--threads", "1", "--block-size", "4", "--max-num-seqs", "16")
 
@@ -26,6 +26,11 @@ def save_chat_model(folder: Path, template: str) -> Path:
     config = {"eos_token": END, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def start_chats(model: Path, *, num_blocks: int = 2_000) -> LocalServices:
+    """Start both services with a model that can chat."""
+    return LocalServices.start(model=model, num_blocks=num_blocks, extra_worker_args=ARGUMENTS)
 
 
 @contextmanager

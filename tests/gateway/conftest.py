@@ -94,11 +94,11 @@ def services() -> Iterator[LocalServices]:
 @pytest.fixture(scope="session")
 def chat_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
     """Both services with a model that can chat, for tests that leave them alive."""
-    from gateway.chat_gateway import ARGUMENTS, save_chat_model  # imports this module
+    from gateway.chat_gateway import save_chat_model, start_chats  # imports this module
     from gateway.chat_templates import CHATML
 
     model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
+    with start_chats(model) as services:
         yield services
 
 

@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
+from gateway.chat_gateway import MODEL, save_chat_model, serve_chats, start_chats
 from gateway.chat_templates import BY_FORMAT, CHATML, GLM, UNKNOWN
 
 from quire.cli.launch import LocalServices
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(model: Path) -> Iterator[LocalServices]:
-    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
+    with start_chats(model) as services:
         yield services
 
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from deadlines import DEADLINE_S
-from gateway.chat_gateway import ARGUMENTS, save_chat_model
+from gateway.chat_gateway import save_chat_model, start_chats
 from gateway.chat_templates import CHATML
 from gateway.conftest import MODEL, ROOT, Gateway, key_lines
 from gateway.test_messages import ANTHROPIC
@@ -33,7 +33,7 @@ EXPLICIT = {"mode": "explicit"}
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
     """Services with nothing in the cache: these tests count what is found."""
     model = save_chat_model(tmp_path_factory.mktemp("chat_model"), CHATML)
-    with LocalServices.start(model=model, num_blocks=600, extra_worker_args=ARGUMENTS) as services:
+    with start_chats(model, num_blocks=600) as services:
         yield services
 
 

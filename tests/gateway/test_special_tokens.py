@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from gateway.chat_gateway import ARGUMENTS, MODEL, save_chat_model, serve_chats
+from gateway.chat_gateway import MODEL, save_chat_model, serve_chats, start_chats
 from gateway.chat_templates import KIMI
 
 from quire.cli.launch import LocalServices
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(model: Path) -> Iterator[LocalServices]:
-    with LocalServices.start(model=model, num_blocks=2_000, extra_worker_args=ARGUMENTS) as services:
+    with start_chats(model) as services:
         yield services
 
 
