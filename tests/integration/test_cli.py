@@ -11,7 +11,7 @@ import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import pytest
 from deadlines import DEADLINE_S
 from integration.terminal import Terminal
 from ports import free_port
+
+from quire.worker.holder.holder import listen_at
 
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = str(Path(__file__).parents[2] / "deploy" / "demo" / "model")
@@ -553,6 +555,16 @@ def test_a_second_up_in_the_default_folder_is_refused(folder: Path, shared_folde
     said = refused(run(folder, "up", "--model", MODEL, XDG_RUNTIME_DIR=str(shared_folder)), 1)
     assert f"a cachemgr is serving at {up} already: choose another --runtime-dir." in said
     assert statistics_of(folder, up)["block_counts"]
+
+
+def test_a_holder_beside_that_of_up_is_not_taken_over(folder: Path) -> None:
+    (folder / "quire").mkdir()
+    path = folder / "quire" / "holder.sock"
+    with closing(listen_at(path)):
+        arguments = ("up", "--model", MODEL, "--keep-cache", "--runtime-dir", str(folder / "quire"))
+        said = refused(run(folder, *arguments), 1)
+        assert f"a holder is serving at unix:{path} already: choose another --runtime-dir." in said
+        assert path.is_socket()
 
 
 def test_up_needs_a_model(folder: Path) -> None:

@@ -38,7 +38,7 @@ def run_up(
     runtime_dir None is the default folder, where clients look for cachemgr. http_listen None: there is no gateway.
     """
     folder = _default_folder() if runtime_dir is None else runtime_dir.absolute()
-    _check_unused(folder)
+    _check_unused(folder, keeps_memory=keeps_memory)
     _check_ports(http_listen or ())
     services = LocalServices(
         model=model,
@@ -90,9 +90,9 @@ def _default_folder() -> Path:
         raise click.ClickException(f"{error}. Give --runtime-dir.") from error
 
 
-def _check_unused(folder: Path) -> None:
-    """Raises click.ClickException if services answer in this folder already."""
-    for name in ("cachemgr", "worker", "gateway"):
+def _check_unused(folder: Path, *, keeps_memory: bool) -> None:
+    """Raises click.ClickException if services of these names answer in this folder already."""
+    for name in ("cachemgr", "worker", "gateway", *(("holder",) if keeps_memory else ())):
         path = folder / f"{name}.sock"
         if is_answered(path):
             raise click.ClickException(f"a {name} is serving at unix:{path} already: choose another --runtime-dir.")
