@@ -11,6 +11,8 @@ import pytest
 from deadlines import DEADLINE_S
 from deploy.tools import DEPLOY, find, parse_service
 
+from quire.serving.addresses import parse_unix_address
+
 UNITS = DEPLOY / "systemd"
 CACHEMGR, WORKER = UNITS / "quire-cachemgr.service", UNITS / "quire-worker@.service"
 GATEWAY, HOLDER = UNITS / "quire-gateway.service", UNITS / "quire-holder@.service"
@@ -164,9 +166,9 @@ def test_a_holder_is_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *flags = command_of(holder)
     assert (program, name) == ("/opt/quire/bin/quire", "holder")
     (address,) = environment_of(drop_in).values()
-    assert parse_service("holder", flags, environment_of(holder), monkeypatch)["listen"] == address
+    assert parse_service("holder", flags, environment_of(holder), monkeypatch)["listen"] == parse_unix_address(address)
     environment = environment_of(worker) | environment_of(drop_in) | {"QUIRE_WORKER_MODEL": "some"}
-    assert parse_service("worker", [], environment, monkeypatch)["holder"] == Path(address.removeprefix("unix:"))
+    assert parse_service("worker", [], environment, monkeypatch)["holder"] == parse_unix_address(address)
     assert address.startswith(f"unix:{holder['ReadWritePaths'][0]}/")
     assert (holder["User"], holder["ReadWritePaths"]) == (worker["User"], worker["ReadWritePaths"])
     assert drop_in["Wants"] == drop_in["After"] == [HOLDER.name.replace("@", "@%i")]
