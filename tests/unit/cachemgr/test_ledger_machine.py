@@ -616,10 +616,10 @@ class Books:
         self.rest()
 
     def advance(self, now: float) -> None:
-        for until, pin_id in sorted((pin.until, pin_id) for pin_id, pin in self.pins.items()):
-            if until <= now:
-                self.unpin(pin_id)
         self.now_ms = int(now * 1e3)
+        for until_ms, pin_id in sorted((int(pin.until * 1e3), pin_id) for pin_id, pin in self.pins.items()):
+            if until_ms <= self.now_ms:
+                self.unpin(pin_id)
         self.keeps = {block: keep for block, keep in self.keeps.items() if keep[0] > self.now_ms}
 
     def num_pinned(self, tenant: int) -> int:
