@@ -55,7 +55,7 @@ generated = find protos/quire client/go/quire $(CORE)/src/wire docs/reference/ap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test verify verify-builds verify-tests tiers model faults simulate flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-ten-minutes gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
+.PHONY: help venv demo check test verify verify-builds verify-tests night tiers model faults simulate flood soak mutants fuzz fuzz-door wheel check-packages check-images check-helm check-systemd gpu-test gpu-ten-minutes gpu-bench-kernels gpu-bench-step bench lint lint-python lint-types lint-rust lock models protos check-protos buf-lint buf-breaking release-protos go-tools tools clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -85,9 +85,15 @@ verify-builds:
 verify-tests:
 	@$(call record,verify,model) $(BIN)/python tests/framework/unchanged.py model --without '' \
 	  $(patsubst %,--with %,$(wildcard tests/robustness/model/*.p*)) -- python3 tests/robustness/model/check.py
-	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample' $(PARALLEL)
-	@$(call record,verify,python) $(PYTHON_TESTS) -m verify
-tiers:  ## tests, lines, wall and processor time of the last check, test and verify, and of the slowest files
+	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample and not night' $(PARALLEL)
+	@$(call record,verify,python) $(PYTHON_TESTS) -m 'verify and not night'
+night: venv  ## what CI has no time for: more models, seeds and sizes of what `make verify` checks, all seeded bugs; hours
+	@$(call record,night,kernels) $(KERNEL_TESTS) -m night $(PARALLEL)
+	@$(call record,night,python) $(PYTHON_TESTS) -m night
+	@$(call record,night,simulation) $(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/simulation/run.py --schedules 50000 --jobs 2
+	@$(call record,night,faults) $(BIN)/python tests/robustness/faults/run.py --schedules 500 --jobs 2
+	@$(call record,night,bugs) $(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/mutation/mutants.py
+tiers:  ## tests, lines, wall and processor time of the last check, test, verify and night, and of the slowest files
 	@$(BIN)/python tests/framework/tiers.py show
 faults: venv  ## kill, pause, cut, delay, lose, double, by seed; ARGS="--schedules 1000 --jobs 2", ARGS="--replay 4711"
 	@$(BIN)/python tests/robustness/faults/run.py $(ARGS)

@@ -132,9 +132,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of VERIFY; put those of FIRST before the others."""
+    """Mark the tests of VERIFY, and those of the night, which `make test` does not run either; order by FIRST."""
     for item in items:
-        if is_verify(item.path):
+        if is_verify(item.path) or item.get_closest_marker("night"):
             item.add_marker("verify")
     order = {TESTS / place: number for number, place in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(FIRST)))

@@ -8,13 +8,18 @@
     dtypes       It makes a table of NumPy's dtypes each time that it looks one up.
 
 None of them changes a result.
+
+    TRITON_INTERPRET=1 python tests/framework/fast_interpreter.py PROGRAM...     run a program so
 """
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import triton.language as tl
@@ -59,3 +64,10 @@ def _once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return nothing_to_restore
 
     return patch_for
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

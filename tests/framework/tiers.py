@@ -1,4 +1,4 @@
-"""Tests, lines, wall time and processor time of each tier: those of the last `make check`, `make test`, `make verify`.
+"""Tests, lines, wall time and processor time of each tier: of the last `make check`, `test`, `verify` and `night`.
 
     python tests/framework/tiers.py show                        the table, and the files that take most processor time
     python tests/framework/tiers.py record TIER PART COMMAND... run a command and keep what it took in build/tiers/
@@ -33,7 +33,7 @@ import forking
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "tiers"
 CRATE = ROOT / "cachemgr" / "core" / "src"
-TIERS = ("check", "test", "verify")
+TIERS = ("check", "test", "verify", "night")
 NUM_FILES = 20
 END_S = 10
 """The time that descendants may take to end after the command, to be counted."""

@@ -17,6 +17,7 @@ import torch
 from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import FAMILIES, save
+from night import others_at_night
 
 from quire.worker.attention import triton_attention
 from quire.worker.grant.decoding import AcceptedStep
@@ -35,6 +36,8 @@ EVERYTHING = SamplingParams(
 LATENT = ["deepseek_v2", "deepseek_v3"]
 # Attention in the kernels, decode steps as graphs: all that is packed, but latents.
 CAPTURED = [name for name in FAMILIES if name not in LATENT]
+# One of each way to compute attention, norms, positions and experts.
+BY_DAY = ["gemma2", "gpt2", "gpt_oss", "llama4", "phi3_longrope", "stablelm"]
 DRAW_KERNELS = {"survey_kernel", "draw_kernel"}
 ATTENTION_KERNELS = {
     "decode_plan_kernel",
@@ -93,7 +96,7 @@ def assert_nothing_waits(seen: Seen) -> None:
     assert seen.pageable == []
 
 
-@pytest.mark.parametrize("family", CAPTURED)
+@pytest.mark.parametrize("family", others_at_night(CAPTURED, BY_DAY))
 def test_a_model_in_the_kernels_starts_and_runs_and_its_decode_steps_are_graphs(family: str, folder: Path) -> None:
     with FakeGPU() as gpu:
         loaded = start(save(family, folder), dtype="bfloat16")
@@ -279,7 +282,7 @@ def test_experts_are_not_captured_where_torch_has_no_kernel_for_them(capability:
         assert start(save("mixtral", folder), dtype="bfloat16").decode is None
 
 
-@pytest.mark.parametrize(("family", "dtype"), OTHER_DTYPES)
+@pytest.mark.parametrize(("family", "dtype"), others_at_night(OTHER_DTYPES, OTHER_DTYPES[:3]))
 def test_other_dtypes_are_captured(family: str, dtype: str, folder: Path) -> None:
     with FakeGPU() as gpu:
         loaded = start(save(family, folder), dtype=dtype)
@@ -291,7 +294,10 @@ def test_other_dtypes_are_captured(family: str, dtype: str, folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "fuse"),
-    [(*each, fuse) for each in DTYPES for fuse in (True, False) if fuse or each[0] == "bfloat16"],
+    others_at_night(
+        [(*each, fuse) for each in DTYPES for fuse in (True, False) if fuse or each[0] == "bfloat16"],
+        [("float16", "auto", True), ("bfloat16", "float8", True), ("bfloat16", "float16", False)],
+    ),
 )
 def test_a_pool_may_have_another_dtype_than_the_model(dtype: str, kv_dtype: str, fuse: bool, folder: Path) -> None:
     with FakeGPU() as gpu:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NOT_RUN = ("graphs", "sync", "capture-failure", "memory")
 RUN = ("environment", "kernels", "start", "dtypes", "traces", "compilations", "host-tier", "device-loss")
@@ -63,6 +65,7 @@ def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.night
 def test_the_checks_run_to_their_end_and_say_what_was_not_run(tmp_path: Path) -> None:
     done = make(f"--call checks --output {tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr

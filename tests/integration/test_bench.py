@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conformance.foreign import find
 
 from quire.cli.bench import PARTS
@@ -130,12 +131,14 @@ def test_prefix_windows_counts_by_layer_group(tmp_path: Path) -> None:
         assert each["with_groups"]["most_stranded"] <= 1
 
 
+@pytest.mark.night
 def test_queued_prompts_has_each_load_with_and_without_them(tmp_path: Path) -> None:
     written, _ = run_quick("prefix queued-prompts", tmp_path)
     assert len(written["figures"]) == 12
     assert all(0 <= each[way]["hit_ratio"] <= 1 for each in written["figures"] for way in ("without", "with"))
 
 
+@pytest.mark.night
 def test_routing_compares_three_ways_on_both_loads(tmp_path: Path) -> None:
     written, _ = run_quick("routing", tmp_path)
     for load in ("conversations", "one long prefix"):
@@ -280,6 +283,7 @@ def test_steps_of_others_are_measured_beside_a_slow_grammar(tmp_path: Path) -> N
     assert all(way["step_ms"]["num_samples"] == 2 for way in written["ways"].values())
 
 
+@pytest.mark.night
 def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
     written, _ = run_quick("serving peers", tmp_path)
     rows = {(figure["workload"], figure["row"]): figure for figure in written["figures"]}
@@ -318,6 +322,7 @@ def test_schedulers_step_ours_and_a_peer_in_one_run(tmp_path: Path) -> None:
     assert "TokenSpeed" in printed
 
 
+@pytest.mark.night
 def test_control_plane_measures_every_row_and_the_engine(tmp_path: Path) -> None:
     written, _ = run_quick("control-plane", tmp_path)
     figures = {figure["row"]: figure for figure in written["figures"]}
@@ -393,6 +398,7 @@ def test_door_gives_the_same_tokens_in_both_ways(tmp_path: Path) -> None:
     assert "peer" not in written
 
 
+@pytest.mark.night
 def test_door_gives_the_same_tokens_through_transformers_serve(tmp_path: Path) -> None:
     """Its environment is made once, by pip from the index that pip is configured with."""
     written, printed = run_quick("serving door", tmp_path, "--peers")
@@ -402,6 +408,7 @@ def test_door_gives_the_same_tokens_through_transformers_serve(tmp_path: Path) -
     assert "HTTP / transformers serve" in printed
 
 
+@pytest.mark.night
 def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) -> None:
     written, _ = run_quick("tensor-parallel", tmp_path)
     same, count = written["equal_sequences"]
@@ -413,6 +420,7 @@ def test_tensor_parallel_gives_the_same_tokens_with_two_ranks(tmp_path: Path) ->
     assert 0 < two["order_bytes"] <= 4096
 
 
+@pytest.mark.night
 def test_start_measures_all_three_until_they_are_ready(tmp_path: Path) -> None:
     written, printed = run_quick("start", tmp_path)
     for name in ("help", "cachemgr", "up"):
@@ -439,6 +447,7 @@ def test_no_benchmark_is_left_out() -> None:
     assert not [name for name in names if f'"{name}"' not in source and name not in ELSEWHERE]
 
 
+@pytest.mark.night
 def test_drafts_come_true_where_a_text_is_written_again(tmp_path: Path) -> None:
     written, printed = run_quick("drafts", tmp_path)
     rows = {(row["cell"]["model"], row["cell"]["load"]): row for row in written["rows"]}

@@ -38,9 +38,10 @@ from quire.client.channel import decode_rpc_error
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import Unavailable
 
-SEEDS = range(1, 13)
-RANK_SEEDS = (2, 7, 11)
-WINDOW_SEEDS = range(501, 505)
+SEEDS = (1, 3, 6, 8, 10, 12)
+RANK_SEEDS = (11, 13)
+WINDOW_SEEDS = (501, 503)
+"""A few, with most kinds of faults: a night runs 500."""
 TIMEOUT_S = 600.0
 
 
