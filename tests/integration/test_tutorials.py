@@ -12,6 +12,7 @@ from conformance.foreign import find
 from grpc import insecure_channel
 from integration.following import follow, starting
 from integration.protocol_client import ask
+from night import others_at_night
 from pages import ROOT
 from ports import free_ports
 
@@ -71,7 +72,7 @@ def test_which_pool(folder: Path) -> None:
     follow("docs/tutorials/which-pool.md", test=THIS, folder=folder)
 
 
-@pytest.mark.parametrize("page", LAB)
+@pytest.mark.parametrize("page", others_at_night(LAB, ["docs/tutorials/try-a-scheduler.md"]))
 def test_a_tutorial_in_virtual_time(page: str, folder: Path) -> None:
     follow(page, test=THIS, folder=folder)
 
