@@ -191,7 +191,7 @@ def test_a_start_without_memory_for_static_steps_says_so_and_goes_on(
     assert "decode steps run without CUDA graphs: OutOfMemoryError: CUDA out of memory" in caplog.text
 
 
-@pytest.mark.parametrize("family", NOT_CAPTURED)
+@pytest.mark.parametrize("family", others_at_night(NOT_CAPTURED, ["deepseek_v3", "lfm2"]))
 def test_a_model_that_does_not_run_in_the_kernels_starts_and_runs(family: str, folder: Path) -> None:
     with FakeGPU() as gpu:
         loaded = start(save(family, folder), dtype="bfloat16")

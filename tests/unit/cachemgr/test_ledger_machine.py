@@ -2287,11 +2287,11 @@ class TestLedgerMachineForLong(LedgerMachine.TestCase):
     settings = configured(NUM_EXAMPLES_OF_VERIFY * 3 // 4)
 
 
-@pytest.mark.verify
+@pytest.mark.night
 class TestKeepingMachineForLong(KeepingMachine.TestCase):
     settings = configured(NUM_EXAMPLES_OF_VERIFY // 2)
 
 
-@pytest.mark.verify
+@pytest.mark.night
 class TestDefaultPolicyMachineForLong(DefaultPolicyMachine.TestCase):
     settings = configured(NUM_EXAMPLES_OF_VERIFY // 4)

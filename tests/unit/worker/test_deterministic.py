@@ -76,7 +76,7 @@ def test_logits_of_random_schedules_are_those_of_a_sequence_alone(family: str, d
     assert count_differences(prepare(family, dtype), 1) == 0
 
 
-@pytest.mark.verify
+@pytest.mark.night
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_many_random_schedules(family: str, dtype: torch.dtype) -> None:
