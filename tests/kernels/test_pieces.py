@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mixed_steps import STEPS, make_batches, make_pool, prepare
+from night import others_at_night
 from recorded_graphs import recorded_graphs
 
 from quire.kernels import launching
@@ -64,7 +65,7 @@ def compare(model: PagedModel, *, captured: bool) -> None:
 
 
 # Heads with norms; windows, capped scores and logits; sinks and experts; positions that count on from a cache, chunks.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("family", others_at_night(["qwen3", "gemma2", "gpt_oss", "llama4"], ["gemma2", "gpt_oss"]))
 def test_pieces_compute_what_the_model_computes(family: str, device: torch.device) -> None:
     if family in EXPERTS and not INTERPRETED:
         pytest.skip("its experts read sizes on the host in float32")
