@@ -57,6 +57,18 @@ def test_a_prefix_ends_where_its_part_ends(text: str) -> None:
     assert all(end.startswith(each) for each in (system, first, part, last))
 
 
+@pytest.mark.parametrize("content", ["First question?  ", "  First question?", "First question?"])
+def test_ends_among_the_same_spaces_are_all_found(content: str) -> None:
+    """The second stand-in was put into the first one, and the end of that was told to be unplaced."""
+    messages = [MESSAGES[0], {"role": "user", "content": content}, *MESSAGES[2:]]
+    num_chars = len(content)
+    behind = prefixes(CHATML, *(InMessage(1, num_chars - less) for less in (0, 0, 1)), messages=messages)
+    before = prefixes(CHATML, InMessage(0), InMessage(1, 0), InMessage(1, 1), messages=messages)
+    assert NOWHERE not in behind + before
+    assert behind[0] == behind[1] == rendered(CHATML, messages).partition("question?")[0] + "question?"
+    assert before[0] == before[1]
+
+
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_what_is_found_is_a_prefix_that_other_text_behind_it_does_not_change(name: str) -> None:
     """For any template: two conversations that are equal up to the end have this prefix in common."""

@@ -39,18 +39,19 @@ class StandIns:
                 shown[place.tool + 1] = _with_name(shown[place.tool + 1], self._of(index))
             elif isinstance(place, BehindTool):
                 first = next((i for i, each in enumerate(messages) if each["role"] not in ("system", "developer")), 0)
-                self._begin_next(marked, first, index)
+                self._begin_next(messages, marked, first, index)
             elif isinstance(place, InMessage) and place.num_chars is not None:
-                _insert(marked[place.message], place.num_chars, self._of(index))
+                position = _position_in(messages[place.message]["content"], place.num_chars)
+                _insert(marked[place.message], position, self._of(index))
             elif isinstance(place, InMessage):
-                self._begin_next(marked, place.message + 1, index)
+                self._begin_next(messages, marked, place.message + 1, index)
         return marked, shown
 
-    def _begin_next(self, messages: Sequence[Message], first: int, index: int) -> None:
+    def _begin_next(self, messages: Sequence[Message], marked: Sequence[Message], first: int, index: int) -> None:
         """Put a stand-in at the beginning of the next message with a content."""
-        for message in messages[first:]:
-            if message.get("content"):
-                _insert(message, 0, self._of(index))
+        for message, shown in zip(messages[first:], marked[first:], strict=True):
+            if content := message.get("content"):
+                _insert(shown, _position_in(content, 0), self._of(index))
                 return
 
     def places_in(self, text: str, marked: str) -> list[int | None]:
@@ -84,15 +85,19 @@ def _with_name(tool: Mapping[str, Any], stand_in: str) -> dict[str, Any]:
     return {**tool, "function": {**function, "name": stand_in + function["name"]}}
 
 
-def _insert(message: Message, num_chars: int, stand_in: str) -> None:
-    """Put a stand-in into a content, on the side of the spaces there that a template may strip."""
-    content = message["content"]
+def _position_in(content: str, num_chars: int) -> int:
+    """Return the position of a stand-in in a content: on the side of the spaces there that a template may strip."""
     before, behind = content[:num_chars], content[num_chars:]
     if not behind.strip():
-        num_chars = len(before.rstrip())
-    elif not before.strip():
-        num_chars = len(content) - len(behind.lstrip())
-    message["content"] = content[:num_chars] + stand_in + content[num_chars:]
+        return len(before.rstrip())
+    if not before.strip():
+        return len(content) - len(behind.lstrip())
+    return num_chars
+
+
+def _insert(message: Message, position: int, stand_in: str) -> None:
+    content = message["content"]
+    message["content"] = content[:position] + stand_in + content[position:]
 
 
 def _num_equal(segment: str, text: str, position: int) -> int:
