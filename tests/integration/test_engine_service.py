@@ -216,6 +216,7 @@ def test_breakpoints_keep_a_prefix_and_a_miss_is_explained(front: Front) -> None
     ask(front.pair.cache.ResetPrefixCache, cache_pb.ResetPrefixCacheRequest(pool="default"))
     lost = summary(tokens, explains_miss=True).miss
     assert (lost.block_index, lost.reason, lost.lost_time.seconds > 0) == (0, cache_pb.MISS_REASON_RESET, True)
+    assert (lost.HasField("reset_by"), lost.reset_by) == (True, ""), "the same caller, which has no name"
 
 
 def test_stop_texts_grammars_and_bad_words_reach_the_engine(front: Front) -> None:

@@ -486,6 +486,11 @@ def test_one_lease_waits_for_what_another_computes_and_is_told_why_it_found_no_m
     third = begin()
     (miss,) = third.plan(admissions=[keeping(1, tokens, explains_miss=True)]).admitted_misses
     assert (miss.reason, miss.HasField("lost_time")) == (cache_service_pb2.MISS_REASON_RESET, True)
+    assert (miss.reset_by, miss.HasField("evicted_by_tenant")) == ("alice", False)
+    third.settle()
+    call(cachemgr, "olga", "ResetPrefixCache", pool=worker.pool, tenant="alice")
+    (miss,) = third.plan(admissions=[keeping(2, tokens, explains_miss=True)]).admitted_misses
+    assert (miss.reason, miss.HasField("reset_by")) == (cache_service_pb2.MISS_REASON_RESET, False)
     third.settle()
     third.delete()
 

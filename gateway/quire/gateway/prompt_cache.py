@@ -115,6 +115,7 @@ class Diagnosis:
                 "missing_block": self.miss.block_index,
                 "lost_at": self.miss.lost_at_s,
                 "evicted_by_tenant": self.miss.evicted_by_tenant,
+                "reset_by": self.miss.reset_by,
             }
         return {name: value for name, value in values.items() if value is not None}
 

@@ -727,8 +727,17 @@ BUGS = [
     ),
     rust(
         "kept prefixes",
-        "the reason of a miss names another tenant",
-        ("explain_miss", "if *by == tenant", "if *by == *by"),
+        "the reason of a miss has another tenant's eviction as the own one",
+        ("own_name", "by == tenant", "by == by"),
+    ),
+    rust(
+        "kept prefixes",
+        "the reason of a miss has an operator's reset as the tenant's own",
+        (
+            "own_name",
+            "self.pool.records.callers.name(by) == Some(name)",
+            "self.pool.records.callers.name(by).is_some()",
+        ),
     ),
     rust(
         "kept prefixes",

@@ -30,3 +30,14 @@ def test_every_reason_of_a_miss_is_read_and_one_of_a_newer_cachemgr_is_unknown()
     values = [f"MISS_REASON_{reason.name}" for reason in MissReason]
     assert [read(pb.MissReason.Value(name)) for name in values] == [Miss(2, reason) for reason in MissReason]
     assert read(99) == Miss(2, MissReason.UNKNOWN)
+
+
+def test_the_tenant_that_lost_a_block_is_read() -> None:
+    answer = pb.PlanStepResponse(admitted_sequence_ids=[1, 2], admitted_cached_token_counts=[0, 0])
+    for seq_id, reason, by in ((1, pb.MISS_REASON_EVICTED, "evicted_by_tenant"), (2, pb.MISS_REASON_RESET, "reset_by")):
+        miss = answer.admitted_misses.add(sequence_id=seq_id, reason=reason, **{by: "alice"})
+        miss.lost_time.FromMilliseconds(2_500)
+    assert [outcome.miss for outcome in decode_granted_step(answer).outcomes] == [
+        Miss(0, MissReason.EVICTED, lost_at_s=2.5, evicted_by_tenant="alice"),
+        Miss(0, MissReason.RESET, lost_at_s=2.5, reset_by="alice"),
+    ]

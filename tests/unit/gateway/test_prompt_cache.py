@@ -83,8 +83,11 @@ def test_what_the_cache_has_lost_has_the_reason_that_the_books_gave() -> None:
 
 
 def test_a_change_behind_the_last_full_block_is_no_reason() -> None:
-    told = diagnosed(prompt([*range(9), 99, 98, 97, 96], "a", "x"), found(0, Miss(0, MissReason.RESET)))
+    told = diagnosed(
+        prompt([*range(9), 99, 98, 97, 96], "a", "x"), found(0, Miss(0, MissReason.RESET, reset_by="alice"))
+    )
     assert (told.divergence, told.loss, told.token) == (Divergence.LOST, "reset", 9)
+    assert told.detail["reset_by"] == "alice"
 
 
 def report(prompts: Kept[KeptPrompt], tenant: str, compared_with: str | None, *breakpoints: Breakpoint) -> CacheReport:

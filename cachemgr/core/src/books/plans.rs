@@ -232,8 +232,8 @@ pub struct AdmissionMiss {
     /// The index of the block.
     pub index: usize,
     pub miss: Miss,
-    /// The name of the tenant that evicted it, if that is the one of the admission.
-    pub evicted_by: Option<Vec<u8>>,
+    /// The name of the tenant of the admission, if that evicted or reset it.
+    pub lost_by: Option<Vec<u8>>,
 }
 
 /// The blocks that one step may access, and its computations. Built while the step is planned, constant afterwards.

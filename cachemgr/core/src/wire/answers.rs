@@ -99,12 +99,16 @@ pub fn encode_answer(plan: &GrantedStep, offset_s: f64, signed_by: Option<(&Gran
 }
 
 fn admission_miss(miss: &AdmissionMiss, offset_s: f64) -> messages::AdmissionMiss {
+    let lost_by = miss.lost_by.as_ref().map(|name| String::from_utf8_lossy(name).into_owned());
+    let is_reset = matches!(miss.miss.loss(), Some(Loss { cause: Cause::Reset { .. }, .. }));
+    let (reset_by, evicted_by_tenant) = if is_reset { (lost_by, None) } else { (None, lost_by) };
     messages::AdmissionMiss {
         sequence_id: miss.seq_id,
         missing_block_index: miss.index as i32,
         reason: reason_of(&miss.miss) as i32,
         lost_time: miss.miss.loss().map(|loss| timestamp(loss.at + offset_s)),
-        evicted_by_tenant: miss.evicted_by.as_ref().map(|name| String::from_utf8_lossy(name).into_owned()),
+        evicted_by_tenant,
+        reset_by,
     }
 }
 

@@ -740,6 +740,8 @@ pub struct AdmissionMiss {
     pub lost_time: ::core::option::Option<::prost_types::Timestamp>,
     #[prost(string, optional, tag="5")]
     pub evicted_by_tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(string, optional, tag="6")]
+    pub reset_by: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BlockCounts {

@@ -89,12 +89,14 @@ class Miss:
     block_index        from 0
     lost_at_s          the Unix time of its eviction or reset; None if it was not lost
     evicted_by_tenant  the tenant of the allocation that evicted it, if that is the request's; else None
+    reset_by           the caller that reset it, if that is the request's tenant; else None
     """
 
     block_index: int
     reason: MissReason
     lost_at_s: float | None = None
     evicted_by_tenant: str | None = None
+    reset_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

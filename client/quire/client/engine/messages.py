@@ -259,7 +259,8 @@ def _decode_miss(miss: cache_service_pb2.AdmissionMiss) -> Miss:
     reason = _MISS_REASONS.get(miss.reason, MissReason.UNKNOWN)  # a newer cachemgr may have more reasons
     lost_at_s = miss.lost_time.ToNanoseconds() / 1e9 if miss.HasField("lost_time") else None
     evicted_by = miss.evicted_by_tenant if miss.HasField("evicted_by_tenant") else None
-    return Miss(miss.missing_block_index, reason, lost_at_s, evicted_by)
+    reset_by = miss.reset_by if miss.HasField("reset_by") else None
+    return Miss(miss.missing_block_index, reason, lost_at_s, evicted_by, reset_by)
 
 
 def _decode_refusal(refusal: cache_service_pb2.Refusal) -> Refusal:

@@ -193,7 +193,10 @@ def _messages_of_prompt(logprobs: PromptLogprobs) -> Iterator[engine_service_pb2
 
 def _encode_miss(miss: Miss) -> engine_service_pb2.CacheMiss:
     message = engine_service_pb2.CacheMiss(
-        block_index=miss.block_index, reason=_MISS_REASONS[miss.reason], evicted_by_tenant=miss.evicted_by_tenant
+        block_index=miss.block_index,
+        reason=_MISS_REASONS[miss.reason],
+        evicted_by_tenant=miss.evicted_by_tenant,
+        reset_by=miss.reset_by,
     )
     if miss.lost_at_s is not None:
         message.lost_time.FromNanoseconds(round(miss.lost_at_s * 1e9))

@@ -826,12 +826,17 @@ class CacheMiss(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LOST_TIME_FIELD_NUMBER: _builtins.int
     EVICTED_BY_TENANT_FIELD_NUMBER: _builtins.int
+    RESET_BY_FIELD_NUMBER: _builtins.int
     block_index: _builtins.int
     """The index of the block, from 0."""
     reason: _cache_service_pb2.MissReason.ValueType
     """The reason, never UNSPECIFIED, NONE or OTHER_TENANT."""
     evicted_by_tenant: _builtins.str
     """The tenant of the allocation that evicted it, if that is the caller's."""
+    reset_by: _builtins.str
+    """The name of the caller that reset it, if that is the caller's tenant. Unset for
+    RESET: another caller did, such as an operator.
+    """
     @_builtins.property
     def lost_time(self) -> _timestamp_pb2.Timestamp:
         """The time of its eviction or reset. Unset if it was not lost, or if that is not
@@ -845,14 +850,20 @@ class CacheMiss(_message.Message):
         reason: _cache_service_pb2.MissReason.ValueType = ...,
         lost_time: _timestamp_pb2.Timestamp | None = ...,
         evicted_by_tenant: _builtins.str | None = ...,
+        reset_by: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "_reset_by", b"_reset_by", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "reset_by", b"reset_by"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_index", b"block_index", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "_reset_by", b"_reset_by", "block_index", b"block_index", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "reason", b"reason", "reset_by", b"reset_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
     _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
+    _WhichOneofReturnType__reset_by: _TypeAlias = _typing.Literal["reset_by"]  # noqa: Y015
+    _WhichOneofArgType__reset_by: _TypeAlias = _typing.Literal["_reset_by", b"_reset_by"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evicted_by_tenant) -> _WhichOneofReturnType__evicted_by_tenant | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reset_by) -> _WhichOneofReturnType__reset_by | None: ...
 
 Global___CacheMiss: _TypeAlias = CacheMiss  # noqa: Y015
 

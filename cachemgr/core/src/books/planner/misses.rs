@@ -58,10 +58,18 @@ impl StepPlanner<'_> {
             self.num_explained = explainer.num_left;
             miss
         };
-        let is_own =
-            matches!(miss.loss(), Some(Loss { cause: Cause::Evicted { tenant: by, .. }, .. }) if *by == tenant);
-        let evicted_by = is_own.then(|| self.tenants.name(tenant).to_vec());
-        Some(AdmissionMiss { seq_id: admission.seq_id as i32, index, miss, evicted_by })
+        let lost_by = miss.loss().and_then(|loss| self.own_name(loss, tenant));
+        Some(AdmissionMiss { seq_id: admission.seq_id as i32, index, miss, lost_by })
+    }
+
+    /// The name of a tenant, if a loss is by it. It may not know the other tenants and the operators.
+    fn own_name(&self, loss: &Loss, tenant: TenantId) -> Option<Vec<u8>> {
+        let name = self.tenants.name(tenant);
+        let is_own = match loss.cause {
+            Cause::Evicted { tenant: by, .. } => by == tenant,
+            Cause::Reset { by } => self.pool.records.callers.name(by) == Some(name),
+        };
+        is_own.then(|| name.to_vec())
     }
 
     /// The first block and group without which no more is found. Blocks that steps in flight fill count as found.
@@ -173,16 +181,19 @@ mod tests {
         cache(&mut bench, "o", &[8; 12], 7.0);
         let miss = explained(&mut bench, "a", &[1, 2, 3]);
         assert_eq!(
-            (reason(miss.clone()), miss.unwrap().evicted_by),
+            (reason(miss.clone()), miss.unwrap().lost_by),
             (Some((0, Some(7.0))), None),
             "not which tenant evicted it"
         );
         cache(&mut bench, "a", &[7; 12], 9.0);
         let miss = explained(&mut bench, "b", &[1, 2, 3]).unwrap();
-        assert_eq!((miss.miss.loss().unwrap().at, miss.evicted_by), (9.0, Some(b"alice".to_vec())));
-        bench.0.reset_prefix_cache(0, 7, 11.0, b"op").unwrap();
-        let miss = explained(&mut bench, "b", &[1, 2, 3]).unwrap();
-        assert!(matches!(miss.miss, Miss::Lost(Loss { cause: Cause::Reset { by: 1 }, .. })), "{miss:?}");
+        assert_eq!((miss.miss.loss().unwrap().at, miss.lost_by), (9.0, Some(b"alice".to_vec())));
+        for (by, told) in [("op", None), ("alice", Some(b"alice".to_vec()))] {
+            bench.0.reset_prefix_cache(0, 7, 11.0, by.as_bytes()).unwrap();
+            let miss = explained(&mut bench, "b", &[1, 2, 3]).unwrap();
+            assert!(matches!(miss.miss, Miss::Lost(Loss { cause: Cause::Reset { .. }, .. })), "{miss:?}");
+            assert_eq!(miss.lost_by, told);
+        }
         admit(&mut bench, "a", admission(1, &[4, 4, 4]), 12.0);
         assert_eq!(explained(&mut bench, "b", &[4, 4, 5]).unwrap().miss, Miss::BeingComputed);
         assert_eq!(admit(&mut bench, "b", admission(6, &[5, 5, 5]), 13.0).misses, [], "only who asks is told");

@@ -1923,8 +1923,11 @@ type AdmissionMiss struct {
 	// The tenant of the allocation that evicted it, if that is the tenant of the
 	// admission.
 	EvictedByTenant *string `protobuf:"bytes,5,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The name of the caller that reset it, if that is the tenant of the admission.
+	// Unset for RESET: another caller did, such as an operator.
+	ResetBy       *string `protobuf:"bytes,6,opt,name=reset_by,json=resetBy,proto3,oneof" json:"reset_by,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AdmissionMiss) Reset() {
@@ -1988,6 +1991,13 @@ func (x *AdmissionMiss) GetLostTime() *timestamppb.Timestamp {
 func (x *AdmissionMiss) GetEvictedByTenant() string {
 	if x != nil && x.EvictedByTenant != nil {
 		return *x.EvictedByTenant
+	}
+	return ""
+}
+
+func (x *AdmissionMiss) GetResetBy() string {
+	if x != nil && x.ResetBy != nil {
+		return *x.ResetBy
 	}
 	return ""
 }
@@ -6272,15 +6282,17 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aadmitted_kept_token_counts\x18\x19 \x03(\x05R\x17admittedKeptTokenCounts\x12F\n" +
 	"\x0fadmitted_misses\x18\x1a \x03(\v2\x1d.quire.cache.v1.AdmissionMissR\x0eadmittedMisses\x12>\n" +
 	"\fblock_counts\x18\x1e \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12K\n" +
-	"\x11host_block_counts\x18\x1f \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"\x94\x02\n" +
+	"\x11host_block_counts\x18\x1f \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"\xc1\x02\n" +
 	"\rAdmissionMiss\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12.\n" +
 	"\x13missing_block_index\x18\x02 \x01(\x05R\x11missingBlockIndex\x122\n" +
 	"\x06reason\x18\x03 \x01(\x0e2\x1a.quire.cache.v1.MissReasonR\x06reason\x127\n" +
 	"\tlost_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\blostTime\x12/\n" +
-	"\x11evicted_by_tenant\x18\x05 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01B\x14\n" +
-	"\x12_evicted_by_tenant\"\x97\x01\n" +
+	"\x11evicted_by_tenant\x18\x05 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01\x12\x1e\n" +
+	"\breset_by\x18\x06 \x01(\tH\x01R\aresetBy\x88\x01\x01B\x14\n" +
+	"\x12_evicted_by_tenantB\v\n" +
+	"\t_reset_by\"\x97\x01\n" +
 	"\vBlockCounts\x12\x1d\n" +
 	"\n" +
 	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12!\n" +

@@ -1332,8 +1332,11 @@ type CacheMiss struct {
 	LostTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=lost_time,json=lostTime,proto3" json:"lost_time,omitempty"`
 	// The tenant of the allocation that evicted it, if that is the caller's.
 	EvictedByTenant *string `protobuf:"bytes,4,opt,name=evicted_by_tenant,json=evictedByTenant,proto3,oneof" json:"evicted_by_tenant,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The name of the caller that reset it, if that is the caller's tenant. Unset for
+	// RESET: another caller did, such as an operator.
+	ResetBy       *string `protobuf:"bytes,5,opt,name=reset_by,json=resetBy,proto3,oneof" json:"reset_by,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CacheMiss) Reset() {
@@ -1390,6 +1393,13 @@ func (x *CacheMiss) GetLostTime() *timestamppb.Timestamp {
 func (x *CacheMiss) GetEvictedByTenant() string {
 	if x != nil && x.EvictedByTenant != nil {
 		return *x.EvictedByTenant
+	}
+	return ""
+}
+
+func (x *CacheMiss) GetResetBy() string {
+	if x != nil && x.ResetBy != nil {
+		return *x.ResetBy
 	}
 	return ""
 }
@@ -2256,14 +2266,16 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"total_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\ttotalTime\x12.\n" +
 	"\x13written_token_count\x18\x06 \x01(\x05R\x11writtenTokenCount\x12(\n" +
 	"\x10kept_token_count\x18\a \x01(\x05R\x0ekeptTokenCount\x12.\n" +
-	"\x04miss\x18\b \x01(\v2\x1a.quire.engine.v1.CacheMissR\x04miss\"\xe0\x01\n" +
+	"\x04miss\x18\b \x01(\v2\x1a.quire.engine.v1.CacheMissR\x04miss\"\x8d\x02\n" +
 	"\tCacheMiss\x12\x1f\n" +
 	"\vblock_index\x18\x01 \x01(\x05R\n" +
 	"blockIndex\x122\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x1a.quire.cache.v1.MissReasonR\x06reason\x127\n" +
 	"\tlost_time\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\blostTime\x12/\n" +
-	"\x11evicted_by_tenant\x18\x04 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01B\x14\n" +
-	"\x12_evicted_by_tenant\"T\n" +
+	"\x11evicted_by_tenant\x18\x04 \x01(\tH\x00R\x0fevictedByTenant\x88\x01\x01\x12\x1e\n" +
+	"\breset_by\x18\x05 \x01(\tH\x01R\aresetBy\x88\x01\x01B\x14\n" +
+	"\x12_evicted_by_tenantB\v\n" +
+	"\t_reset_by\"T\n" +
 	"\x14GenerateBatchRequest\x12<\n" +
 	"\brequests\x18\x01 \x03(\v2 .quire.engine.v1.GenerateRequestR\brequests\"W\n" +
 	"\x15GenerateBatchResponse\x12>\n" +

@@ -15,10 +15,11 @@ const REASONS = {
 export function describeMiss(diagnosis) {
   if (!diagnosis || diagnosis.type === "cache_hit") return "";
   if (diagnosis.type === "comparison_response_not_found") return "the answer before is not remembered";
-  const { reason, first_changed_token: token, lost_at: lostAt } = diagnosis.quire ?? {};
+  const { reason, first_changed_token: token, lost_at: lostAt, reset_by: resetBy } = diagnosis.quire ?? {};
   const place = reason?.endsWith("_changed") && token !== undefined ? ` at token ${numbers.format(token)}` : "";
   const time = lostAt === undefined ? "" : ` ${numbers.format(Math.max(0, Math.round(Date.now() / 1000 - lostAt)))} s ago`;
-  return (REASONS[reason] ?? "the reason is unknown") + place + time;
+  const by = resetBy ? ` by ${resetBy}` : "";
+  return (REASONS[reason] ?? "the reason is unknown") + by + place + time;
 }
 
 // Returns the element beside an answer.
