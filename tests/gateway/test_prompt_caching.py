@@ -234,8 +234,9 @@ def test_a_diagnosis_says_what_only_the_cache_knows(alice: openai.OpenAI, servic
 
     asyncio.run(reset())  # what is lost later is all that is lost: the memory of losses is bounded
     first = ask()
-    told = ask(comparison_response_id=first.id).prompt_cache_diagnostics
-    assert told.type == "cache_hit"
+    second = ask(comparison_response_id=first.id)
+    assert second.prompt_cache_diagnostics.type == "cache_hit"
+    assert second.prompt_cache_options.comparison_response_id == first.id
     told = ask(comparison_response_id="resp_other").prompt_cache_diagnostics
     assert told.type == "comparison_response_not_found"
 

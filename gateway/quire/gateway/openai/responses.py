@@ -208,6 +208,8 @@ def _shown(fields: Fields, params: SamplingParams) -> dict[str, Any]:
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "previous_response_id": fields.string("previous_response_id"),
         "prompt_cache_key": fields.string("prompt_cache_key"),
+        "prompt_cache_options": fields.take("prompt_cache_options"),
+        "prompt_cache_retention": fields.take("prompt_cache_retention"),
         "safety_identifier": fields.string("safety_identifier"),
         "reasoning": reasoning and {"effort": None, "summary": None} | reasoning,
         "temperature": params.temperature,
