@@ -183,7 +183,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
         progress.advance(task)
     shared = measure_shared(others, {"agents": agents.asks, "prompts that come once": scan})
     progress.advance(task)
-    windows, admissions = (3, 2) if quick else (21, 20)
+    windows, admissions = (3, 2) if quick else (201, 20)
     costs = [measure_cost(count, is_found=found, windows=windows, admissions=admissions) for count, found in costs_of]
     progress.advance(task)
     figures = {
