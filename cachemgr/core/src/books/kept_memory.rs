@@ -27,7 +27,7 @@ fn has(whole: &[u8], block: BlockId) -> bool {
 impl Books {
     /// Begins a new epoch: sequences, steps in flight and host blocks are gone, and all findable blocks are cached, or
     /// pinned. Those without a bit in `whole` lose their content, and pins with such a block end. Open leases go on with
-    /// step 1, leases that had ended are removed. Cost: O(blocks + sequences).
+    /// step 1, leases that had ended are removed. All counters begin at 0. Cost: O(blocks + sequences).
     pub fn begin_epoch(&mut self, whole: &[u8], now: f64) -> Result<CarriedOver> {
         self.empty_leases()?;
         let findable = |block: &BlockId| self.pool.index().is_findable(*block);
@@ -38,6 +38,7 @@ impl Books {
         ended.iter().try_for_each(|id| self.pins.take_back(id, &mut self.pool))?;
         self.drop_blocks(&dropped, now, DROPPED_BY);
         self.counters = Default::default();
+        self.pool.restart_counters();
         (self.last_report, self.began_at) = (0, now);
         Ok(CarriedOver { num_kept: findable.len() - dropped.len(), num_dropped: dropped.len() })
     }
@@ -66,8 +67,10 @@ mod tests {
     use crate::books::tests::{Bench, admission, some_report, some_request, some_share};
     use crate::cache::accounts::Share;
     use crate::cache::groups::Span;
+    use crate::cache::keeps::KeepBook;
     use crate::cache::pool::BlockState;
     use crate::cache::pool::tests::Random;
+    use crate::cache::tenants::TenantId;
 
     const ALL: [u8; 16] = [255; 16];
 
@@ -75,6 +78,18 @@ mod tests {
         let carried = bench.0.begin_epoch(whole, 5.0).unwrap();
         assert_eq!(bench.0.violations(), [""; 0]);
         (carried.num_kept, carried.num_dropped)
+    }
+
+    /// All that the pool has counted.
+    fn counted(bench: &Bench) -> Vec<u64> {
+        let pool = bench.0.pool();
+        let tokens = (0..pool.accounts().len() as TenantId).map(|tenant| pool.accounts().get(tenant).tokens);
+        let of_tenants = tokens.flat_map(|counts| [counts.admitted, counts.cached, counts.written]);
+        let groups = pool.groups.counters().iter();
+        let of_groups = groups.flat_map(|counters| [counters.num_found, counters.num_passed, counters.num_evicted]);
+        let num_kept_evicted = pool.parking().keeps().map_or(0, KeepBook::num_evicted);
+        let of_pool = [pool.counters().num_allocated, pool.counters().num_evicted, pool.index().num_published()];
+        of_pool.into_iter().chain([num_kept_evicted]).chain(of_tenants).chain(of_groups).collect()
     }
 
     fn cached(bench: &Bench, tokens: &[i32]) -> usize {
@@ -143,7 +158,8 @@ mod tests {
     }
 
     #[test]
-    fn books_in_any_state_go_on() {
+    fn books_in_any_state_go_on_and_count_from_0() {
+        let mut most = vec![0];
         for (seed, groups) in
             (0..60).flat_map(|seed| [vec![Span::Full], vec![Span::Full, Span::Sliding(3)]].map(|g| (seed, g)))
         {
@@ -152,12 +168,16 @@ mod tests {
                 if number % 20 == 19 {
                     let findable = bench.0.pool().index().num_indexed();
                     let whole = [0, 1].map(|_| random.below(256) as u8);
+                    let before = counted(&bench);
+                    most.resize(most.len().max(before.len()), 0);
+                    most.iter_mut().zip(&before).for_each(|(most, count)| *most = (*most).max(*count));
                     let (num_kept, num_dropped) = begin_epoch(&mut bench, &whole);
                     let counts = bench.0.pool().counts();
                     assert_eq!(
                         (num_kept + num_dropped, counts.cached, counts.free),
                         (findable, num_kept, 12 - num_kept)
                     );
+                    assert_eq!(counted(&bench), vec![0; before.len()]);
                 }
                 if number % 7 == 0 {
                     bench.0.set_shares(some_share(&mut random), Default::default());
@@ -171,5 +191,6 @@ mod tests {
                 }
             }
         }
+        assert!(most.iter().all(|count| *count > 0), "{most:?}");
     }
 }

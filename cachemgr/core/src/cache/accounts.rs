@@ -188,6 +188,10 @@ impl Accounts {
         tokens.written += counts.written;
     }
 
+    pub fn restart_counters(&mut self) {
+        self.accounts.iter_mut().for_each(|account| account.tokens = TokenCounts::default());
+    }
+
     pub fn unpin(&mut self, tenant: TenantId) {
         self.accounts[tenant as usize].num_pinned -= 1;
     }

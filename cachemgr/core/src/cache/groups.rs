@@ -125,6 +125,10 @@ impl LayerGroups {
         }
     }
 
+    pub fn restart_counters(&mut self) {
+        self.counters.fill(GroupCounters::default());
+    }
+
     /// The block, found by this hash until now, was lost: those that nobody can find without it are stranded.
     pub fn lose(&mut self, block: BlockId, hash: &Hash, index: &PrefixIndex) {
         let group = self.of(block);

@@ -147,6 +147,10 @@ impl KeepBook {
         self.num_evicted += 1;
     }
 
+    pub fn restart_counters(&mut self) {
+        self.num_evicted = 0;
+    }
+
     /// No block's time ends before this; None if none is kept.
     pub fn next_end(&self) -> Option<Millis> {
         self.ends.first_key_value().map(|(end, _)| *end)

@@ -117,7 +117,7 @@ pub struct PrefixIndex {
     #[serde(skip)]
     mix_key: u64,
     num_indexed: usize,
-    num_forgotten: u64,
+    num_published: u64,
 }
 
 /// An index as it is written down: the entries depend on the process.
@@ -127,13 +127,13 @@ struct SavedIndex {
     origins: Vec<Origin>,
     past: Vec<Past>,
     num_indexed: usize,
-    num_forgotten: u64,
+    num_published: u64,
 }
 
 impl From<SavedIndex> for PrefixIndex {
     fn from(saved: SavedIndex) -> PrefixIndex {
-        let SavedIndex { hashes, origins, past, num_indexed, num_forgotten } = saved;
-        let mut index = PrefixIndex { num_indexed, num_forgotten, ..PrefixIndex::new(past.len()) };
+        let SavedIndex { hashes, origins, past, num_indexed, num_published } = saved;
+        let mut index = PrefixIndex { num_indexed, num_published, ..PrefixIndex::new(past.len()) };
         (index.hashes, index.origins, index.past) = (hashes, origins, past);
         for block in 0..index.past.len().min(index.hashes.len()) as BlockId {
             if index.is_findable(block) {
@@ -155,7 +155,7 @@ impl PrefixIndex {
             mask: num_entries - 1,
             mix_key: mixing_key(),
             num_indexed: 0,
-            num_forgotten: 0,
+            num_published: 0,
         }
     }
 
@@ -191,9 +191,13 @@ impl PrefixIndex {
         self.num_indexed
     }
 
-    /// Blocks that were made findable since the index was made.
+    /// Blocks that were made findable since the count began.
     pub fn num_published(&self) -> u64 {
-        self.num_indexed as u64 + self.num_forgotten
+        self.num_published
+    }
+
+    pub fn restart_counters(&mut self) {
+        self.num_published = 0;
     }
 
     /// The block that holds this prefix's last block.
@@ -241,6 +245,7 @@ impl PrefixIndex {
         self.hashes[block as usize] = *hash;
         self.past[block as usize] = Past::Findable;
         self.num_indexed += 1;
+        self.num_published += 1;
         block
     }
 
@@ -336,7 +341,6 @@ impl PrefixIndex {
         }
         self.entries[place] = 0;
         self.num_indexed -= 1;
-        self.num_forgotten += 1;
     }
 }
 

@@ -268,6 +268,12 @@ impl Parking {
         self.shelves.as_ref().and_then(|shelves| shelves.keeps.as_deref())
     }
 
+    pub fn restart_counters(&mut self) {
+        if let Some(keeps) = self.keeps_mut() {
+            keeps.restart_counters();
+        }
+    }
+
     fn keeps_mut(&mut self) -> Option<&mut KeepBook> {
         self.shelves.as_mut().and_then(|shelves| shelves.keeps.as_deref_mut())
     }

@@ -154,6 +154,15 @@ impl BlockPool {
         self.counters
     }
 
+    /// A new epoch begins: all that is counted begins at 0, and the present state stays.
+    pub fn restart_counters(&mut self) {
+        self.counters = PoolCounters { num_allocated: 0, num_evicted: 0, ..self.counters };
+        self.index.restart_counters();
+        self.parking.restart_counters();
+        self.accounts.restart_counters();
+        self.groups.restart_counters();
+    }
+
     /// The hash of a findable block's content and of all content before it.
     pub fn prefix_hash(&self, block: BlockId) -> Option<Hash> {
         self.index.hash(block).map(|hash| identity(hash, self.groups.of(block)))
