@@ -5,12 +5,16 @@
     client b ──cache-b──┘                    └──attach── a second worker, held back until the first is killed
     both     ──steps───────────────────────────────────► worker
 
+With a holder there is one worker, which is started again. It finds the memory of the one before it, unless the holder
+was killed too.
+
 Checks of every schedule:
 
     tokens    every request ends, and each of its samples is what it was without faults: nothing twice, nothing missing
     books     AuditPool finds nothing, whenever it is asked
     usage     what clients are told of the cache, and cachemgr's counters, are sums of its answers: see admissions.py
     the end   no lease, no sequence, no report that was not acknowledged; free + cached = pool, on both sides
+    memory    with a holder: all published blocks outlive one more kill of the worker, each with the right checksum
     logs      no violation of ownership, no unexpected exception; no process ended that was not killed
 
 A worker's wall clock can't be set back here; to a monotonic clock a jump looks like a process that was stopped for as
@@ -39,10 +43,21 @@ from typing import Any, Self
 
 import grpc
 import psutil
+from deadlines import Deadline
 from robustness.faults.admissions import Admissions
 from robustness.faults.disk import SmallDisk
 from robustness.faults.proxy import Link
-from robustness.faults.schedule import ATTACH_LINK, CLIENTS, FOLLOWER, STEPS_LINK, Fault, FaultKind, Schedule, Task
+from robustness.faults.schedule import (
+    ATTACH_LINK,
+    CLIENTS,
+    FOLLOWER,
+    HOLDER,
+    STEPS_LINK,
+    Fault,
+    FaultKind,
+    Schedule,
+    Task,
+)
 from robustness.faults.workload import (
     BLOCK_SIZE,
     MAX_STEP_TOKENS,
@@ -58,6 +73,8 @@ from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
+"""Of waits for the schedule's processes: counts the time in which they could run."""
+POLL_S = 0.25
 CALL_TIMEOUT_S = 5.0
 AUDIT_PERIOD_S = 0.1
 DESCRIBING_S = 1.0
@@ -67,6 +84,7 @@ WORKER_SLOTS = (0, 1)
 SIGNS = (
     *("violated", "Traceback", "never retrieved", "was destroyed", "pool damaged", "CRITICAL", "step failed"),
     *("loop has died", r"handler failed(?!.*ExecuteBatchError)"),  # that one: the caller has disconnected meanwhile
+    *("their bytes were changed", r"memory kept .*\bdropped=[1-9]"),
 )
 """Log lines that no fault excuses."""
 ENVIRONMENT = {
@@ -81,9 +99,12 @@ TEXT_MODEL = Path(__file__).parents[2] / "framework" / "text_model.py"
 TARGETS = {
     "cachemgr": "quire.cachemgr",
     "worker": "quire.worker",
+    "holder": "quire.worker.holder",
     "client": str(Path(__file__).with_name("client.py")),
 }
 STATE_DIR_FLAG = "--state-dir"
+CARRIED = re.compile(r"memory kept .*\bcached=(\d+)")
+"""cachemgr's log line about a new epoch on the memory of the one before."""
 
 
 Process = asyncio.subprocess.Process | psutil.Process
@@ -104,6 +125,8 @@ class Outcome:
     not_reached: int = 0
     recoveries: int = 0
     preemptions: int = 0
+    num_carried: int = 0
+    """Blocks that outlived a worker."""
     num_tokens: int = 0
     num_messages: int = 0
     duration_s: float = 0.0
@@ -124,6 +147,10 @@ class Children:
             await child.kill()
         os.close(self._guard_read)
         os.close(self._guard_write)
+
+    def pids(self) -> list[int]:
+        """Those that have not ended."""
+        return [child.pid for child in self._started if not child.ended.done()]
 
     async def start(self, kind: str, arguments: list[str], log: Path) -> Child:
         command = [sys.executable, "-P", str(GUARDED), str(self._guard_read), TARGETS[kind], *arguments]
@@ -297,16 +324,20 @@ class Harness:
         num_ranks: int = 1,
         has_window: bool = False,
         deterministic: bool = False,
+        has_holder: bool = False,
     ) -> None:
         """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
 
         num_ranks is of each worker, 1 or 2. With has_window the model has two layer groups, one with a window.
         With deterministic the workers run in bfloat16 with --deterministic; else in float32.
+        With has_holder a holder keeps the memory of one worker of one rank.
         """
         self.folder = folder
         self._has_window = has_window
         self._dtype_flags = DTYPE_FLAGS[deterministic]
         self._num_ranks = num_ranks
+        self.has_holder = has_holder
+        self._slots = WORKER_SLOTS[:1] if has_holder else WORKER_SLOTS
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
         self._stack = contextlib.AsyncExitStack()
@@ -316,7 +347,7 @@ class Harness:
         self._killing = asyncio.Lock()  # what is killed twice is started again before the second time
         self._numbers = itertools.count(1)
         self._active = WORKER_SLOTS[0]
-        self._workers: dict[int, Child] = {}
+        self._servers: dict[str, Child] = {}
         self._links: dict[str, Link] = {}
         self._admissions = Admissions(make_requests())
         self._log_sizes: dict[Path, int] = {}
@@ -361,11 +392,10 @@ class Harness:
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")
         self._stack.callback(server.close)
-        self._cachemgr = await self._start_cachemgr()
-        for slot in WORKER_SLOTS:
-            if slot != self._active:
-                self._links[f"{ATTACH_LINK}{slot}"].hold()
-            self._workers[slot] = await self._start_worker(slot)
+        for slot in self._slots[1:]:
+            self._links[f"{ATTACH_LINK}{slot}"].hold()
+        for name in ("cachemgr", *([HOLDER] if self.has_holder else []), *map("worker{}".format, self._slots)):
+            await self._start(name)
         for client in self._clients.values():
             await client.start()
         self._open_stubs()
@@ -374,7 +404,7 @@ class Harness:
 
     async def _open_links(self) -> None:
         targets: dict[str, str] = {}
-        for slot in WORKER_SLOTS:
+        for slot in self._slots:
             targets |= {f"{ATTACH_LINK}{slot}": "cachemgr", f"{STEPS_LINK}{slot}": f"worker{slot}"}
         for name, target in targets.items():
             link = Link(name, listen=self._at(name), target=self._at(target), on_message=self._on_message)
@@ -392,32 +422,35 @@ class Harness:
     def _open_stubs(self) -> None:
         options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
         options += (("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 100))
-        channels = [grpc.aio.insecure_channel(self._at(name), options=options) for name in self._servers()]
+        names = ("cachemgr", *map("worker{}".format, self._slots))
+        channels = [grpc.aio.insecure_channel(self._at(name), options=options) for name in names]
         for channel in channels:
             self._stack.push_async_callback(channel.close)
         self._cache: Any = cache_service_pb2_grpc.CacheServiceStub(channels[0])
         self._worker_stubs: list[Any] = [worker_service_pb2_grpc.WorkerServiceStub(each) for each in channels[1:]]
 
-    @staticmethod
-    def _servers() -> list[str]:
-        return ["cachemgr", *(f"worker{slot}" for slot in WORKER_SLOTS)]
-
     def _at(self, name: str) -> str:
         return f"unix:{self.folder}/{name}.sock"
 
-    async def _start_cachemgr(self) -> Child:
-        arguments = ["--listen", self._at("cachemgr"), "--tenants", str(self.folder / "tenants.toml")]
-        if self._state_dir is not None:
-            arguments += [STATE_DIR_FLAG, str(self._state_dir)]
-        return await self._children.start("cachemgr", arguments, self.folder / "cachemgr.log")
+    async def _start(self, name: str) -> None:
+        """Start a server by its name, which is also its socket's and its log's."""
+        kind = name.rstrip("01")
+        arguments = ["--listen", self._at(name)]
+        if kind == "cachemgr":
+            arguments += ["--tenants", str(self.folder / "tenants.toml")]
+            arguments += [] if self._state_dir is None else [STATE_DIR_FLAG, str(self._state_dir)]
+        elif kind == "worker":
+            arguments += self._worker_arguments(int(name[-1]))
+        self._servers[name] = await self._children.start(kind, arguments, self.folder / f"{name}.log")
 
-    async def _start_worker(self, slot: int) -> Child:
-        arguments = ["--listen", self._at(f"worker{slot}"), "--advertise", self._at(f"{STEPS_LINK}{slot}")]
+    def _worker_arguments(self, slot: int) -> list[str]:
+        arguments = ["--advertise", self._at(f"{STEPS_LINK}{slot}")]
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
-        return await self._children.start("worker", arguments, self.folder / f"worker{slot}.log")
+        arguments += ["--holder", self._at(HOLDER), "--verify-kept-blocks"] if self.has_holder else []
+        return arguments
 
     async def _start_client(self, name: str) -> Child:
         arguments = [name, self._at(f"cache-{name}"), str(self.folder / "harness.sock")]
@@ -462,9 +495,11 @@ class Harness:
             for name, task in schedule.tasks.items()
         ]
         try:
-            _, late = await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+            deadline, late = self._deadline(END_TIMEOUT_S), set(tasks)
+            while late and not deadline.has_passed():
+                _, late = await asyncio.wait(late, timeout=POLL_S)
             if late:
-                outcome.failures.append(f"{len(late)} clients not done within {END_TIMEOUT_S:g} s")
+                outcome.failures.append(f"{len(late)} clients not done within {deadline}")
                 outcome.failures.append(f"then: {await self._describe()}")
                 await self._ask_what_clients_wait_for()
             outcome.not_reached, self._pending = len(self._pending), []
@@ -473,6 +508,8 @@ class Harness:
                 task.result()
             if not late:
                 await self._await_rest()
+            if self.has_holder and not outcome.failures:
+                await self._check_memory()
         finally:
             auditing.cancel()
             for task in tasks:
@@ -519,11 +556,10 @@ class Harness:
             async with self._killing:
                 await self._kill(fault)
         elif fault.kind in (FaultKind.PAUSE, FaultKind.OVERSLEEP):
-            process = self._process(fault.target)
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                process.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(fault.duration_s)
-                process.send_signal(signal.SIGCONT)
+            processes = [self._process(name) for name in fault.target.split("+")]
+            send_to(processes, signal.SIGSTOP)
+            await asyncio.sleep(fault.duration_s)
+            send_to(processes, signal.SIGCONT)
         elif fault.kind is FaultKind.FULL_DISK:
             assert self._disk is not None
             with self._disk.filled():
@@ -558,20 +594,28 @@ class Harness:
                 link.heal()
 
     async def _kill(self, fault: Fault) -> None:
-        if fault.target == "cachemgr":
-            await self._kill_child(self._cachemgr)
-            await asyncio.sleep(fault.duration_s)
-            self._cachemgr = await self._start_cachemgr()
-        elif fault.target in ("worker", FOLLOWER):
-            slot = self._active
-            process = self._process(fault.target)
-            self._active = 1 - slot
-            self._links[f"{ATTACH_LINK}{slot}"].hold()
-            await self._kill_child(self._workers[slot], process)
-            self._links[f"{ATTACH_LINK}{self._active}"].release()
-            self._workers[slot] = await self._start_worker(slot)
-        else:
+        if fault.target in self._clients:
             await self._kill_child(self._clients[fault.target].child)
+        elif fault.target in ("worker", FOLLOWER) and not self.has_holder:
+            await self._hand_over(fault.target)
+        else:
+            await self._restart([self._server(name) for name in fault.target.split("+")], fault.duration_s)
+
+    async def _hand_over(self, target: str) -> None:
+        """Kill the active worker by one of its ranks. The second worker attaches instead."""
+        slot, worker, process = self._active, self._child(target), self._process(target)
+        self._active = 1 - slot
+        self._links[f"{ATTACH_LINK}{slot}"].hold()
+        await self._kill_child(worker, process)
+        self._links[f"{ATTACH_LINK}{self._active}"].release()
+        await self._start(f"worker{slot}")
+
+    async def _restart(self, names: list[str], pause_s: float = 0.0) -> None:
+        """Kill servers at the same moment, and start them again."""
+        await asyncio.gather(*(self._kill_child(self._servers[name]) for name in names))
+        await asyncio.sleep(pause_s)
+        for name in names:
+            await self._start(name)
 
     async def _kill_child(self, child: Child, process: Process | None = None) -> None:
         """End a child by SIGKILL to it, or to another process that must not end without it."""
@@ -585,13 +629,15 @@ class Harness:
         if not await self._until("no rank is left", lambda: has_none_left(ranks), END_TIMEOUT_S, is_failure=True):
             self.outcome.failures.append(f"ranks are left: {ranks}")
 
+    def _server(self, target: str) -> str:
+        return f"worker{self._active}" if target in ("worker", FOLLOWER) else target
+
+    def _child(self, target: str) -> Child:
+        return self._clients[target].child if target in self._clients else self._servers[self._server(target)]
+
     def _process(self, target: str) -> Process:
-        if target == "cachemgr":
-            return self._cachemgr.process
-        if target in self._clients:
-            return self._clients[target].child.process
-        worker = self._workers[self._active]
-        return followers_of(worker)[0] if target == FOLLOWER else worker.process
+        child = self._child(target)
+        return followers_of(child)[0] if target == FOLLOWER else child.process
 
     def _link(self, target: str) -> Link:
         return self._links[f"{target}{self._active}" if target in (ATTACH_LINK, STEPS_LINK) else target]
@@ -628,6 +674,24 @@ class Harness:
             await self._audit()
             pool = await self._pool()
             self.outcome.failures += self._admissions.compare(pool.epoch, await self._tenants())
+
+    async def _check_memory(self) -> None:
+        """Kill the worker once more, at rest: the next one has all published blocks, if the holder lived all the time.
+
+        The memory behind it is the present holder's.
+        """
+        before = await self._pool()
+
+        async def begins_anew() -> bool:
+            return await self._is_attached() and (await self._pool()).epoch != before.epoch
+
+        await self._restart([self._server("worker")])
+        if not await self._until("a new epoch", begins_anew, START_TIMEOUT_S, is_failure=True):
+            self.outcome.failures.append(f"no new epoch: {await self._describe()}")
+            return
+        published, found = (pool.block_counts.cached_count for pool in (before, await self._pool()))
+        if not self.outcome.fired[f"{FaultKind.KILL.value} {HOLDER}"] and found != published:
+            self.outcome.failures.append(f"{found} of {published} published blocks have outlived the worker")
 
     async def _tenants(self) -> Sequence[cache_service_pb2.Tenant]:
         request = cache_service_pb2.ListTenantsRequest(pool="default")
@@ -677,19 +741,22 @@ class Harness:
     async def _until(
         self, what: str, condition: Callable[[], Any], timeout_s: float, *, is_failure: bool = False
     ) -> bool | None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        deadline = self._deadline(timeout_s)
+        while not deadline.has_passed():
             with contextlib.suppress(grpc.aio.AioRpcError):
                 if await condition():
                     return True
             await asyncio.sleep(0.01)
         if is_failure:
             return None
-        raise HarnessError(f"not within {timeout_s:g} s: {what}")
+        raise HarnessError(f"not within {deadline}: {what}")
+
+    def _deadline(self, timeout_s: float) -> Deadline:
+        """A deadline for all processes, and for this one, which has the links."""
+        return Deadline(timeout_s, lambda: [os.getpid(), *self._children.pids()])
 
     def _check_processes(self) -> None:
-        processes = {"cachemgr": self._cachemgr, **{f"worker {slot}": each for slot, each in self._workers.items()}}
-        processes |= {f"client {name}": client.child for name, client in self._clients.items()}
+        processes = self._servers | {f"client {name}": client.child for name, client in self._clients.items()}
         for name, child in processes.items():
             if child.ended.done():
                 self.outcome.failures.append(f"{name} has ended by itself, status {child.ended.result()}")
@@ -701,6 +768,8 @@ class Harness:
                 data = file.read()
             self._log_sizes[log] = self._log_sizes.get(log, 0) + len(data)
             for line in data.decode(errors="replace").splitlines():
+                if carried := CARRIED.search(line):
+                    self.outcome.num_carried += int(carried[1])
                 if re.search("|".join(SIGNS), line):
                     self.outcome.failures.append(f"{log.name}: {line[:300]}")
 
@@ -711,6 +780,13 @@ class Harness:
             shutil.copy(log, folder)
         lines = [*map(str, schedule.faults), *map(str, schedule.tasks.items()), "", *outcome.failures]
         (folder / "schedule.txt").write_text("\n".join(lines) + "\n")
+
+
+def send_to(processes: list[Process], number: int) -> None:
+    """Send a signal to those that have not ended."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def followers_of(worker: Child) -> list[psutil.Process]:

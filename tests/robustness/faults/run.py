@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from robustness.faults.disk import can_mount
 from robustness.faults.harness import ENVIRONMENT, Harness, HarnessError, Outcome, knows_state_dir
-from robustness.faults.schedule import WEIGHTS, FaultKind, make_schedule
+from robustness.faults.schedule import WEIGHTS, FaultKind, draws_holder, make_schedule
 
 KINDS = [kind.value for kind in FaultKind]
 MAX_TRIES = 3
@@ -53,12 +53,18 @@ class Settings:
     num_ranks: int = 1
     has_window: bool = False
     deterministic: bool = False
+    has_holder: bool | None = None
+    """None: by seed."""
+
+    def wants_holder(self, seed: int) -> bool:
+        return self.num_ranks == 1 and draws_holder(seed) if self.has_holder is None else self.has_holder
 
 
 async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
-    """Runs these, in new processes after each failure; tells each outcome."""
-    tries = 0
+    """Runs these, in new processes after each failure and for those with a holder; tells each outcome."""
+    tries, seeds = 0, sorted(seeds, key=settings.wants_holder)
     while seeds:
+        has_holder = settings.wants_holder(seeds[0])
         folder = Path(tempfile.mkdtemp(prefix="quire-faults-", dir="/tmp"))  # short enough for sockets
         try:
             async with Harness(
@@ -68,8 +74,9 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
                 num_ranks=settings.num_ranks,
                 has_window=settings.has_window,
                 deterministic=settings.deterministic,
+                has_holder=has_holder,
             ) as harness:
-                while seeds:
+                while seeds and settings.wants_holder(seeds[0]) == has_holder:
                     outcome = await run_one(harness, seeds.pop(0), settings)
                     tries = 0
                     tell(outcome)
@@ -86,7 +93,7 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
 
 async def run_one(harness: Harness, seed: int, settings: Settings) -> Outcome:
     """One schedule; keeps the logs of one that failed."""
-    schedule = make_schedule(seed, kinds=settings.kinds, num_ranks=settings.num_ranks)
+    schedule = make_schedule(seed, kinds=settings.kinds, num_ranks=settings.num_ranks, has_holder=harness.has_holder)
     try:
         outcome = await harness.run(schedule)
     except Exception as error:
@@ -127,12 +134,14 @@ class Totals:
         self.failed: dict[int, list[str]] = {}
         self.fired: Counter[str] = Counter()
         self.num_schedules = self.num_tokens = self.recoveries = self.preemptions = self.not_reached = 0
+        self.num_carried = 0
 
     def add(self, outcome: Outcome) -> None:
         self.num_schedules += 1
         self.num_tokens += outcome.num_tokens
         self.recoveries += outcome.recoveries
         self.preemptions += outcome.preemptions
+        self.num_carried += outcome.num_carried
         self.not_reached += outcome.not_reached
         self.fired += outcome.fired
         if outcome.failures:
@@ -148,7 +157,7 @@ class Totals:
         console.print(
             f"{self.num_schedules} schedules, {len(self.failed)} failed; {self.fired.total()} faults "
             f"({self.not_reached} not reached), {self.num_tokens} tokens compared, {self.recoveries} recoveries, "
-            f"{self.preemptions} preemptions; {duration_s:.0f} s",
+            f"{self.preemptions} preemptions, {self.num_carried} blocks carried over; {duration_s:.0f} s",
             highlight=False,
         )
 
@@ -197,6 +206,7 @@ def run_all(seeds: list[int], settings: Settings, *, jobs: int, console: Console
 @click.option("--ranks", type=click.IntRange(1, 2), default=1, show_default=True, help="Of each worker.")
 @click.option("--window", is_flag=True, help="A model with two layer groups, one with a window.")
 @click.option("--deterministic", is_flag=True, help="Workers in bfloat16 with --deterministic, not in float32.")
+@click.option("--holder/--no-holder", default=None, help="One worker with a holder of its memory; default: by seed.")
 @click.option("--state-dir/--no-state-dir", default=None, help="Whether cachemgr keeps its state; default: if it can.")
 @click.option(
     "--output",
@@ -215,18 +225,21 @@ def main(
     ranks: int,
     deterministic: bool,
     window: bool,
+    holder: bool | None,
     state_dir: bool | None,
     output: Path,
 ) -> None:
     """Kill, pause, cut, delay, lose, double: and every token has to be the right one."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
+    if holder and ranks > 1:
+        raise click.UsageError(f"--holder excludes --ranks {ranks}: a holder keeps the pool of one rank.")
     state_dir = knows_state_dir() if state_dir is None else state_dir
     small_disk = state_dir and can_mount()
     if state_dir and not small_disk:
         console.print("full disks are left out: a file system can't be mounted here", style="yellow")
     kinds = tuple(FaultKind(kind) for kind in only) or (*WEIGHTS, *([FaultKind.FULL_DISK] if small_disk else []))
-    settings = Settings(output, kinds, state_dir, small_disk, ranks, window, deterministic)
+    settings = Settings(output, kinds, state_dir, small_disk, ranks, window, deterministic, holder)
     seeds = [*range(seed, seed + schedules)] if replay is None else [replay] * times
     started = time.monotonic()
     totals = run_all(seeds, settings, jobs=jobs, console=console)

@@ -20,11 +20,16 @@ CLIENTS = ("a", "b")
 PROCESSES = ("cachemgr", "worker", *CLIENTS)
 FOLLOWER = "follower"
 """The second rank of a worker of two: "worker" is its first."""
+HOLDER = "holder"
+"""The process that keeps the worker's memory."""
+BOTH = "cachemgr+worker"
+"""Both at the same moment."""
 ATTACH_LINK, STEPS_LINK = "attach", "steps"
 LINKS = (ATTACH_LINK, STEPS_LINK, *(f"cache-{client}" for client in CLIENTS))
 """The links between worker and cachemgr, clients and worker, each client and cachemgr."""
 LAST_MESSAGE = 220
 """Faults begin within this many messages: a schedule without faults has about twice as many."""
+HOLDER_RATIO = 1 / 3
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 0.7)
 
 
@@ -113,12 +118,19 @@ class Schedule:
     tasks: dict[str, Task]
 
 
-def make_schedule(seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num_ranks: int = 1) -> Schedule:
-    """The schedule of a seed, with faults of these kinds only, for workers of one rank or two.
+def draws_holder(seed: int) -> bool:
+    """True if a schedule has a holder, unless its caller decides."""
+    return random.Random(f"holder {seed}").random() < HOLDER_RATIO
+
+
+def make_schedule(
+    seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num_ranks: int = 1, has_holder: bool = False
+) -> Schedule:
+    """The schedule of a seed, with faults of these kinds only, for workers of one rank or two, or one with a holder.
 
     Others than the default's are another schedule.
     """
-    processes = PROCESSES if num_ranks == 1 else (*PROCESSES, FOLLOWER)
+    processes = (*PROCESSES, *([FOLLOWER] if num_ranks == 2 else []), *([HOLDER, BOTH] if has_holder else []))
     generator = random.Random(f"schedule {seed}")
     tasks = {client: draw_task(generator) for client in CLIENTS}
     num_faults = generator.choice((1, 1, 2, 2, 3, 4))

@@ -20,7 +20,9 @@ from robustness.faults.harness import Checker, Delivery, Harness, knows_state_di
 from robustness.faults.proxy import DOWN, UP, Link
 from robustness.faults.schedule import (
     ATTACH_LINK,
+    BOTH,
     FOLLOWER,
+    HOLDER,
     LINKS,
     PROCESSES,
     STEPS_LINK,
@@ -40,6 +42,7 @@ from quire.client.errors import Unavailable
 
 SEEDS = (1, 3, 6, 8, 10, 12)
 RANK_SEEDS = (11, 13)
+HOLDER_SEEDS = (2, 5, 7)
 WINDOW_SEEDS = (501, 503)
 """A few, with most kinds of faults: a night runs 500."""
 TIMEOUT_S = 600.0
@@ -88,6 +91,22 @@ def test_a_worker_of_two_ranks_leaves_nothing_and_loses_nothing_whichever_rank_i
                 assert not outcome.failures, f"seed {schedule.seed}: {outcome.failures}"
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_published_blocks_outlive_the_worker_and_both_but_not_the_holder(folder: Path) -> None:
+    schedules = [make_schedule(seed, kinds=[FaultKind.KILL], has_holder=True) for seed in HOLDER_SEEDS]
+    assert {"worker", HOLDER, BOTH} <= {fault.target for schedule in schedules for fault in schedule.faults}
+
+    async def run() -> int:
+        num_carried = 0
+        async with Harness(folder, state_dir=knows_state_dir(), has_holder=True) as harness:
+            for schedule in schedules:
+                outcome = await harness.run(schedule)
+                assert not outcome.failures, f"seed {schedule.seed}: {outcome.failures}"
+                num_carried += outcome.num_carried
+        return num_carried
+
+    assert asyncio.run(asyncio.wait_for(run(), TIMEOUT_S)) > 0
 
 
 def test_a_seed_is_a_schedule() -> None:
