@@ -24,7 +24,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step draws", "step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "start", "serve-gpu", "pipeline", "drafts"),
+    *("control-plane worker", "control-plane kept-memory", "start", "serve-gpu", "pipeline", "drafts"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -353,6 +353,15 @@ def test_the_workers_own_work_is_measured_by_sequences_and_windows(tmp_path: Pat
     for work in written["work_per_step"]:
         assert len(work["launched_ms"]) == len(work["answered_ms"]) == 2
         assert min(work["launched_ms"] + work["answered_ms"]) > 0
+
+
+def test_a_worker_with_a_holder_computes_less_again(tmp_path: Path) -> None:
+    written, _ = run_quick("control-plane kept-memory", tmp_path)
+    rounds = {(row["lost"], row["kept"]): row["rounds"] for row in written["outages"]}
+    assert all(each["published"] >= 0.5 and each["until_all_go_on_s"] > 0 for row in rounds.values() for each in row)
+    for lost in ("worker", "worker and cachemgr"):
+        kept, not_kept = ([each["computed_again"] for each in rounds[lost, keeps]] for keeps in (True, False))
+        assert 0 < max(kept) < min(not_kept)
 
 
 def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""The death of a worker under load, with a holder and without: tokens computed again, seconds until all requests go on.
+
+    quire bench control-plane kept-memory
+
+Both pairs of services have --state-dir, and one has a holder. In turns each loses its worker by SIGKILL, or the worker
+and right behind it cachemgr, while all requests decode and about 60 % of the pool is published. Before each round the
+prefix cache is emptied.
+
+    computed again   tokens of the requests that came back by re-admission, without those found in the prefix cache
+    until all go on  from the kill until the last request has its next token: the start of the worker is most of it
+    processor        of the new worker until then
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from report import Findings, benchmark, spread, table
+from rich.progress import Progress
+
+from quire.cache.v1.cache_service_pb2 import PoolStatistics
+from quire.cli.launch import LocalServices
+from quire.client import Engine, EngineConfig
+from quire.client.cache_client import CacheClient
+
+MODEL = Path(__file__).parents[2] / "deploy/demo/model"
+BLOCK_SIZE = 16
+VOCABULARY = 2048
+NUM_BEFORE = 3
+"""Tokens that each request has before the kill."""
+DRAIN_S = 0.2
+"""After the kill: tokens that were on their way arrive. A worker takes longer to start."""
+OUTAGES = ("worker", "worker and cachemgr")
+START_TIMEOUT_S = 300.0
+ROUND_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the load, of the pool, and of the rounds."""
+
+    num_requests: int = 12
+    prompt_tokens: int = 500
+    new_tokens: int = 200
+    num_blocks: int = 640
+    rounds: int = 3
+
+
+QUICK = Sizes(num_requests=3, num_blocks=160, rounds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """One round. `published` is the part of the pool at the kill."""
+
+    published: float
+    computed_again: int
+    until_all_go_on_s: float
+    processor_s: float
+
+
+@dataclass(slots=True)
+class Answer:
+    """The tokens of one request as they come."""
+
+    num_tokens: int = 0
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, engine: Engine, prompt: list[int], num_new: int) -> None:
+        async for chunk in engine.generate(prompt, max_tokens=num_new, temperature=0.0, ignore_eos=True):
+            self.num_tokens += len(chunk.token_ids)
+            self.grown.set()
+
+    async def reach(self, num_tokens: int) -> None:
+        while self.num_tokens < num_tokens:
+            self.grown.clear()
+            await self.grown.wait()
+
+
+async def lose(services: LocalServices, outage: str, sizes: Sizes, *, seed: int) -> Outage:
+    """One round of a load."""
+    address = services.cachemgr_address
+    async with AsyncExitStack() as stack:
+        await empty_cache(address)
+        before = await statistics_of(address)
+        config = EngineConfig(recovery_timeout_s=START_TIMEOUT_S)
+        engine = await stack.enter_async_context(Engine.connect(address, config=config))
+        shape = (sizes.num_requests, sizes.prompt_tokens)
+        prompts = np.random.default_rng(seed).integers(0, VOCABULARY, shape).tolist()
+        answers = [Answer() for _ in prompts]
+        reading = asyncio.gather(
+            *(answer.read(engine, prompt, sizes.new_tokens) for answer, prompt in zip(answers, prompts, strict=True))
+        )
+        stack.push_async_callback(cancel, reading)
+        await asyncio.gather(*(answer.reach(NUM_BEFORE) for answer in answers))
+        num_published = (await statistics_of(address)).published_block_count - before.published_block_count
+        killed_at = time.perf_counter()
+        await asyncio.to_thread(kill, services, outage)
+        await asyncio.sleep(DRAIN_S)
+        counts = [answer.num_tokens for answer in answers]
+        await asyncio.to_thread(start_again, services, outage)
+        await asyncio.gather(*(answer.reach(count + 1) for answer, count in zip(answers, counts, strict=True)))
+        until_all_go_on_s = time.perf_counter() - killed_at
+        times = psutil.Process(services.worker.pid).cpu_times()
+        after = await statistics_of(address)
+        num_again = after.resumed_token_count - after.resumed_cached_token_count
+        return Outage(num_published / (sizes.num_blocks - 1), num_again, until_all_go_on_s, times.user + times.system)
+
+
+@asynccontextmanager
+async def cache_at(address: str) -> AsyncIterator[CacheClient]:
+    """A connection of its own: an older one may still wait for the cachemgr that was killed."""
+    cache = CacheClient(address)
+    try:
+        yield cache
+    finally:
+        await cache.close()
+
+
+async def statistics_of(address: str) -> PoolStatistics:
+    async with cache_at(address) as cache:
+        return (await cache.get_statistics())[0]
+
+
+async def empty_cache(address: str) -> None:
+    async with cache_at(address) as cache:
+        await cache.reset_prefix_cache()
+
+
+async def cancel(reading: asyncio.Future[Any]) -> None:
+    reading.cancel()
+    with suppress(asyncio.CancelledError):
+        await reading
+
+
+def kill(services: LocalServices, outage: str) -> None:
+    services.worker.kill()
+    if outage != "worker":
+        services.cachemgr.kill()
+
+
+def start_again(services: LocalServices, outage: str) -> None:
+    if outage != "worker":
+        services.cachemgr.start()
+    services.worker.start()
+
+
+def start(folder: Path, sizes: Sizes, *, keeps: bool) -> LocalServices:
+    return LocalServices.start(
+        model=MODEL,
+        num_blocks=sizes.num_blocks,
+        extra_cachemgr_args=("--state-dir", str(folder / "state")),
+        extra_worker_args=("--block-size", str(BLOCK_SIZE), "--threads", "1"),
+        keeps_memory=keeps,
+        runtime_dir=folder,
+        worker_start_timeout_s=START_TIMEOUT_S,
+    )
+
+
+def measure(quick: bool, progress: Progress) -> Findings:
+    """In turns, so that what else the machine does falls on all."""
+    sizes = QUICK if quick else Sizes()
+    found: dict[tuple[str, bool], list[Outage]] = {}
+    task = progress.add_task("outages", total=sizes.rounds * len(OUTAGES) * 2)
+    with tempfile.TemporaryDirectory(prefix="q-") as name, ExitStack() as stack:
+        pairs: dict[bool, LocalServices] = {}
+        for keeps in (False, True):
+            pairs[keeps] = start(Path(name, str(keeps)), sizes, keeps=keeps)
+            stack.callback(pairs[keeps].stop)
+        for seed, outage, keeps in product(range(sizes.rounds), OUTAGES, (False, True)):
+            losing = asyncio.wait_for(lose(pairs[keeps], outage, sizes, seed=seed), ROUND_TIMEOUT_S)
+            found.setdefault((outage, keeps), []).append(asyncio.run(losing))
+            progress.advance(task)
+    made = table("SIGKILL under load", "", "published", "computed again", "seconds until all go on", "processor s")
+    for (outage, keeps), rounds in found.items():
+        made.add_row(
+            f"{outage}, {'kept' if keeps else 'not kept'}",
+            f"{statistics.median(each.published for each in rounds):.0%}",
+            f"{statistics.median(each.computed_again for each in rounds):,.0f}",
+            spread([each.until_all_go_on_s for each in rounds], ".1f"),
+            spread([each.processor_s for each in rounds], ".1f"),
+        )
+    figures = {
+        "sizes": asdict(sizes),
+        "outages": [
+            {"lost": outage, "kept": keeps, "rounds": [asdict(each) for each in rounds]}
+            for (outage, keeps), rounds in found.items()
+        ],
+    }
+    return Findings([made], figures)
+
+
+main = benchmark("control-plane kept-memory", measure, packages=("torch", "transformers", "grpcio"))
+
+if __name__ == "__main__":
+    main()
