@@ -7,7 +7,7 @@ soon as no later token sees them; they are filled with NaN and handed out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from types import MappingProxyType
@@ -46,6 +46,7 @@ class Stream:
     tokens: list[int]
     num_computed: int = 0
     sampled_at: int | None = None
+    adapter: bytes = b""
 
 
 class ExecutorDriver:
@@ -83,15 +84,15 @@ class ExecutorDriver:
         number = next(self._steps)
         return grant_pb2.StepGrant(lease_id="one", step_number=number, known_step_number=number - 1)
 
-    def admit(self, tokens: list[int]) -> Stream:
-        stream = Stream(next(self._ids), list(tokens))
+    def admit(self, tokens: list[int], adapter: bytes = b"") -> Stream:
+        stream = Stream(next(self._ids), list(tokens), adapter=adapter)
         self._tables[stream.seq_id] = [[] for _ in self.pool.groups]
         return stream
 
     def fork(self, parent: Stream) -> Stream:
         """A sequence that computes the parent's last computed token again, on a copy of the block it is in."""
         length = parent.num_computed
-        child = Stream(next(self._ids), parent.tokens[:length], length - 1)
+        child = Stream(next(self._ids), parent.tokens[:length], length - 1, adapter=parent.adapter)
         self._grant.fork_parent_ids.append(parent.seq_id)
         self._grant.fork_child_ids.append(child.seq_id)
         self._tables[child.seq_id] = [[] for _ in self.pool.groups]
@@ -190,6 +191,12 @@ class ExecutorDriver:
             for tensor in self.pool.tensors():
                 tensor[block_id].fill_(float("nan"))
 
+    def _add_adapter(self, adapter: bytes) -> None:
+        """Name the adapter of the run that was added last."""
+        if adapter and adapter not in self._grant.adapters:
+            self._grant.adapters.append(adapter)
+        self._grant.run_adapters.append(1 + list(self._grant.adapters).index(adapter) if adapter else 0)
+
     def step(
         self,
         counts: list[tuple[Stream, int]],
@@ -216,11 +223,14 @@ class ExecutorDriver:
             grant.run_token_counts.append(num)
             grant.run_samples.append(start + num_tokens == len(stream.tokens))
             grant.run_draft_counts.append(len(guesses))
+            self._add_adapter(stream.adapter)
             if num > 1 or stream.sampled_at != start:
                 grant.given_run_indexes.append(index)
                 given[index] = np.array(guesses or stream.tokens[start:end], dtype=np.int32)
         if not any(grant.run_draft_counts):
             grant.ClearField("run_draft_counts")
+        if not any(grant.run_adapters):
+            grant.ClearField("run_adapters")
         self.result = self.executor.execute(AcceptedStep(grant, given, sampling))
         self._grant = self._next_grant()
         if self.result.outcome is Outcome.COMPUTED:
@@ -246,16 +256,23 @@ def make_prompts() -> list[list[int]]:
 
 
 def run_mixed(
-    model: PagedModel, num_new: int, *, driver: ExecutorDriver | None = None
+    model: PagedModel,
+    num_new: int,
+    *,
+    driver: ExecutorDriver | None = None,
+    adapters: Sequence[bytes] = (b"",) * len(PROMPT_LENGTHS),
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of the prompts with num_new new ones each, and of forks that began where prompts FORKED ended."""
+    """Tokens of the prompts with num_new new ones each, and of forks that began where prompts FORKED ended.
+
+    adapters are those of the prompts.
+    """
     driver, prompts = driver or ExecutorDriver(model), make_prompts()
     chunks = [list(sizes) for sizes in CHUNKS]
     streams: list[Stream] = []
     children: list[Stream] = []
     for step in count():
         while len(streams) < len(prompts) and step >= len(streams) // 2:
-            streams.append(driver.admit(prompts[len(streams)]))
+            streams.append(driver.admit(prompts[len(streams)], adapters[len(streams)]))
         if step == PREEMPTED_AT:
             driver.preempt(streams[PREEMPTED])
             chunks[PREEMPTED] = [11, len(streams[PREEMPTED].tokens) - 11]

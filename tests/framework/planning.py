@@ -146,6 +146,8 @@ class Admission:
     """The shorter ones first."""
     waits_for_prefix: bool = False
     explains_miss: bool = False
+    adapter: bytes = b""
+    """Its identity; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ def message_of(admission: Admission) -> pb.Admission:
         token_ids=np.frombuffer(admission.tokens, "<i4").tolist(),
         max_compute_token_count=admission.max_compute,
         salt=admission.salt,
+        adapter=admission.adapter,
         reserved_token_count=admission.reserved_tokens,
         resumed=admission.resumed,
         cache_use=admission.cache_use.value,
@@ -304,6 +307,8 @@ GRANTED = {
     "given_run_indexes": "given_run_indexes",
     "given_digests": "given_token_digests",
     "run_draft_counts": "run_draft_counts",
+    "adapters": "adapters",
+    "run_adapters": "run_adapters",
 }
 """Short names for the fields of StepGrant."""
 ANSWERED = {

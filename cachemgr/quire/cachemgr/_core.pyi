@@ -45,6 +45,7 @@ MAX_FORKED_TOKENS: int
 
 MAX_REQUEST_ID_BYTES: int
 MAX_SALT_BYTES: int
+ADAPTER_BYTES: int
 
 MAX_RANGES: int
 """Ranges of an admission's retention."""
@@ -68,7 +69,7 @@ def longest_sequence(geometry: Geometry) -> int:
 def answer_on_stream(answer: bytes) -> bytes:
     """A serialised PlanStepsResponse with a serialised PlanStepResponse."""
 
-def root_hash(tenant: str, salt: bytes, model_fingerprint: str) -> bytes:
+def root_hash(tenant: str, salt: bytes, model_fingerprint: str, adapter: bytes = b"") -> bytes:
     """The parent of a sequence's first block, 32 bytes. Each part is hashed with its length: no two splits collide."""
 
 @final
@@ -317,8 +318,8 @@ class PinView:
 class Explanation:
     """The reason why a prefix is not found.
 
-    `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant",
-    "window_evicted".
+    `reason` is one of "none", "never_computed", "evicted", "reset", "being_computed", "other_salt",
+    "other_adapter", "other_tenant", "window_evicted".
     """
 
     @property
@@ -501,7 +502,9 @@ class Ledger:
     def check_admission(self, tenant: str, admission: Admission, *, reserve: int = 0) -> AdmissionCheck:
         """The result that an admission of the tenant would have now; takes nothing."""
 
-    def pin_prefix(self, tokens: bytes, *, salt: bytes, tenant: str, ttl_s: float, now: float) -> PinView:
+    def pin_prefix(
+        self, tokens: bytes, *, salt: bytes, tenant: str, ttl_s: float, now: float, adapter: bytes = b""
+    ) -> PinView:
         """Keeps the cached blocks of a prefix from eviction.
 
         Raises CallRefused (PREFIX_NOT_CACHED, PIN_BUDGET_SPENT, QUOTA_EXCEEDED, OUT_OF_BLOCKS).
@@ -514,7 +517,7 @@ class Ledger:
         """Ends expired pins and advice; `plan` does so, too. Cost: O(1) if none has ended."""
 
     def keep_contents(self, are_kept: bool) -> None:
-        """Keeps tokens and salts of the blocks that become findable from now on, or of none. New books keep them."""
+        """Keeps tokens, salts and adapters of blocks that become findable from now on, or none. New books keep them."""
 
     def reset_prefix_cache(self, first: int = 0, end: int | None = None, *, now: float = 0.0, by: str = "") -> int:
         """Removes the blocks from `first` to before `end` from the index, all by default; returns their number.
@@ -522,7 +525,9 @@ class Ledger:
         From the first block on it ends all pins, too.
         """
 
-    def begin_reset(self, tenant: str, *, salt: bytes | None = None, tokens: bytes = b"") -> Reset:
+    def begin_reset(
+        self, tenant: str, *, salt: bytes | None = None, adapter: bytes = b"", tokens: bytes = b""
+    ) -> Reset:
         """Begins a reset of a tenant's content: all, the content under a salt, or that which begins with tokens under
         it.
 
@@ -580,7 +585,7 @@ class Inspector:
         Cost: O(the lease's sequences).
         """
 
-    def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "") -> int:
+    def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b"") -> int:
         """Tokens that an admission would find in the cache; takes nothing."""
 
     def counts(self) -> bytes:
@@ -632,7 +637,9 @@ class Inspector:
 
     def num_changes_kept(self) -> int: ...
     def contents_are_kept(self) -> bool: ...
-    def explain(self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool) -> Explanation:
+    def explain(
+        self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool, adapter: bytes = b""
+    ) -> Explanation:
         """Explains why an admission would find no more in the cache; takes nothing. Cost: about that of a lookup."""
 
     def statistics(self) -> bytes:

@@ -76,6 +76,7 @@ LIKELY: Mapping[str, Choose] = {
     "state": one_of(0, 0, 1, 2, 3, 4),
     "tenant": one_of("", "", "none"),
     "salt": one_of(b"", b"", b"salt", b"s" * 64),
+    "adapter": one_of(b"", b"", bytes(32), b"a"),
     "seconds": one_of(1, 2, 60, 3600),
     "nanos": one_of(0, 0, 500_000_000),
     "pin_id": hexadecimal(32),

@@ -269,7 +269,16 @@ BUGS = [
     rust(
         "published prefixes",
         "tenants and salts share one root",
-        ("root_hash", "[tenant, salt, model_fingerprint]", "[&tenant[..0], &salt[..0], model_fingerprint]"),
+        (
+            "root_hash",
+            "[tenant, &namespace.salt, model_fingerprint]",
+            "[&tenant[..0], &namespace.salt[..0], model_fingerprint]",
+        ),
+    ),
+    rust(
+        "published prefixes",
+        "the adapter is left out of the prefix hash",
+        ("root_hash", "(!namespace.adapter.is_empty()).then_some(&namespace.adapter[..])", "None::<&[u8]>"),
     ),
     rust(
         "published prefixes",

@@ -79,7 +79,7 @@ def plans_for(geometry: Geometry) -> Iterator[Planned]:
             restores=[Restore(step + 18)],
             admissions=[
                 *([Admission(40, tokens(rng, 1))] if step == 1 else ()),
-                Admission(step, prompts[step - 1]),
+                Admission(step, prompts[step - 1], adapter=bytes([step % 3]) * 32 if step % 3 else b""),
                 Admission(step + 20, prompts[0] + prompts[step - 1], breakpoints=kept, explains_miss=True),
             ],
         )

@@ -57,7 +57,8 @@ VOCAB = 2
 MAX_DRAFTS = 4
 TTL_S = 10.0
 EPOCH = 7
-SALTS = (b"", b"salt")
+NAMESPACES = ((b"", b""), (b"salt", b""), (b"", bytes(range(32))))
+"""Salts and adapters."""
 TENANTS = ("", "acme")
 FINGERPRINT = "model-1"
 POISON = ("poison",)
@@ -125,9 +126,9 @@ def pack(tokens) -> bytes:
 
 
 def root_of(tag: int) -> bytes:
-    tenant, salt = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)]
+    tenant, (salt, adapter) = TENANTS[tag // len(NAMESPACES)], NAMESPACES[tag % len(NAMESPACES)]
     root = sha256(b"quire prefix v1")
-    for part in (tenant.encode(), salt, FINGERPRINT.encode()):
+    for part in (tenant.encode(), salt, FINGERPRINT.encode(), *([adapter] if adapter else [])):
         root.update(len(part).to_bytes(8, "little") + part)
     return root.digest()
 
@@ -383,7 +384,7 @@ class BookSequence:
 
     @property
     def tenant(self) -> int:
-        return self.tag // len(SALTS)
+        return self.tag // len(NAMESPACES)
 
     def prefix(self, num_tokens: int) -> tuple:
         return (self.tag, *(token.value for token in self.tokens[:num_tokens]))
@@ -438,7 +439,7 @@ class BookPin:
 
     @property
     def tenant(self) -> int:
-        return self.prefix[0] // len(SALTS)
+        return self.prefix[0] // len(NAMESPACES)
 
 
 class Writes:
@@ -596,7 +597,7 @@ class Books:
         length, tables = self.longest_hit(self.prefixes(tag, tokens, len(tokens)))
         if not length:
             return Reason.PREFIX_NOT_CACHED
-        tenant, blocks = tag // len(SALTS), [block for table in tables for block in held(table)]
+        tenant, blocks = tag // len(NAMESPACES), [block for table in tables for block in held(table)]
         prefix = (tag, *tokens[: length * self.size])
         pin_id = hash_of(prefix, self.size)[:16]
         if pin_id not in self.pins:
@@ -916,7 +917,15 @@ class Books:
         self.written += sum(self.expected_written)
         runs = zip(plan.run_seq_ids, plan.run_starts, plan.run_token_counts, plan.run_samples, strict=True)
         assert [(*run, i in plan.given_run_indexes) for i, run in enumerate(runs)] == self.runs
+        self.check_adapters(lease, plan)
         return self.planned
+
+    def check_adapters(self, lease: BookLease, plan: Planned) -> None:
+        """Each run is computed with the adapter of its sequence, and the grant names no others."""
+        expected = [NAMESPACES[lease.sequences[seq_id].tag % len(NAMESPACES)][1] for seq_id in plan.run_seq_ids]
+        named = [plan.adapters[number - 1] if number else b"" for number in plan.run_adapters]
+        assert named == (expected if any(expected) else [])
+        assert sorted(plan.adapters) == sorted({adapter for adapter in expected if adapter})
 
     def note(self, item: PlanItem, seq_id: int, reason: Reason | None) -> None:
         if reason is not None:
@@ -1266,7 +1275,7 @@ class Books:
             return Reason.TOKEN_OUT_OF_RANGE
         if self.budget <= 0:
             return Reason.TOKEN_BUDGET_SPENT
-        tag = tenant * len(SALTS) + SALTS.index(admission.salt)
+        tag = tenant * len(NAMESPACES) + NAMESPACES.index((admission.salt, admission.adapter))
         length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
         cached = length * self.size
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
@@ -1622,7 +1631,7 @@ class LedgerMachine(RuleBasedStateMachine):
             elif kind == "fork":
                 forks.append(Fork(seq_id, [new_id], position))
             elif kind == "admit":
-                salt = SALTS[rng.random() < 0.2]
+                salt, adapter = rng.choices(NAMESPACES, [7, 2, 2])[0]
                 tenant = rng.randrange(len(TENANTS)) if rng.random() < self.naming else None
                 tokens = self.prompt(book, rng)
                 cache_use = rng.choices([*CacheUse], [6, 1, 2])[0]
@@ -1632,6 +1641,7 @@ class LedgerMachine(RuleBasedStateMachine):
                         pack(tokens),
                         max_compute=rng.choice([0, 0, 0, 1, 3]),
                         salt=salt,
+                        adapter=adapter,
                         reserved_tokens=self.reservation(len(tokens), rng),
                         cache_use=cache_use,
                         tenant=None if tenant is None else TENANTS[tenant],
@@ -2018,7 +2028,7 @@ class LedgerMachine(RuleBasedStateMachine):
         left = {key: block for key, block in self.books.index.items() if not first <= block < end or block in kept}
         assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
         if not first:
-            self.books.withhold(range(len(TENANTS) * len(SALTS)))
+            self.books.withhold(range(len(TENANTS) * len(NAMESPACES)))
         self.lose_to_reset(left)
 
     def lose_to_reset(self, left):
@@ -2032,10 +2042,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.go_on_with_reset()
             return
         away = [s.tag for lease in self.books.leases.values() for s in lease.sequences.values() if s.host is not None]
-        tag = rng.choice([rng.randrange(len(TENANTS) * len(SALTS)), *away, *(key[1] for key in self.books.index)])
-        tenant, salt = divmod(tag, len(SALTS))
+        tag = rng.choice([rng.randrange(len(TENANTS) * len(NAMESPACES)), *away, *(key[1] for key in self.books.index)])
+        tenant, salt = divmod(tag, len(NAMESPACES))
         size, kind = self.geometry.block_size, rng.choice(["tenant", "salt", "prefix", "prefix"])
-        tags = [tag] if kind != "tenant" else range(tenant * len(SALTS), (tenant + 1) * len(SALTS))
+        tags = [tag] if kind != "tenant" else range(tenant * len(NAMESPACES), (tenant + 1) * len(NAMESPACES))
         keys = sorted(key for key in self.books.index if key[1] == tag)
         if keys and rng.random() < 0.3:
             hole = self.books.index[keys.pop(rng.randrange(len(keys)))]
@@ -2045,13 +2055,16 @@ class LedgerMachine(RuleBasedStateMachine):
         tail = [0] * rng.randrange(size) if len(stem) > 1 else []
         before = self.ledger.inspector.counts()
         reset = self.ledger.begin_reset(
-            TENANTS[tenant], salt=None if kind == "tenant" else SALTS[salt], tokens=pack([*stem[1:], *tail])
+            TENANTS[tenant],
+            salt=None if kind == "tenant" else NAMESPACES[salt][0],
+            adapter=NAMESPACES[salt][1],
+            tokens=pack([*stem[1:], *tail]),
         )
         assert self.ledger.inspector.counts() == before
         self.books.withhold(tags)
         self.books.new = set()
         # Pins go at once; what is pinned from then on stays.
-        is_meant = lambda prefix: prefix[0] // len(SALTS) == tenant and is_wanted(prefix)  # noqa: E731
+        is_meant = lambda prefix: prefix[0] // len(NAMESPACES) == tenant and is_wanted(prefix)  # noqa: E731
         ended = [pin_id for pin_id, pin in sorted(self.books.pins.items()) if is_meant(pin.prefix)]
         assert self.ledger.go_on_with_reset(reset) == (0, len(ended))
         for pin_id in ended:
@@ -2073,15 +2086,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def pin(self, rng):
         """For any tenant: mostly what is cached, or a part of it and more."""
         self.do_catch_up(self.pick(rng, lambda client: client.to_run or client.to_report))
-        tag = rng.randrange(len(TENANTS) * len(SALTS))
+        tag = rng.randrange(len(TENANTS) * len(NAMESPACES))
         keys = sorted(self.books.index)
         if keys and rng.random() < 0.9:
             _, tag, *tokens = rng.choice(keys)
         else:
             tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
         tokens = tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])] + [0] * rng.randrange(3)
-        tenant, salt, ttl_s = TENANTS[tag // len(SALTS)], SALTS[tag % len(SALTS)], rng.choice([0.025, 0.105, 4.005, 99])
-        pin = lambda: self.ledger.pin_prefix(pack(tokens), salt=salt, tenant=tenant, ttl_s=ttl_s, now=self.now)  # noqa: E731
+        tenant, (salt, adapter) = TENANTS[tag // len(NAMESPACES)], NAMESPACES[tag % len(NAMESPACES)]
+        ttl_s = rng.choice([0.025, 0.105, 4.005, 99])
+        pin = lambda: self.ledger.pin_prefix(  # noqa: E731
+            pack(tokens), salt=salt, adapter=adapter, tenant=tenant, ttl_s=ttl_s, now=self.now
+        )
         expected = self.books.pin(tag, tokens, self.now + ttl_s)
         if isinstance(expected, Reason):
             self.refused_call(expected, pin)
@@ -2106,12 +2122,16 @@ class LedgerMachine(RuleBasedStateMachine):
         client = self.pick(rng)
         if client is None:
             return
-        book, (tenant, salt) = self.books.leases[client.lease_id], (rng.randrange(len(TENANTS)), rng.randrange(2))
+        book, tenant = self.books.leases[client.lease_id], rng.randrange(len(TENANTS))
+        number = rng.randrange(len(NAMESPACES))
         tokens = self.prompt(book, rng)
-        prefixes = self.books.prefixes(tenant * len(SALTS) + salt, tokens, len(tokens) - 1)
+        prefixes = self.books.prefixes(tenant * len(NAMESPACES) + number, tokens, len(tokens) - 1)
         expected = self.books.longest_hit(prefixes)[0] * self.geometry.block_size
         before = state_of(self.ledger)
-        found = self.ledger.inspector.num_cached_tokens(pack(tokens), salt=SALTS[salt], tenant=TENANTS[tenant])
+        salt, adapter = NAMESPACES[number]
+        found = self.ledger.inspector.num_cached_tokens(
+            pack(tokens), salt=salt, adapter=adapter, tenant=TENANTS[tenant]
+        )
         assert (found, state_of(self.ledger)) == (expected, before)
 
     # what holds after every rule

@@ -269,9 +269,16 @@ def test_who_wants_to_know_is_told_of_every_change_and_of_a_new_epoch() -> None:
 # -- prefixes -----------------------------------------------------------------------------------------------------
 
 
-def explained(ledger: Ledger, *tokens: int, tenant: str = "alice", with_other_tenants: bool = True, salt: bytes = b""):
+def explained(
+    ledger: Ledger,
+    *tokens: int,
+    tenant: str = "alice",
+    with_other_tenants: bool = True,
+    salt: bytes = b"",
+    adapter: bytes = b"",
+):
     return ledger.inspector.explain(
-        int32_bytes(tokens), salt=salt, tenant=tenant, with_other_tenants=with_other_tenants
+        int32_bytes(tokens), salt=salt, adapter=adapter, tenant=tenant, with_other_tenants=with_other_tenants
     )
 
 
@@ -281,6 +288,7 @@ def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:
     told = explained(ledger, 1, 2)
     assert (told.reason, told.missing, told.num_blocks, told.num_found) == ("none", None, 1, 0)
     assert explained(ledger, 1, 2, salt=b"s").reason == "other_salt"
+    assert explained(ledger, 1, 2, adapter=bytes(32)).reason == "other_adapter"
     other = explained(ledger, 1, 2, tenant="bob")
     assert (other.reason, other.other_tenant) == ("other_tenant", "alice")
     assert explained(ledger, 1, 2, tenant="bob", with_other_tenants=False).reason == "never_computed"
@@ -295,7 +303,7 @@ def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:
     assert (reset.reason, reset.lost_at, reset.evicted_by) == ("reset", 8.0, None)
     assert set(messages.MISS_REASONS) == {
         *("none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant"),
-        *("window_evicted", "unknown"),
+        *("window_evicted", "unknown", "other_adapter"),
     }
 
 

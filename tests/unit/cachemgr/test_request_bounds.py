@@ -81,8 +81,8 @@ def expected(named: str, **fields: Any) -> Beyond:
 
 
 def prefix(**fields: Any) -> Beyond:
-    values = {"token_ids": [1], "salt": b""} | fields
-    return lambda: messages.decode_prefix(values["token_ids"], values["salt"], [GEOMETRY]), next(iter(fields))
+    values = {"token_ids": [1], "salt": b"", "adapter": b""} | fields
+    return lambda: messages.decode_prefix(**values, pools=[GEOMETRY]), next(iter(fields))
 
 
 def reset(**fields: Any) -> Beyond:
@@ -168,18 +168,24 @@ LISTS: dict[str, Beyond] = {
     ),
     "Admission.token_ids": admission("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "Admission.salt": admission("salt", salt=bytes(65)),
+    "Admission.adapter": admission("adapter", adapter=bytes(33)),
     "Admission.retention": admission("retention", retention=[{"token_count": 1, "priority": 1}] * 17),
     "Admission.breakpoints": admission("breakpoints", breakpoints=[{"token_count": 1, "ttl": {"seconds": 1}}] * 5),
     "ExpectedPrompt.token_ids": expected("token_ids", token_ids=[1] * (_core.MAX_PLAN_TOKENS + 1)),
     "ExpectedPrompt.salt": expected("salt", salt=bytes(65)),
+    "ExpectedPrompt.adapter": expected("adapter", adapter=bytes(31)),
     "LookupPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
     "LookupPrefixRequest.salt": prefix(salt=bytes(65)),
+    "LookupPrefixRequest.adapter": prefix(adapter=bytes(33)),
     "ExplainPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
     "ExplainPrefixRequest.salt": prefix(salt=bytes(65)),
+    "ExplainPrefixRequest.adapter": prefix(adapter=bytes(33)),
     "PinPrefixRequest.token_ids": prefix(token_ids=TOO_LONG),
     "PinPrefixRequest.salt": prefix(salt=bytes(65)),
+    "PinPrefixRequest.adapter": prefix(adapter=bytes(33)),
     "ResetPrefixCacheRequest.token_ids": reset(token_ids=TOO_LONG),
     "ResetPrefixCacheRequest.salt": reset(salt=bytes(65)),
+    "ResetPrefixCacheRequest.adapter": reset(adapter=bytes(33)),
     "RegisterPool.open_leases": registration("open_leases", open_leases=[{}] * (messages.MAX_OPEN_LEASES + 1)),
     "PoolGeometry.layer_groups": registration(
         "geometry.layer_groups",
@@ -348,7 +354,15 @@ def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
 
 
 def test_a_client_checks_with_the_numbers_of_the_core() -> None:
-    names = ("MAX_SALT_BYTES", "MAX_RANGES", "LEAST_PRIORITY", "MOST_PRIORITY", "MAX_RETENTION_S", "MAX_EXPECTED_S")
+    names = (
+        "MAX_SALT_BYTES",
+        "ADAPTER_BYTES",
+        "MAX_RANGES",
+        "LEAST_PRIORITY",
+        "MOST_PRIORITY",
+        "MAX_RETENTION_S",
+        "MAX_EXPECTED_S",
+    )
     names += ("MAX_BREAKPOINTS", "LEAST_KEEP_S", "MAX_KEEP_S")
     assert [getattr(admission_bounds, name) for name in names] == [getattr(_core, name) for name in names]
 

@@ -17,6 +17,7 @@ A room imports the rooms below it alone; import-linter holds this order (pyproje
     model               a transformers model, made to run on the pool and checked
     grant, fusion       grants, decoded and accepted or refused; modules replaced by fused ones
     sampling, attention from logits to tokens; the one attention function
+    adapters            LoRA updates of linear layers
     memory              the pool's tensors, block tables, the batch of a step, the host tier, layer groups
     device              devices, transfers, captures, traces
 

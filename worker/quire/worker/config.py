@@ -54,6 +54,8 @@ class WorkerConfig:
     deterministic: bool
     products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
+    lora: tuple[tuple[str, Path], ...] = ()
+    """The adapters: name and folder."""
 
     @property
     def has_ranks(self) -> bool:
@@ -71,6 +73,8 @@ class WorkerConfig:
             return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
         if self.verify_kept_blocks and self.holder is None:
             return "--verify-kept-blocks needs --holder."
+        if self.lora and (conflict := self._lora_conflict()) is not None:
+            return conflict
         if not self.deterministic:
             return None
         if self.has_ranks:
@@ -80,6 +84,24 @@ class WorkerConfig:
             return "--deterministic excludes --attention flashinfer: it divides keys by the batch."
         if self.products != "auto":
             return f"--deterministic excludes --products {self.products}: its products have tiles of their own."
+        return None
+
+    def _lora_conflict(self) -> str | None:
+        if self.has_ranks:
+            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
+            return f"--lora excludes {ranks}: an adapter's weights are not divided among ranks."
+        if self.device not in ("auto", "cpu"):
+            return f"--lora excludes --device {self.device}: adapters run on a CPU only."
+        if self.fuse:
+            return "--lora excludes --fuse: an adapter changes layers that fused modules replace."
+        if self.deterministic:
+            return "--lora excludes --deterministic: the products of an adapter depend on its tokens in the step."
+        names = [name for name, _ in self.lora]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            return f"--lora gives the name {repeated} twice."
+        if self.model_name in names:
+            return f"--lora gives the name {self.model_name}, which is the model's."
         return None
 
     @property

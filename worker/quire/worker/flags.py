@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ class StepRange(click.ParamType[tuple[int, int]]):
         if min(numbers) < 1:
             self.fail(f"{value!r} is not FIRST:COUNT, two numbers of at least 1, like 20:10", param, ctx)
         return numbers
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+class NamedFolder(click.ParamType[tuple[str, Path]]):
+    """NAME=PATH: a name for clients, and a folder."""
+
+    name = "adapter"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+        if isinstance(value, tuple):
+            return value
+        name, separator, path = str(value).partition("=")
+        if not separator or not ADAPTER_NAME.fullmatch(name):
+            limit = "a name of 1 to 128 letters, digits, '.', '_', '-', ':' and '/'"
+            self.fail(f"{value!r} is not NAME=PATH with {limit}", param, ctx)
+        return name, Path(path)
 
 
 def default_threads() -> int:
@@ -266,6 +285,14 @@ OWN_FLAGS: list[Flag] = [
         is_flag=True,
         help="Give a sequence the same tokens and log-probabilities, bit for bit, in any step, and after each "
         "preemption and restart. Steps are slower, those of few sequences and of prompts most.",
+    ),
+    option(
+        "--lora",
+        type=NamedFolder(),
+        multiple=True,
+        metavar="NAME=PATH",
+        help="A LoRA adapter as PEFT saves it: requests for the model NAME take it. On a CPU. May be given several "
+        "times; in the environment, separated by spaces.",
     ),
     option(
         "--products",

@@ -1,11 +1,11 @@
 //! Why a prefix is not found.
 
 use crate::books::Books;
-use crate::books::explainer::{Explainer, is_being_filled};
+use crate::books::explainer::{Asked, Explainer, is_being_filled};
 use crate::books::hits::Prefix;
 use crate::books::miss::Miss;
 use crate::cache::groups::{Group, identity};
-use crate::cache::prefix::{Hash, chain_hashes, root_hash};
+use crate::cache::prefix::{Hash, Namespace, chain_hashes, root_hash};
 
 /// The limit of blocks looked up by hashes under other roots for one answer: about ten milliseconds.
 const MAX_HASHED: usize = 65_536;
@@ -29,9 +29,15 @@ impl Books {
     /// tenants' content only if `with_other_tenants`. Cost: one SHA-256 per block, as a lookup. If the miss is not a
     /// known loss, also O(steps in flight), and one SHA-256 for each block of the prefix that is cached under another
     /// root, at most MAX_HASHED.
-    pub fn explain(&mut self, tokens: &[i32], salt: &[u8], tenant: &[u8], with_other_tenants: bool) -> Explanation {
+    pub fn explain(
+        &mut self,
+        tokens: &[i32],
+        namespace: &Namespace,
+        tenant: &[u8],
+        with_other_tenants: bool,
+    ) -> Explanation {
         let size = self.geometry.block_size;
-        let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
+        let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
         let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
@@ -48,8 +54,9 @@ impl Books {
         let miss = if is_being_filled(fills, index, &missing, &mut self.table, size) {
             Miss::BeingComputed
         } else {
-            let own = self.tenants.find(tenant);
-            self.explainer().explain(&tokens[..(index + 1) * size], &root, &missing, group, own, with_other_tenants)
+            let tokens = &tokens[..(index + 1) * size];
+            let asked = Asked { tokens, root: &root, adapter: &namespace.adapter, tenant: self.tenants.find(tenant) };
+            self.explainer().explain(&asked, &missing, group, with_other_tenants)
         };
         Explanation { num_blocks, num_found, missing: Some((index, group, missing)), miss, num_stranded }
     }
@@ -78,7 +85,7 @@ mod tests {
 
     fn admit(bench: &mut Bench, lease_id: &str, tokens: &[i32], salt: &[u8], now: f64) {
         let mut admitted = admission(1, tokens);
-        admitted.salt = salt.to_vec();
+        admitted.namespace = salt.into();
         let request = StepRequest { admissions: vec![admitted], ..StepRequest::default() };
         assert!(bench.plan_at(lease_id, &request, now).refusals.is_empty());
     }
@@ -98,34 +105,34 @@ mod tests {
     /// Hashes of alice's blocks.
     fn hashes_of(tokens: &[i32]) -> Vec<Hash> {
         let mut hashes = Vec::new();
-        chain_hashes(root_hash(b"alice", b"", b"f"), tokens, 2, &mut hashes);
+        chain_hashes(root_hash(b"alice", &b"".into(), b"f"), tokens, 2, &mut hashes);
         hashes
     }
 
     fn miss(bench: &mut Bench, tokens: &[i32]) -> Miss {
-        bench.0.explain(tokens, b"", b"alice", true).miss
+        bench.0.explain(tokens, &b"".into(), b"alice", true).miss
     }
 
     #[test]
     fn it_says_how_far_and_what_is_behind() {
         let mut bench = bench(8);
         cache(&mut bench, "a", &[1, 2, 3, 4, 5, 6, 7], b"");
-        let whole = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
+        let whole = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], &b"".into(), b"alice", false);
         assert_eq!((whole.num_blocks, whole.num_found, whole.missing, whole.miss), (3, 3, None, Miss::None));
         bench.0.pool.drop_cached(1, 2, 9.0, 0);
-        let holed = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], b"", b"alice", false);
+        let holed = bench.0.explain(&[1, 2, 3, 4, 5, 6, 7], &b"".into(), b"alice", false);
         assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 0, 2));
         let (_, _, missing) = holed.missing.unwrap();
         assert_eq!(holed.miss, Miss::Lost(Loss { hash: missing, at: 9.0, cause: Cause::Reset { by: 0 } }));
-        let other = bench.0.explain(&[1, 2, 9, 9, 5, 6], b"", b"alice", false);
+        let other = bench.0.explain(&[1, 2, 9, 9, 5, 6], &b"".into(), b"alice", false);
         assert_eq!((other.num_found, other.num_stranded), (0, 0));
-        assert_eq!(bench.0.explain(&[1], b"", b"alice", false).num_blocks, 0);
+        assert_eq!(bench.0.explain(&[1], &b"".into(), b"alice", false).num_blocks, 0);
         cache(&mut bench, "c", &[7, 7, 8, 8, 9, 9, 6], b"");
         let [_, middle, _] = bench.0.pool.index().find(&hashes_of(&[7, 7, 8, 8, 9, 9]))[..] else {
             panic!("not found")
         };
         bench.0.pool.drop_cached(middle, middle + 1, 9.0, 0);
-        let holed = bench.0.explain(&[7, 7, 8, 8, 9, 9], b"", b"alice", false);
+        let holed = bench.0.explain(&[7, 7, 8, 8, 9, 9], &b"".into(), b"alice", false);
         assert_eq!((holed.num_blocks, holed.num_found, holed.num_stranded), (3, 1, 1));
     }
 
@@ -176,8 +183,8 @@ mod tests {
         let mut bench = bench(8);
         admit(&mut bench, "c", &[1, 2, 3, 4, 5], b"", 1.0);
         assert_eq!(miss(&mut bench, &[1, 2, 3]), Miss::BeingComputed);
-        assert_eq!(bench.0.explain(&[1, 2, 3], b"", b"bob", true).miss, Miss::NeverComputed);
-        assert_eq!(bench.0.explain(&[1, 2, 3], b"s", b"alice", true).miss, Miss::NeverComputed);
+        assert_eq!(bench.0.explain(&[1, 2, 3], &b"".into(), b"bob", true).miss, Miss::NeverComputed);
+        assert_eq!(bench.0.explain(&[1, 2, 3], &b"s".into(), b"alice", true).miss, Miss::NeverComputed);
         assert_eq!([&[1, 3][..], &[2, 2]].map(|tokens| miss(&mut bench, tokens)), [Miss::NeverComputed; 2]);
         settle(&mut bench, "c");
         assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::None);
@@ -207,8 +214,8 @@ mod tests {
         cache(&mut bench, "b", &[1, 2, 3, 4], b"x");
         let bob = bench.0.tenants.find(b"bob").unwrap();
         assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::OtherTenant(bob));
-        assert_eq!(bench.0.explain(&[1, 2], b"", b"alice", false).miss, Miss::NeverComputed);
-        assert_eq!(bench.0.explain(&[1, 2], b"", b"bob", false).miss, Miss::OtherSalt);
+        assert_eq!(bench.0.explain(&[1, 2], &b"".into(), b"alice", false).miss, Miss::NeverComputed);
+        assert_eq!(bench.0.explain(&[1, 2], &b"".into(), b"bob", false).miss, Miss::OtherSalt);
         assert_eq!(miss(&mut bench, &[1, 2, 3, 5]), Miss::OtherTenant(bob), "it is about the first block");
         cache(&mut bench, "a", &[1, 2], b"y");
         assert_eq!(miss(&mut bench, &[1, 2, 3, 4]), Miss::OtherSalt, "one's own comes first");
@@ -221,7 +228,7 @@ mod tests {
     fn looking_elsewhere_ends() {
         let mut bench = bench(8);
         cache(&mut bench, "b", &[1, 2, 3, 4], b"");
-        let root = root_hash(b"bob", b"", b"f");
+        let root = root_hash(b"bob", &b"".into(), b"f");
         let is_found = |mut num_left| bench.0.explainer().is_found(root, &[1, 2, 3, 4], &mut num_left);
         assert_eq!([is_found(2), is_found(1), is_found(0)], [true, false, false]);
     }

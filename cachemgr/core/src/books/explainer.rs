@@ -30,23 +30,25 @@ pub struct Explainer<'a> {
     pub num_left: usize,
 }
 
+/// A prompt of which no more is found.
+pub struct Asked<'a> {
+    /// Up to the end of the missing block.
+    pub tokens: &'a [i32],
+    pub root: &'a Hash,
+    pub adapter: &'a [u8],
+    /// None: a tenant that the pool does not know.
+    pub tenant: Option<TenantId>,
+}
+
 impl Explainer<'_> {
-    /// Why the last block of these tokens, with this hash, is missing in a group, if no step computes it.
-    pub fn explain(
-        &mut self,
-        tokens: &[i32],
-        root: &Hash,
-        missing: &Hash,
-        group: Group,
-        own: Option<TenantId>,
-        with_other_tenants: bool,
-    ) -> Miss {
+    /// Why the last block of these tokens, with the hash `missing`, is missing in a group, if no step computes it.
+    pub fn explain(&mut self, asked: &Asked, missing: &Hash, group: Group, with_other_tenants: bool) -> Miss {
         let loss = self.pool.records.losses.find(&identity(missing, group)).copied();
         let was_reset = loss.is_some_and(|loss| matches!(loss.cause, Cause::Reset { .. }));
         match loss {
             _ if !was_reset && self.is_window_lost(missing, group) => Miss::WindowLost(loss),
             Some(loss) => Miss::Lost(loss),
-            None => self.find_elsewhere(tokens, root, own, with_other_tenants).unwrap_or_else(|| {
+            None => self.find_elsewhere(asked, with_other_tenants).unwrap_or_else(|| {
                 let may_be_lost = self.pool.records.losses.may_have_forgotten(&identity(missing, group));
                 if may_be_lost { Miss::Unknown } else { Miss::NeverComputed }
             }),
@@ -61,24 +63,19 @@ impl Explainer<'_> {
     }
 
     /// The miss of a block that is there under another root, with all blocks before it; None if it is under none.
-    fn find_elsewhere(
-        &mut self,
-        tokens: &[i32],
-        root: &Hash,
-        own: Option<TenantId>,
-        with_other_tenants: bool,
-    ) -> Option<Miss> {
+    fn find_elsewhere(&mut self, asked: &Asked, with_other_tenants: bool) -> Option<Miss> {
         let mut num_left = self.num_left;
         let mut other_tenant = None;
-        for other in self.pool.records.roots.iter().filter(|other| other.hash != *root) {
-            let is_own = own == Some(other.tenant);
+        for other in self.pool.records.roots.iter().filter(|other| other.hash != *asked.root) {
+            let is_own = asked.tenant == Some(other.tenant);
             if !is_own && (!with_other_tenants || other_tenant.is_some()) {
                 continue;
             }
-            if self.is_found(other.hash, tokens, &mut num_left) {
+            if self.is_found(other.hash, asked.tokens, &mut num_left) {
                 if is_own {
                     self.num_left = num_left;
-                    return Some(Miss::OtherSalt);
+                    let is_same_adapter = other.namespace.adapter == asked.adapter;
+                    return Some(if is_same_adapter { Miss::OtherSalt } else { Miss::OtherAdapter });
                 }
                 other_tenant = Some(other.tenant);
             }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::books::geometry::Geometry;
 use crate::books::tables::{BlockTable, Tables};
 use crate::cache::groups::{Group, Span, identity};
-use crate::cache::prefix::{BlockId, Hash, PrefixIndex, chain_hashes, root_hash};
+use crate::cache::prefix::{BlockId, Hash, Namespace, PrefixIndex, chain_hashes, root_hash};
 
 /// A prefix that was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,11 +141,17 @@ pub const LOOKED_UP_AT_ONCE: usize = 16;
 
 /// Returns the hit that an admission would have in the cache. Cost: hashes of the known blocks of the first layer
 /// group, if that is a full one, and of one piece more.
-pub fn find_cached(tokens: &[i32], salt: &[u8], tenant: &[u8], index: &PrefixIndex, geometry: &Geometry) -> Hit {
+pub fn find_cached(
+    tokens: &[i32],
+    namespace: &Namespace,
+    tenant: &[u8],
+    index: &PrefixIndex,
+    geometry: &Geometry,
+) -> Hit {
     let size = geometry.block_size;
     let num_usable = tokens.len().saturating_sub(1); // one token is left to compute
     let num_full = num_usable.min(geometry.max_tokens()) / size;
-    let mut parent = root_hash(tenant, salt, &geometry.model_fingerprint);
+    let mut parent = root_hash(tenant, namespace, &geometry.model_fingerprint);
     let (mut hashes, begins_full) = (Vec::new(), geometry.groups[0].is_full());
     let mut found = Vec::new();
     for piece in tokens[..num_full * size].chunks(size * LOOKED_UP_AT_ONCE) {

@@ -93,7 +93,7 @@ mod tests {
     }
 
     fn cached(bench: &Bench, tokens: &[i32]) -> usize {
-        bench.0.num_cached_tokens(tokens, b"", b"")
+        bench.0.num_cached_tokens(tokens, &b"".into(), b"")
     }
 
     #[test]
@@ -131,8 +131,9 @@ mod tests {
         bench.0.set_shares(Share { pin_budget: 8, ..Share::everything(8) }, Default::default());
         bench.admit(1, &[1, 2, 3, 4, 5]);
         bench.settle();
-        let pin =
-            |bench: &mut Bench, count| bench.0.pin_prefix(b"", &[1, 2, 3, 4][..count], b"", 9.0).unwrap().unwrap().id;
+        let pin = |bench: &mut Bench, count| {
+            bench.0.pin_prefix(b"", &[1, 2, 3, 4][..count], &b"".into(), 9.0).unwrap().unwrap().id
+        };
         let (shorter, longer) = (pin(&mut bench, 2), pin(&mut bench, 4));
         assert_eq!(begin_epoch(&mut bench, &[0b011]), (1, 1));
         assert_eq!(bench.0.pool().state(2), BlockState::Free);

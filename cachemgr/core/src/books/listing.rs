@@ -185,11 +185,12 @@ impl Listing<'_> {
         let mut event = BlockEvent { kind: kind as i32, block: Some(self.describe(block)), ..BlockEvent::default() };
         if with_content
             && kind == BlockEventKind::Stored
-            && let Some((tokens, salt)) = self.pool.records.contents.get(block)
+            && let Some((tokens, namespace)) = self.pool.records.contents.get(block)
         {
             let origin = self.pool.index().origin(block);
             event.token_ids = tokens;
-            event.salt = salt.to_vec();
+            event.salt = namespace.salt.clone();
+            event.adapter = namespace.adapter.clone();
             event.parent_prefix_hash = if origin.index > 0 { origin.parent.to_vec() } else { Vec::new() };
         }
         event
@@ -382,8 +383,10 @@ mod tests {
             }
             self.num_contents += 1;
             let block = event.block.as_ref().unwrap();
+            let namespace =
+                crate::cache::prefix::Namespace { salt: event.salt.clone(), adapter: event.adapter.clone() };
             let root = || {
-                crate::cache::prefix::root_hash(block.tenant.as_bytes(), &event.salt, &books.geometry.model_fingerprint)
+                crate::cache::prefix::root_hash(block.tenant.as_bytes(), &namespace, &books.geometry.model_fingerprint)
             };
             let parent = event.parent_prefix_hash.as_slice().try_into().unwrap_or_else(|_| root());
             let mut hashes = Vec::new();
@@ -410,7 +413,10 @@ mod tests {
                 let num_in_flight = bench.0.leases[lease_id].in_flight.len();
                 if num_in_flight < 3 && random.below(2) == 0 {
                     let mut request = some_request(&mut random);
-                    request.admissions.iter_mut().for_each(|admission| admission.salt = vec![7; random.below(2)]);
+                    request
+                        .admissions
+                        .iter_mut()
+                        .for_each(|admission| admission.namespace.salt = vec![7; random.below(2)]);
                     bench.plan_for(lease_id, request);
                 } else if num_in_flight > 0 {
                     let mut report = bench.report(lease_id);

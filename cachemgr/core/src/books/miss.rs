@@ -18,6 +18,7 @@ pub enum Miss {
     WindowLost(Option<Loss>),
     BeingComputed,
     OtherSalt,
+    OtherAdapter,
     OtherTenant(TenantId),
 }
 

@@ -48,7 +48,7 @@ use crate::cache::advice::millis;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Namespace};
 use crate::cache::tenants::{TenantId, Tenants, beginning_of};
 use crate::errors::{Refusal, Result};
 
@@ -227,7 +227,7 @@ impl Books {
         let room = Room { geometry, pool, tenant: tenant_id };
         let num_tokens = admission.tokens.len();
         let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
-        let hit = find_cached(looked_up, &admission.salt, tenant, pool.index(), geometry);
+        let hit = find_cached(looked_up, &admission.namespace, tenant, pool.index(), geometry);
         let num_cached_tokens = hit.num_blocks * geometry.block_size;
         let num_parked = pool.num_parked(&hit.blocks());
         let num_left = num_tokens - num_cached_tokens.min(num_tokens);
@@ -317,8 +317,8 @@ impl Books {
     }
 
     /// Tokens that an admission would find in the cache; takes nothing.
-    pub fn num_cached_tokens(&self, tokens: &[i32], salt: &[u8], tenant: &[u8]) -> usize {
-        find_cached(tokens, salt, tenant, self.pool.index(), &self.geometry).num_blocks * self.geometry.block_size
+    pub fn num_cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> usize {
+        find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry).num_blocks * self.geometry.block_size
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -609,7 +609,7 @@ pub(crate) mod tests {
         assert_eq!((bench.0.num_rows(), bench.0.pool().counts().retired), (2, 3));
         bench.0.close_lease("a").unwrap();
         assert_eq!((bench.0.num_rows(), bench.0.pool().counts().cached, bench.0.pool().counts().free), (0, 1, 7));
-        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3], b"", b"")), (vec![], 2));
+        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3], &b"".into(), b"")), (vec![], 2));
     }
 
     #[test]
@@ -617,10 +617,11 @@ pub(crate) mod tests {
         let mut bench = Bench::new(8);
         bench.admit(1, &[1, 2, 3, 4, 5]);
         bench.settle();
-        let lengths = [0, 1, 2, 3, 4, 5].map(|count| bench.0.num_cached_tokens(&[1, 2, 3, 4, 5][..count], b"", b""));
+        let lengths =
+            [0, 1, 2, 3, 4, 5].map(|count| bench.0.num_cached_tokens(&[1, 2, 3, 4, 5][..count], &b"".into(), b""));
         assert_eq!(lengths, [0, 0, 0, 2, 2, 4]);
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"s", b""), 0);
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"", b"t"), 0);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], &b"s".into(), b""), 0);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], &b"".into(), b"t"), 0);
     }
 
     #[test]
@@ -631,7 +632,7 @@ pub(crate) mod tests {
         bench.settle();
         for num_same in [0, 1, LOOKED_UP_AT_ONCE - 1, LOOKED_UP_AT_ONCE, LOOKED_UP_AT_ONCE + 1, long.len() / 2 - 1] {
             let other = [&long[..2 * num_same], &vec![99; long.len() - 2 * num_same]].concat();
-            assert_eq!(bench.0.num_cached_tokens(&other, b"", b""), 2 * num_same);
+            assert_eq!(bench.0.num_cached_tokens(&other, &b"".into(), b""), 2 * num_same);
         }
     }
 
@@ -766,7 +767,7 @@ pub(crate) mod tests {
         match random.below(5) {
             0 | 1 => {
                 let tokens = random.tokens(6, 2);
-                drop(books.pin_prefix(tenant, &tokens, b"", now + random.below(4) as f64).unwrap());
+                drop(books.pin_prefix(tenant, &tokens, &b"".into(), now + random.below(4) as f64).unwrap());
             }
             2 => {
                 let id = books.pins().all().next().map(|pin| pin.id).unwrap_or_default();

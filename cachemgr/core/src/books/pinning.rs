@@ -5,7 +5,7 @@ use crate::books::hits::Prefix;
 use crate::books::pins::{Pin, PinId, Pins};
 use crate::cache::advice::{Millis, millis};
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
+use crate::cache::prefix::{BlockId, Hash, Namespace, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
 use crate::errors::{Reason, Refusal, Result};
 
@@ -17,11 +17,11 @@ impl Books {
         &mut self,
         tenant: &[u8],
         tokens: &[i32],
-        salt: &[u8],
+        namespace: &Namespace,
         until: f64,
     ) -> Result<std::result::Result<Pin, Refusal>> {
         let size = self.geometry.block_size;
-        let root = root_hash(tenant, salt, &self.geometry.model_fingerprint);
+        let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
         let mut hashes: Vec<Hash> = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
         let hit = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes }.find();
@@ -129,7 +129,7 @@ mod tests {
     }
 
     fn pin(bench: &mut Bench, tokens: &[i32], until: f64) -> std::result::Result<Pin, Reason> {
-        bench.0.pin_prefix(b"", tokens, b"", until).unwrap().map_err(|refusal| refusal.reason)
+        bench.0.pin_prefix(b"", tokens, &b"".into(), until).unwrap().map_err(|refusal| refusal.reason)
     }
 
     fn counts(bench: &Bench) -> (usize, usize, usize, usize) {
@@ -146,7 +146,10 @@ mod tests {
         let others: Vec<i32> = (20..28).collect();
         assert!(bench.admit(2, &others).refusals.is_empty());
         bench.settle();
-        assert_eq!((bench.0.num_cached_tokens(&[1, 2, 3, 4, 5, 6], b"", b""), counts(&bench)), (4, (2, 0, 6, 2)));
+        assert_eq!(
+            (bench.0.num_cached_tokens(&[1, 2, 3, 4, 5, 6], &b"".into(), b""), counts(&bench)),
+            (4, (2, 0, 6, 2))
+        );
         assert_eq!(bench.admit(3, &[30]).refusals.len(), 1);
         assert_eq!(bench.admit(3, &[1, 2, 3, 4]).refusals.len(), 1, "its last token needs a block");
         bench.settle();
@@ -194,7 +197,7 @@ mod tests {
         let pinned = pin(&mut bench, &[1, 2], 10.0).unwrap();
         assert!(!bench.0.unpin_prefix(Some(b"other"), &pinned.id).unwrap());
         assert_eq!(
-            bench.0.pin_prefix(b"other", &[1, 2], b"", 9.0).unwrap().unwrap_err().reason,
+            bench.0.pin_prefix(b"other", &[1, 2], &b"".into(), 9.0).unwrap().unwrap_err().reason,
             Reason::PrefixNotCached
         );
         assert!(bench.0.unpin_prefix(None, &pinned.id).unwrap());
@@ -207,11 +210,11 @@ mod tests {
         bench.0.set_shares(share(2, 6), Default::default());
         assert_eq!(pin(&mut bench, &[1, 2, 3, 4, 5, 6], 9.0), Err(Reason::PinBudgetSpent));
         pin(&mut bench, &[1, 2, 3, 4], 9.0).unwrap();
-        let refusal = bench.0.pin_prefix(b"", &[1, 2, 3, 4, 5, 6], b"", 9.0).unwrap().unwrap_err();
+        let refusal = bench.0.pin_prefix(b"", &[1, 2, 3, 4, 5, 6], &b"".into(), 9.0).unwrap().unwrap_err();
         assert_eq!(refusal.message, "1 blocks more would be pinned, 2 are; the budget is 2");
         pin(&mut bench, &[1, 2], 9.0).unwrap();
         bench.0.set_shares(share(6, 2), Default::default());
-        let refusal = bench.0.pin_prefix(b"", &[1, 2, 3, 4, 5, 6], b"", 9.0).unwrap().unwrap_err();
+        let refusal = bench.0.pin_prefix(b"", &[1, 2, 3, 4, 5, 6], &b"".into(), 9.0).unwrap().unwrap_err();
         assert_eq!(refusal.message, "1 blocks more would be held, 2 are; the tenant's limit is 2");
         assert_eq!((counts(&bench), bench.0.pins().all().count()), ((3, 4, 2, 2), 2), "refusals change nothing");
     }

@@ -7,7 +7,7 @@ use crate::cache::advice::Level;
 use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockCounts, HostBlockId};
 use crate::cache::pool::BlockCounts;
-use crate::cache::prefix::{BlockId, Hash, chain_hashes};
+use crate::cache::prefix::{BlockId, Hash, Namespace, chain_hashes};
 use crate::errors::{Failure, Refusal, Result, invalid};
 
 /// The kinds of items that are answered one by one.
@@ -101,7 +101,7 @@ pub struct Admission {
     pub tokens: Vec<i32>,
     /// The limit of tokens to compute in this step; 0: no limit of its own.
     pub max_compute: usize,
-    pub salt: Vec<u8>,
+    pub namespace: Namespace,
     /// The most tokens the sequence will ever have, guaranteed; 0: best effort.
     pub reserved_tokens: usize,
     /// A range of tokens that is worth keeping, from the first token on.
@@ -149,7 +149,7 @@ pub struct ReturnHint {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ExpectedPrompt {
     pub tokens: Vec<i32>,
-    pub salt: Vec<u8>,
+    pub namespace: Namespace,
     /// The tenant of the admission, by name; None: the lease's.
     pub tenant: Option<Vec<u8>>,
     /// The time until the admission, in seconds.
@@ -270,6 +270,10 @@ pub struct GrantedStep {
     pub given_digests: Vec<u8>,
     /// Empty if no run has drafts.
     pub run_draft_counts: Vec<u32>,
+    /// The adapters of the runs, each once.
+    pub adapters: Vec<Vec<u8>>,
+    /// 1 plus the index of a run's adapter, 0 for none; empty if no run has one.
+    pub run_adapters: Vec<u32>,
     pub refusals: Vec<RefusedItem>,
     pub admitted_ids: Vec<i32>,
     pub admitted_cached_counts: Vec<u32>,
@@ -304,6 +308,7 @@ impl GrantedStep {
             &self.run_starts,
             &self.run_token_counts,
             &self.run_draft_counts,
+            &self.run_adapters,
             &self.admitted_cached_counts,
             &self.admitted_written_counts,
             &self.admitted_kept_counts,
@@ -326,6 +331,24 @@ impl GrantedStep {
     pub fn give(&mut self, digest: &[u8]) {
         self.given_run_indexes.push(self.run_seq_ids.len() as u32);
         self.given_digests.extend_from_slice(digest);
+    }
+
+    /// The next run is computed with this adapter; empty: with none.
+    pub fn adapt(&mut self, adapter: &[u8]) {
+        if adapter.is_empty() && self.adapters.is_empty() {
+            return;
+        }
+        self.run_adapters.resize(self.run_seq_ids.len(), 0);
+        let number = if adapter.is_empty() { 0 } else { self.number_of(adapter) };
+        self.run_adapters.push(number);
+    }
+
+    fn number_of(&mut self, adapter: &[u8]) -> u32 {
+        let index = self.adapters.iter().position(|known| known == adapter).unwrap_or_else(|| {
+            self.adapters.push(adapter.to_vec());
+            self.adapters.len() - 1
+        });
+        index as u32 + 1
     }
 
     /// Adds a write to the block table of a layer group.

@@ -1,4 +1,4 @@
-//! Resets the prefix cache of a tenant, a salt, or a prefix with all that continues it, in parts.
+//! Resets the prefix cache of a tenant, a namespace, or a prefix with all that continues it, in parts.
 //!
 //! Other calls run between the parts. A reset drops the content that was cached when it began: a block with newer
 //! content is left.
@@ -7,7 +7,7 @@ use crate::books::Books;
 use crate::books::geometry::Geometry;
 use crate::books::pins::PinId;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, Hash, chain_hashes, root_hash};
+use crate::cache::prefix::{BlockId, Hash, Namespace, chain_hashes, root_hash};
 use crate::cache::tenants::TenantId;
 
 /// The limit of blocks and pins checked for one part, and of blocks before them that are not known yet.
@@ -24,8 +24,8 @@ struct Stem {
 }
 
 impl Stem {
-    fn of(tenant: &[u8], salt: &[u8], tokens: &[i32], geometry: &Geometry) -> Stem {
-        let root = root_hash(tenant, salt, &geometry.model_fingerprint);
+    fn of(tenant: &[u8], namespace: &Namespace, tokens: &[i32], geometry: &Geometry) -> Stem {
+        let root = root_hash(tenant, namespace, &geometry.model_fingerprint);
         let mut hashes = vec![root];
         chain_hashes(root, geometry.holdable(tokens), geometry.block_size, &mut hashes);
         Stem { hash: hashes[hashes.len() - 1], num_blocks: hashes.len() - 1 }
@@ -58,8 +58,8 @@ pub struct ResetPart {
 
 impl Books {
     /// Keeps the sequences in the host tier that a reset of this scope is about from publishing their computed blocks.
-    pub fn withhold_for(&mut self, tenant: &[u8], salt: Option<&[u8]>) {
-        let root = salt.map(|salt| root_hash(tenant, salt, &self.geometry.model_fingerprint));
+    pub fn withhold_for(&mut self, tenant: &[u8], namespace: Option<&Namespace>) {
+        let root = namespace.map(|namespace| root_hash(tenant, namespace, &self.geometry.model_fingerprint));
         if let Some(tenant) = self.tenants.find(tenant) {
             self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
         }
@@ -67,11 +67,11 @@ impl Books {
 }
 
 impl Reset {
-    /// Begins a reset of a tenant's content: of all of it, of the content under a salt, or of the content under a salt
+    /// Begins a reset of a tenant's content: of all of it, of the content in a namespace, or of the content in a namespace
     /// that begins with the full blocks of these tokens. Drops nothing yet. Cost: O(tokens + sequences in the host
     /// tier).
-    pub fn begin(books: &Books, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Reset {
-        let stem = salt.map(|salt| Stem::of(tenant, salt, tokens, &books.geometry));
+    pub fn begin(books: &Books, tenant: &[u8], namespace: Option<&Namespace>, tokens: &[i32]) -> Reset {
+        let stem = namespace.map(|namespace| Stem::of(tenant, namespace, tokens, &books.geometry));
         Reset {
             tenant: books.tenants.find(tenant),
             stem,
@@ -176,7 +176,7 @@ mod tests {
     use crate::books::tests::{Bench, admission};
 
     fn salted(seq_id: i64, tokens: &[i32], salt: &[u8]) -> Admission {
-        Admission { salt: salt.to_vec(), ..admission(seq_id, tokens) }
+        Admission { namespace: salt.into(), ..admission(seq_id, tokens) }
     }
 
     /// Cached: under the salt "s" 1 2 | 3 4 | 5 6 and 1 2 | 7 8 | 9 10; without one 1 2 | 3 4.
@@ -208,7 +208,7 @@ mod tests {
 
     /// Tokens found of 1 2 3 4 5 6, of 1 2 7 8 9 10, and of 1 2 3 4 without a salt.
     fn found(bench: &Bench) -> [usize; 3] {
-        let num = |tokens: &[i32], salt: &[u8]| bench.0.num_cached_tokens(&[tokens, &[0]].concat(), salt, b"");
+        let num = |tokens: &[i32], salt: &[u8]| bench.0.num_cached_tokens(&[tokens, &[0]].concat(), &salt.into(), b"");
         [num(&[1, 2, 3, 4, 5, 6], b"s"), num(&[1, 2, 7, 8, 9, 10], b"s"), num(&[1, 2, 3, 4], b"")]
     }
 
@@ -226,9 +226,9 @@ mod tests {
         ];
         for ((salt, tokens), num_dropped, left) in cases {
             let mut bench = bench();
-            let mut reset = Reset::begin(&bench.0, b"", salt, tokens);
+            let mut reset = Reset::begin(&bench.0, b"", salt.map(Namespace::from).as_ref(), tokens);
             assert_eq!((run(&mut bench, &mut reset), found(&bench)), ((num_dropped, 0), left), "{salt:?} {tokens:?}");
-            let mut again = Reset::begin(&bench.0, b"", salt, tokens);
+            let mut again = Reset::begin(&bench.0, b"", salt.map(Namespace::from).as_ref(), tokens);
             assert_eq!(run(&mut bench, &mut again), (0, 0));
         }
         let mut bench = bench();
@@ -240,9 +240,9 @@ mod tests {
     fn what_is_behind_a_block_that_is_gone_does_not_come_back_with_it() {
         let mut bench = bench();
         let middle =
-            find_cached(&[1, 2, 3, 4, 5, 6, 0], b"s", b"", bench.0.pool.index(), &bench.0.geometry).blocks()[1];
+            find_cached(&[1, 2, 3, 4, 5, 6, 0], &b"s".into(), b"", bench.0.pool.index(), &bench.0.geometry).blocks()[1];
         bench.0.reset_prefix_cache(middle, middle + 1, 0.0, b"").unwrap();
-        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[1, 2]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(&b"s".into()), &[1, 2]);
         assert_eq!(run(&mut bench, &mut reset), (4, 0));
         bench.plan(StepRequest { admissions: vec![salted(1, &[1, 2, 3, 4, 0], b"s")], ..StepRequest::default() });
         bench.settle();
@@ -252,14 +252,14 @@ mod tests {
     #[test]
     fn what_is_published_after_the_beginning_stays() {
         let mut bench = bench();
-        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(&b"s".into()), &[]);
         let more = salted(1, &[1, 2, 3, 4, 5, 6, 11, 12], b"s");
         bench.plan(StepRequest { admissions: vec![more], ..StepRequest::default() });
         bench.settle();
         assert_eq!(run(&mut bench, &mut reset), (5, 0));
         bench.plan(StepRequest { admissions: vec![salted(2, &[1, 2, 3, 4, 5, 6, 0], b"s")], ..StepRequest::default() });
         bench.settle();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5, 6, 11, 12, 0], b"s", b""), 8);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5, 6, 11, 12, 0], &b"s".into(), b""), 8);
     }
 
     #[test]
@@ -268,9 +268,9 @@ mod tests {
         for (tokens, salt) in
             [(&[1, 2, 3, 4, 5, 6][..], &b"s"[..]), (&[1, 2, 3, 4], b"s"), (&[1, 2], b"s"), (&[1, 2], b"")]
         {
-            bench.0.pin_prefix(b"", tokens, salt, 9.0).unwrap().unwrap();
+            bench.0.pin_prefix(b"", tokens, &salt.into(), 9.0).unwrap().unwrap();
         }
-        let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[1, 2, 3, 4]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(&b"s".into()), &[1, 2, 3, 4]);
         assert_eq!((run(&mut bench, &mut reset), found(&bench)), ((2, 2), [2, 6, 4]));
         assert_eq!(bench.0.pins().all().count(), 2);
     }
@@ -299,8 +299,8 @@ mod tests {
                     bench.offload(1);
                     bench.settle();
                 } else {
-                    bench.0.withhold_for(b"", Some(b"s"));
-                    let mut reset = Reset::begin(&bench.0, b"", Some(b"s"), &[]);
+                    bench.0.withhold_for(b"", Some(&b"s".into()));
+                    let mut reset = Reset::begin(&bench.0, b"", Some(&b"s".into()), &[]);
                     run(&mut bench, &mut reset);
                 }
             }
@@ -327,7 +327,7 @@ mod tests {
         bench.settle();
         bench.release(&[1]);
         bench.settle();
-        let mut reset = Reset::begin(&bench.0, b"", Some(b""), &tokens[..2]);
+        let mut reset = Reset::begin(&bench.0, b"", Some(&b"".into()), &tokens[..2]);
         let mut sizes = Vec::new();
         while let Some(part) = reset.next_part(&bench.0) {
             sizes.push(bench.0.pool_mut().drop_blocks(&part.blocks, 0.0, 0));

@@ -16,7 +16,7 @@ use crate::books::plans::{CacheUse, Extend, GrantedStep};
 use crate::books::tables::{BlockTable, HostTables, Tables, tail_first};
 use crate::cache::advice::Advice;
 use crate::cache::groups::{Group, identity};
-use crate::cache::prefix::{BlockId, Hash, Past, PrefixIndex, chain_hashes};
+use crate::cache::prefix::{BlockId, Hash, Namespace, Past, PrefixIndex, chain_hashes};
 use crate::cache::tenants::TenantId;
 
 /// The row of a sequence in the table; not reused while a step in flight needs it.
@@ -30,9 +30,9 @@ pub struct Sequence {
     pub number: u64,
     /// The tenant that owns it, and all of its blocks.
     pub tenant: TenantId,
-    /// Root of its prefix hashes: tenant, salt and model.
+    /// Root of its prefix hashes: tenant, namespace and model.
     pub root: Hash,
-    pub salt: Vec<u8>,
+    pub namespace: Namespace,
     pub cache_use: CacheUse,
     /// By layer group.
     pub tables: Tables,
@@ -81,7 +81,7 @@ pub struct NewSequence<'a> {
     pub tenant: TenantId,
     /// Root of its prefix hashes.
     pub root: Hash,
-    pub salt: Vec<u8>,
+    pub namespace: Namespace,
     pub cache_use: CacheUse,
     pub tokens: Vec<i32>,
     pub tables: Tables,
@@ -100,7 +100,7 @@ pub struct NewSequence<'a> {
 impl Sequence {
     /// A sequence of a prompt. Nothing of it is scheduled beyond the blocks that were found.
     pub fn begin(new: NewSequence, block_size: usize) -> Sequence {
-        let NewSequence { seq_id, tenant, root, salt, cache_use, tokens, tables, hashes, .. } = new;
+        let NewSequence { seq_id, tenant, root, namespace, cache_use, tokens, tables, hashes, .. } = new;
         let NewSequence { num_cached_blocks, num_published, num_writable, reserved_tokens, tail_advice, kept, .. } =
             new;
         Sequence {
@@ -108,7 +108,7 @@ impl Sequence {
             number: 0,
             tenant,
             root,
-            salt,
+            namespace,
             cache_use,
             tables,
             num_tokens: tokens.len(),
@@ -150,7 +150,7 @@ impl Sequence {
             number: 0,
             tenant: self.tenant,
             root: self.root,
-            salt: self.salt.clone(),
+            namespace: self.namespace.clone(),
             cache_use: self.cache_use,
             tables: self.tables.iter().map(|table| table.beginning(num_tokens.div_ceil(block_size))).collect(),
             tokens: self.tokens[..num_known].to_vec(),
@@ -186,7 +186,7 @@ impl Sequence {
             number: 0,
             tenant: self.tenant,
             root: self.root,
-            salt: self.salt.clone(),
+            namespace: self.namespace.clone(),
             cache_use: self.cache_use,
             tables: self.tables.iter().map(|table| BlockTable::new(table.num_passed(), Vec::new())).collect(),
             tokens: self.tokens.clone(),

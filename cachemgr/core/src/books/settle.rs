@@ -221,7 +221,7 @@ impl Settlement<'_> {
                     if standing == block {
                         self.pool.enter_origin(block, Origin { parent, index: index as u32 });
                         let tokens = sequence.tokens_of(index, self.geometry.block_size);
-                        self.pool.records.contents.enter(block, tokens, &sequence.salt);
+                        self.pool.records.contents.enter(block, tokens, &sequence.namespace);
                         continue;
                     }
                     self.pool.keeper().hand_over(block, standing);
@@ -503,7 +503,7 @@ mod tests {
         let mut bench = bench();
         bench.release(&[1]);
         bench.settle();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], b"", b""), 2);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3], &b"".into(), b""), 2);
         assert_eq!((bench.0.violations(), bench.0.num_rows()), (vec![], 1));
     }
 
@@ -533,7 +533,7 @@ mod tests {
             assert_eq!((&sequence.tokens, sequence.num_tokens, sequence.num_drafts), (&tokens, tokens.len(), 0));
             assert_eq!((sequence.num_computed, sequence.num_scheduled), (last, last));
             assert_eq!(bench.blocks(1), blocks, "its blocks stay for the next step");
-            assert_eq!(bench.0.num_cached_tokens(&[&[1, 2, 3][..], &[9; 20]].concat(), b"", b""), num_cached);
+            assert_eq!(bench.0.num_cached_tokens(&[&[1, 2, 3][..], &[9; 20]].concat(), &b"".into(), b""), num_cached);
             let counters = bench.0.counters();
             assert_eq!((counters.drafted_tokens, counters.accepted_drafts), (drafts.len() as u64, last as u64 - 4));
             assert_eq!((counters.computed_tokens, counters.generated_tokens), (last as u64, tokens.len() as u64 - 3));

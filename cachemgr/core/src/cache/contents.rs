@@ -1,31 +1,31 @@
-//! Tokens and salts of the blocks that can be found by content, for watchers that may read them.
+//! Tokens and namespaces of the blocks that can be found by content, for watchers that may read them.
 
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Namespace};
 
-/// The number of a salt; UNKNOWN: the block's content was not kept.
-type SaltId = u32;
-const UNKNOWN: SaltId = 0;
+/// The number of a namespace; UNKNOWN: the block's content was not kept.
+type NamespaceId = u32;
+const UNKNOWN: NamespaceId = 0;
 
-/// Contents by block. Memory: the bits that a token of the vocabulary needs, 4 bytes a block, and each salt once; nothing
+/// Contents by block. Memory: the bits that a token of the vocabulary needs, 4 bytes a block, and each namespace once; nothing
 /// while none are kept.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Contents {
     shape: Shape,
     tokens: Vec<u8>, // shape.num_bytes of each block
-    salt_of: Vec<SaltId>,
-    salts: Salts,
+    namespace_of: Vec<NamespaceId>,
+    namespaces: Namespaces,
 }
 
 impl Contents {
     /// Keeps the contents of blocks that are entered from now on; forgets those of before.
     pub fn keep(&mut self, num_blocks: usize, block_size: usize, vocab_size: usize) {
         let shape = Shape::new(block_size, vocab_size);
-        let (tokens, salt_of) = (vec![0; num_blocks * shape.num_bytes], vec![UNKNOWN; num_blocks]);
-        *self = Contents { shape, tokens, salt_of, salts: Salts::default() };
+        let (tokens, namespace_of) = (vec![0; num_blocks * shape.num_bytes], vec![UNKNOWN; num_blocks]);
+        *self = Contents { shape, tokens, namespace_of, namespaces: Namespaces::default() };
     }
 
     /// Forgets all contents, and keeps none.
@@ -37,48 +37,48 @@ impl Contents {
         self.shape.block_size > 0
     }
 
-    /// A block can be found from now on by its tokens, under a salt.
-    pub fn enter(&mut self, block: BlockId, tokens: &[i32], salt: &[u8]) {
+    /// A block can be found from now on by its tokens, in a namespace.
+    pub fn enter(&mut self, block: BlockId, tokens: &[i32], namespace: &Namespace) {
         if !self.are_kept() {
             return;
         }
         let first = block as usize * self.shape.num_bytes;
         self.shape.pack(tokens, &mut self.tokens[first..first + self.shape.num_bytes]);
-        let standing = self.salt_of[block as usize];
-        if standing == UNKNOWN || !is_equal(self.salts.get(standing), salt) {
+        let standing = self.namespace_of[block as usize];
+        if standing == UNKNOWN || !is_equal(self.namespaces.get(standing), namespace) {
             self.forget(block);
-            self.salt_of[block as usize] = self.salts.acquire(salt);
+            self.namespace_of[block as usize] = self.namespaces.acquire(namespace);
         }
     }
 
     /// The block can't be found any more.
     pub fn forget(&mut self, block: BlockId) {
-        if let Some(salt @ 1..) = self.salt_of.get_mut(block as usize) {
-            self.salts.release(*salt);
-            *salt = UNKNOWN;
+        if let Some(namespace @ 1..) = self.namespace_of.get_mut(block as usize) {
+            self.namespaces.release(*namespace);
+            *namespace = UNKNOWN;
         }
     }
 
-    /// The tokens and the salt of a block; None if they were not kept.
-    pub fn get(&self, block: BlockId) -> Option<(Vec<i32>, &[u8])> {
-        let salt = *self.salt_of.get(block as usize)?;
+    /// The tokens and the namespace of a block; None if they were not kept.
+    pub fn get(&self, block: BlockId) -> Option<(Vec<i32>, &Namespace)> {
+        let namespace = *self.namespace_of.get(block as usize)?;
         let first = block as usize * self.shape.num_bytes;
-        (salt != UNKNOWN)
-            .then(|| (self.shape.unpack(&self.tokens[first..first + self.shape.num_bytes]), self.salts.get(salt)))
+        let tokens = || self.shape.unpack(&self.tokens[first..first + self.shape.num_bytes]);
+        (namespace != UNKNOWN).then(|| (tokens(), self.namespaces.get(namespace)))
     }
 
-    /// Blocks with known content that can't be found, in a range, and salts of no block.
+    /// Blocks with known content that can't be found, in a range, and namespaces of no block.
     pub fn audit(&self, is_findable: impl Fn(BlockId) -> bool, wrong: &mut Vec<String>) {
-        let mut counts = vec![0; self.salts.entries.len()];
-        for (block, salt) in self.salt_of.iter().enumerate().filter(|(_, salt)| **salt != UNKNOWN) {
-            counts[*salt as usize - 1] += 1;
+        let mut counts = vec![0; self.namespaces.entries.len()];
+        for (block, namespace) in self.namespace_of.iter().enumerate().filter(|(_, number)| **number != UNKNOWN) {
+            counts[*namespace as usize - 1] += 1;
             if !is_findable(block as BlockId) {
                 wrong.push(format!("block {block} has content by which it can't be found"));
             }
         }
-        for (salt, (entry, count)) in self.salts.entries.iter().zip(counts).enumerate() {
+        for (namespace, (entry, count)) in self.namespaces.entries.iter().zip(counts).enumerate() {
             if entry.num_blocks != count {
-                wrong.push(format!("salt {salt} counts {} blocks, {count} have it", entry.num_blocks));
+                wrong.push(format!("namespace {namespace} counts {} blocks, {count} have it", entry.num_blocks));
             }
         }
     }
@@ -158,64 +158,66 @@ fn pack_few<const BITS: usize>(tokens: &[i32], bytes: &mut [u8]) {
     bytes[at..].copy_from_slice(&held.to_le_bytes()[..rest]);
 }
 
-/// Each salt once, with the number of blocks that have it. The number of a salt is its place plus 1.
+/// Each namespace once, with the number of blocks that have it. The number of a namespace is its place plus 1.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Salts {
-    entries: Vec<Salt>,
-    by_bytes: HashMap<Vec<u8>, SaltId>,
-    free: Vec<SaltId>,
-    last: SaltId, // that was acquired last; blocks of a sequence come one after the other
+struct Namespaces {
+    entries: Vec<Entry>,
+    numbers: HashMap<Namespace, NamespaceId>,
+    free: Vec<NamespaceId>,
+    last: NamespaceId, // that was acquired last; blocks of a sequence come one after the other
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Salt {
-    bytes: Vec<u8>,
+struct Entry {
+    namespace: Namespace,
     num_blocks: usize,
 }
 
-impl Salts {
-    fn get(&self, salt: SaltId) -> &[u8] {
-        &self.entries[salt as usize - 1].bytes
+impl Namespaces {
+    fn get(&self, number: NamespaceId) -> &Namespace {
+        &self.entries[number as usize - 1].namespace
     }
 
-    fn acquire(&mut self, bytes: &[u8]) -> SaltId {
+    fn acquire(&mut self, namespace: &Namespace) -> NamespaceId {
         if let Some(last) = self.entries.get_mut((self.last as usize).wrapping_sub(1))
             && last.num_blocks > 0
-            && is_equal(&last.bytes, bytes)
+            && is_equal(&last.namespace, namespace)
         {
             last.num_blocks += 1;
             return self.last;
         }
-        let salt = match self.by_bytes.get(bytes) {
-            Some(salt) => *salt,
+        let number = match self.numbers.get(namespace) {
+            Some(number) => *number,
             None => {
-                let salt = self.free.pop().unwrap_or_else(|| {
-                    self.entries.push(Salt::default());
-                    self.entries.len() as SaltId
+                let number = self.free.pop().unwrap_or_else(|| {
+                    self.entries.push(Entry::default());
+                    self.entries.len() as NamespaceId
                 });
-                self.entries[salt as usize - 1].bytes = bytes.to_vec();
-                self.by_bytes.insert(bytes.to_vec(), salt);
-                salt
+                self.entries[number as usize - 1].namespace = namespace.clone();
+                self.numbers.insert(namespace.clone(), number);
+                number
             }
         };
-        self.entries[salt as usize - 1].num_blocks += 1;
-        self.last = salt;
-        salt
+        self.entries[number as usize - 1].num_blocks += 1;
+        self.last = number;
+        number
     }
 
-    fn release(&mut self, salt: SaltId) {
-        let entry = &mut self.entries[salt as usize - 1];
+    fn release(&mut self, number: NamespaceId) {
+        let entry = &mut self.entries[number as usize - 1];
         entry.num_blocks -= 1;
         if entry.num_blocks == 0 {
-            self.by_bytes.remove(&std::mem::take(&mut entry.bytes));
-            self.free.push(salt);
+            self.numbers.remove(&std::mem::take(&mut entry.namespace));
+            self.free.push(number);
         }
     }
 }
 
-/// Compares two salts. Most are empty: comparing no bytes at an empty vector's address costs 80 ns on some processors.
-fn is_equal(one: &[u8], other: &[u8]) -> bool {
-    one.len() == other.len() && (one.is_empty() || one == other)
+/// Compares two namespaces. Most parts are empty: comparing no bytes at an empty vector's address costs 80 ns on some
+/// processors.
+fn is_equal(one: &Namespace, other: &Namespace) -> bool {
+    let is_same = |one: &[u8], other: &[u8]| one.len() == other.len() && (one.is_empty() || one == other);
+    is_same(&one.salt, &other.salt) && is_same(&one.adapter, &other.adapter)
 }
 
 #[cfg(test)]
@@ -231,13 +233,13 @@ mod tests {
     #[test]
     fn contents_are_kept_until_they_are_forgotten() {
         let mut contents = Contents::default();
-        contents.enter(3, &[1, 2], b"");
+        contents.enter(3, &[1, 2], &b"".into());
         assert_eq!((contents.are_kept(), contents.get(3)), (false, None));
         contents.keep(5, 2, 8);
-        contents.enter(3, &[1, 2], b"");
-        contents.enter(4, &[0, 7], b"pepper");
-        assert_eq!(contents.get(3), Some((vec![1, 2], &b""[..])));
-        assert_eq!(contents.get(4), Some((vec![0, 7], &b"pepper"[..])));
+        contents.enter(3, &[1, 2], &b"".into());
+        contents.enter(4, &[0, 7], &b"pepper".into());
+        assert_eq!(contents.get(3), Some((vec![1, 2], &b"".into())));
+        assert_eq!(contents.get(4), Some((vec![0, 7], &b"pepper".into())));
         assert_eq!((contents.get(2), violations(&contents, &[3, 4])), (None, vec![]));
         (0..2).for_each(|_| contents.forget(4));
         assert_eq!((contents.get(4), violations(&contents, &[3])), (None, vec![]));
@@ -262,28 +264,28 @@ mod tests {
     }
 
     #[test]
-    fn a_salt_is_kept_once_and_as_long_as_a_block_has_it() {
+    fn a_namespace_is_kept_once_and_as_long_as_a_block_has_it() {
         let mut contents = Contents::default();
         contents.keep(9, 1, 8);
         for (block, salt) in [(1, "a"), (2, "b"), (3, "a"), (4, "a"), (2, "c")] {
-            contents.enter(block, &[5], salt.as_bytes());
+            contents.enter(block, &[5], &salt.into());
         }
-        assert_eq!((contents.salts.entries.len(), contents.salts.by_bytes.len()), (2, 2));
+        assert_eq!((contents.namespaces.entries.len(), contents.namespaces.numbers.len()), (2, 2));
         [1, 3, 4].into_iter().for_each(|block| contents.forget(block));
-        contents.enter(5, &[6], b"d");
-        contents.enter(6, &[6], b"a");
-        let salts = |contents: &Contents| [2, 5, 6].map(|block| contents.get(block).unwrap().1.to_vec());
+        contents.enter(5, &[6], &b"d".into());
+        contents.enter(6, &[6], &b"a".into());
+        let salts = |contents: &Contents| [2, 5, 6].map(|block| contents.get(block).unwrap().1.salt.clone());
         assert_eq!(salts(&contents), [b"c", b"d", b"a"]);
-        assert_eq!((contents.salts.entries.len(), violations(&contents, &[2, 5, 6])), (3, vec![]));
+        assert_eq!((contents.namespaces.entries.len(), violations(&contents, &[2, 5, 6])), (3, vec![]));
     }
 
     #[test]
     fn wrong_contents_are_told() {
         let mut contents = Contents::default();
         contents.keep(4, 1, 8);
-        contents.enter(2, &[5], b"a");
+        contents.enter(2, &[5], &b"a".into());
         assert_eq!(violations(&contents, &[1]), ["block 2 has content by which it can't be found"]);
-        contents.salts.entries[0].num_blocks = 2;
-        assert_eq!(violations(&contents, &[2]), ["salt 0 counts 2 blocks, 1 have it"]);
+        contents.namespaces.entries[0].num_blocks = 2;
+        assert_eq!(violations(&contents, &[2]), ["namespace 0 counts 2 blocks, 1 have it"]);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{HashSet, VecDeque};
 
 use serde::{Deserialize, Serialize};
 
-use crate::cache::prefix::Hash;
+use crate::cache::prefix::{Hash, Namespace};
 use crate::cache::tenants::{Asker, TenantId};
 
 /// Roots that are remembered.
@@ -115,12 +115,12 @@ impl Losses {
     }
 }
 
-/// The root of the prefix hashes of a tenant with a salt.
+/// The root of the prefix hashes of a tenant in a namespace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Root {
     pub hash: Hash,
     pub tenant: TenantId,
-    pub salt: Vec<u8>,
+    pub namespace: Namespace,
 }
 
 /// The last NUM_ROOTS roots that admissions had, each once.
@@ -132,11 +132,11 @@ pub struct Roots {
 
 impl Roots {
     /// A sequence begins under this root.
-    pub fn enter(&mut self, hash: &Hash, tenant: TenantId, salt: &[u8]) {
+    pub fn enter(&mut self, hash: &Hash, tenant: TenantId, namespace: &Namespace) {
         if !self.known.insert(*hash) {
             return;
         }
-        self.in_order.push_back(Root { hash: *hash, tenant, salt: salt.to_vec() });
+        self.in_order.push_back(Root { hash: *hash, tenant, namespace: namespace.clone() });
         if self.in_order.len() > NUM_ROOTS
             && let Some(oldest) = self.in_order.pop_front()
         {
@@ -227,15 +227,18 @@ mod tests {
     fn the_last_roots_are_known_each_once() {
         let mut roots = Roots::default();
         for name in [1, 2, 1] {
-            roots.enter(&hash(name), name as TenantId, &[name as u8]);
+            roots.enter(&hash(name), name as TenantId, &(&[name as u8]).into());
         }
-        let first = Root { hash: hash(1), tenant: 1, salt: vec![1] };
-        assert_eq!(roots.iter().collect::<Vec<_>>(), [&Root { hash: hash(2), tenant: 2, salt: vec![2] }, &first]);
-        (0..NUM_ROOTS as i32 - 2).for_each(|name| roots.enter(&hash(100 + name), 0, b""));
+        let first = Root { hash: hash(1), tenant: 1, namespace: (&[1]).into() };
+        assert_eq!(
+            roots.iter().collect::<Vec<_>>(),
+            [&Root { hash: hash(2), tenant: 2, namespace: (&[2]).into() }, &first]
+        );
+        (0..NUM_ROOTS as i32 - 2).for_each(|name| roots.enter(&hash(100 + name), 0, &b"".into()));
         assert_eq!((roots.iter().count(), roots.iter().last()), (NUM_ROOTS, Some(&first)));
-        roots.enter(&hash(3), 0, b"");
+        roots.enter(&hash(3), 0, &b"".into());
         assert_eq!((roots.iter().count(), roots.iter().last().unwrap().hash), (NUM_ROOTS, hash(2)));
-        roots.enter(&hash(1), 1, &[1]);
+        roots.enter(&hash(1), 1, &(&[1]).into());
         assert_eq!((roots.iter().count(), roots.iter().next()), (NUM_ROOTS, Some(&first)));
     }
 }

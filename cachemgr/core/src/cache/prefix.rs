@@ -1,6 +1,6 @@
 //! The prefix index: which block holds the KV of which tokens.
 //!
-//! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, salt and model: equal hashes mean
+//! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, namespace and model: equal hashes mean
 //! equal tokens from position 0 on, so a hit needs no verification.
 
 use std::hint::black_box;
@@ -17,11 +17,29 @@ pub type Hash = [u8; 32];
 
 pub const NULL_BLOCK: BlockId = 0;
 
-/// The parent of a sequence's first block. Each part is hashed with its length: no two splits collide.
-pub fn root_hash(tenant: &[u8], salt: &[u8], model_fingerprint: &[u8]) -> Hash {
+/// The parts of a prefix's identity that a sequence has beside its tenant and its tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Namespace {
+    pub salt: Vec<u8>,
+    /// The identity of the adapter that computes it; empty: none.
+    pub adapter: Vec<u8>,
+}
+
+/// A salt, without an adapter.
+#[cfg(test)]
+impl<T: AsRef<[u8]> + ?Sized> From<&T> for Namespace {
+    fn from(salt: &T) -> Namespace {
+        Namespace { salt: salt.as_ref().to_vec(), adapter: Vec::new() }
+    }
+}
+
+/// The parent of a sequence's first block. Each part is hashed with its length, and the adapter is the last one, if
+/// there is one: no two splits collide.
+pub fn root_hash(tenant: &[u8], namespace: &Namespace, model_fingerprint: &[u8]) -> Hash {
     let mut root = Sha256::new();
     root.update(b"quire prefix v1");
-    for part in [tenant, salt, model_fingerprint] {
+    let adapter = (!namespace.adapter.is_empty()).then_some(&namespace.adapter[..]);
+    for part in [tenant, &namespace.salt, model_fingerprint].into_iter().chain(adapter) {
         root.update((part.len() as u64).to_le_bytes());
         root.update(part);
     }
@@ -396,8 +414,12 @@ mod tests {
 
     #[test]
     fn no_two_splits_of_a_root_collide() {
-        assert_ne!(root_hash(b"ab", b"c", b""), root_hash(b"a", b"bc", b""));
-        assert_ne!(root_hash(b"", b"x", b""), root_hash(b"x", b"", b""));
+        assert_ne!(root_hash(b"ab", &b"c".into(), b""), root_hash(b"a", &b"bc".into(), b""));
+        assert_ne!(root_hash(b"", &b"x".into(), b""), root_hash(b"x", &b"".into(), b""));
+        let adapted = |salt: &[u8], adapter: &[u8]| Namespace { salt: salt.to_vec(), adapter: adapter.to_vec() };
+        assert_ne!(root_hash(b"", &adapted(b"", b"x"), b""), root_hash(b"", &b"".into(), b""));
+        assert_ne!(root_hash(b"", &adapted(b"", b"x"), b""), root_hash(b"", &b"".into(), b"x"));
+        assert_ne!(root_hash(b"", &adapted(b"x", b"y"), b""), root_hash(b"", &adapted(b"y", b"x"), b""));
     }
 
     #[test]

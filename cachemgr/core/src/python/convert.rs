@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 use crate::books::geometry::Geometry;
 use crate::cache::groups::Span;
 use crate::cache::pool::BlockState;
+use crate::cache::prefix::Namespace;
 use crate::errors::{Failure, Refusal};
 
 /// A refusal or a broken book as the exception that Python knows.
@@ -54,6 +55,10 @@ pub fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
         model_fingerprint: geometry.getattr("model_fingerprint")?.extract::<String>()?.into_bytes(),
         has_recurrent_state: geometry.getattr("has_recurrent_state")?.extract()?,
     })
+}
+
+pub fn namespace_of(salt: &[u8], adapter: &[u8]) -> Namespace {
+    Namespace { salt: salt.to_vec(), adapter: adapter.to_vec() }
 }
 
 /// The span of a Python LayerGroup.

@@ -11,7 +11,7 @@ use crate::books::pins::{Pin, PinId};
 use crate::cache::journal::Known;
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
-use crate::python::convert::{ids, state_of};
+use crate::python::convert::{ids, namespace_of, state_of};
 use crate::python::ledger::PyInspector;
 use crate::python::messages::PyKnown;
 use crate::python::views::{
@@ -122,10 +122,17 @@ impl PyInspector {
     }
 
     /// Tokens that an admission would find in the cache; takes nothing.
-    #[pyo3(signature = (tokens, *, salt, tenant = ""))]
-    fn num_cached_tokens(&self, py: Python<'_>, tokens: &[u8], salt: &[u8], tenant: &str) -> PyResult<usize> {
+    #[pyo3(signature = (tokens, *, salt, tenant = "", adapter = b"".as_slice()))]
+    fn num_cached_tokens(
+        &self,
+        py: Python<'_>,
+        tokens: &[u8],
+        salt: &[u8],
+        tenant: &str,
+        adapter: &[u8],
+    ) -> PyResult<usize> {
         let ledger = self.ledger.borrow(py);
-        Ok(ledger.stored.books().num_cached_tokens(&ids(tokens)?, salt, tenant.as_bytes()))
+        Ok(ledger.stored.books().num_cached_tokens(&ids(tokens)?, &namespace_of(salt, adapter), tenant.as_bytes()))
     }
 
     /// A serialised BlockCounts.
@@ -239,14 +246,14 @@ impl PyInspector {
         ledger.stored.books().pool().records.journal.num_kept()
     }
 
-    /// True if tokens and salts of findable blocks are kept.
+    /// True if tokens and namespaces of findable blocks are kept.
     fn contents_are_kept(&self, py: Python<'_>) -> bool {
         let ledger = self.ledger.borrow(py);
         ledger.stored.books().pool().records.contents.are_kept()
     }
 
     /// Why an admission would not find more in the cache; takes nothing.
-    #[pyo3(signature = (tokens, *, salt, tenant, with_other_tenants))]
+    #[pyo3(signature = (tokens, *, salt, tenant, with_other_tenants, adapter = b"".as_slice()))]
     fn explain(
         &self,
         py: Python<'_>,
@@ -254,11 +261,12 @@ impl PyInspector {
         salt: &[u8],
         tenant: &str,
         with_other_tenants: bool,
+        adapter: &[u8],
     ) -> PyResult<PyExplanation> {
         let mut ledger = self.ledger.borrow_mut(py);
-        let tokens = ids(tokens)?;
+        let (tokens, namespace) = (ids(tokens)?, namespace_of(salt, adapter));
         let explain = |books: &mut StoredBooks| {
-            Ok(books.books_mut().explain(&tokens, salt, tenant.as_bytes(), with_other_tenants))
+            Ok(books.books_mut().explain(&tokens, &namespace, tenant.as_bytes(), with_other_tenants))
         };
         let explanation = ledger.changing(py, explain)?;
         Ok(explanation_view(ledger.stored.books(), explanation))

@@ -18,9 +18,9 @@ use crate::books::plans::StepRequest;
 use crate::books::sequences::Row;
 use crate::cache::accounts::Share;
 use crate::cache::eviction::policies::{POLICIES, Policy};
-use crate::cache::prefix::{BlockId, root_hash};
+use crate::cache::prefix::{BlockId, Namespace, root_hash};
 use crate::errors::{Failure, Result, broken};
-use crate::python::convert::{geometry_of, ids, lease_not_found, refusal_of, to_python};
+use crate::python::convert::{geometry_of, ids, lease_not_found, namespace_of, refusal_of, to_python};
 use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
@@ -289,9 +289,9 @@ impl PyLedger {
         let Some(lease) = books.lease(request.lease_id()) else { return false };
         let geometry = books.geometry();
         let most = (HASHED_TOKENS / geometry.block_size).clamp(1, HASHED_BLOCKS);
-        let root_of = |salt: &[u8], named: Option<&str>| {
+        let root_of = |namespace: &Namespace, named: Option<&str>| {
             let named = named.filter(|_| names_tenants).map(str::as_bytes);
-            root_hash(named.unwrap_or(&lease.tenant_name), salt, &geometry.model_fingerprint)
+            root_hash(named.unwrap_or(&lease.tenant_name), namespace, &geometry.model_fingerprint)
         };
         request.hash_part(most, geometry.block_size, geometry.max_tokens(), root_of)
     }
@@ -367,7 +367,7 @@ impl PyLedger {
     }
 
     /// Keeps the cached blocks of a prefix from eviction.
-    #[pyo3(signature = (tokens, *, salt, tenant, ttl_s, now))]
+    #[pyo3(signature = (tokens, *, salt, tenant, ttl_s, now, adapter = b"".as_slice()))]
     fn pin_prefix(
         &mut self,
         py: Python<'_>,
@@ -376,11 +376,12 @@ impl PyLedger {
         tenant: &str,
         ttl_s: f64,
         now: f64,
+        adapter: &[u8],
     ) -> PyResult<PinView> {
-        let tokens = ids(tokens)?;
+        let (tokens, namespace) = (ids(tokens)?, namespace_of(salt, adapter));
         self.advance(py, now)?;
         let pin = self.telling(py, |books| {
-            books.pin_prefix(tenant.as_bytes(), &tokens, salt, now + ttl_s)?.map_err(Failure::Refused)
+            books.pin_prefix(tenant.as_bytes(), &tokens, &namespace, now + ttl_s)?.map_err(Failure::Refused)
         })?;
         Ok(pin_view(self.stored.books(), &pin))
     }
@@ -391,7 +392,7 @@ impl PyLedger {
         self.telling(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
     }
 
-    /// Keeps tokens and salts of the blocks that become findable from now on, or none.
+    /// Keeps tokens and namespaces of the blocks that become findable from now on, or none.
     fn keep_contents(&mut self, are_kept: bool) {
         self.stored.books_mut().keep_contents(are_kept);
     }
@@ -411,12 +412,20 @@ impl PyLedger {
         self.telling(py, |books| books.reset_prefix_cache(first, end, now, by.as_bytes()))
     }
 
-    /// Begins a reset of a tenant's content: of all of it; with a salt, of the content under it; with tokens, too, of
-    /// the content that begins with their full blocks.
-    #[pyo3(signature = (tenant, *, salt = None, tokens = b"".as_slice()))]
-    fn begin_reset(&mut self, py: Python<'_>, tenant: &str, salt: Option<&[u8]>, tokens: &[u8]) -> PyResult<PyReset> {
+    /// Begins a reset of a tenant's content: of all of it; with a salt, of the content under it, computed with the
+    /// adapter; with tokens, too, of the content that begins with their full blocks.
+    #[pyo3(signature = (tenant, *, salt = None, adapter = b"".as_slice(), tokens = b"".as_slice()))]
+    fn begin_reset(
+        &mut self,
+        py: Python<'_>,
+        tenant: &str,
+        salt: Option<&[u8]>,
+        adapter: &[u8],
+        tokens: &[u8],
+    ) -> PyResult<PyReset> {
+        let namespace = salt.map(|salt| namespace_of(salt, adapter));
         let tokens = ids(tokens)?;
-        self.changing(py, |books| books.begin_reset(tenant.as_bytes(), salt, &tokens)).map(PyReset)
+        self.changing(py, |books| books.begin_reset(tenant.as_bytes(), namespace.as_ref(), &tokens)).map(PyReset)
     }
 
     /// Drops the next part of a reset's content for a caller: returns the numbers of blocks and pins; None if all is

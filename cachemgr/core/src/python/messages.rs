@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use crate::books::plans::{Admission, GrantedStep, PromptHashes, RefusedItem};
 use crate::books::resetting::Reset;
 use crate::cache::journal::Known;
-use crate::cache::prefix::Hash;
+use crate::cache::prefix::{Hash, Namespace};
 use crate::python::convert::{decoded, refusal_of, to_python};
 use crate::wire::answers::{self, Grantor, item_number};
 use crate::wire::{messages, requests};
@@ -51,14 +51,14 @@ impl PyPlanRequest {
 
     /// Computes the next hashes of its prompts, at most so many. True if the plan would still compute more than that.
     ///
-    /// `root_of`: the root of a prompt with a salt and the tenant of its admission. Prompts of more than `most_tokens`
+    /// `root_of`: the root of a prompt in a namespace, with the tenant of its admission. Prompts of more than `most_tokens`
     /// are refused by their length.
     pub fn hash_part(
         &mut self,
         most: usize,
         block_size: usize,
         most_tokens: usize,
-        root_of: impl Fn(&[u8], Option<&str>) -> Hash,
+        root_of: impl Fn(&Namespace, Option<&str>) -> Hash,
     ) -> bool {
         let hashed = |admission: &messages::Admission| match admission.token_ids.len() {
             num_tokens if num_tokens <= most_tokens => num_tokens / block_size,
@@ -72,7 +72,8 @@ impl PyPlanRequest {
         let mut left = most;
         for (index, admission) in self.message.admissions.iter().enumerate() {
             if self.hashes.len() == index {
-                self.hashes.push(PromptHashes::new(root_of(&admission.salt, admission.tenant.as_deref())));
+                let namespace = Namespace { salt: admission.salt.clone(), adapter: admission.adapter.clone() };
+                self.hashes.push(PromptHashes::new(root_of(&namespace, admission.tenant.as_deref())));
             }
             let tokens = &admission.token_ids[..hashed(admission) * block_size];
             left -= self.hashes[index].extend(tokens, block_size, left);

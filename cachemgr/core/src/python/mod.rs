@@ -20,7 +20,7 @@ use crate::books::lease::expiry::GRACE_S;
 use crate::cache::eviction::policies::POLICIES;
 use crate::cache::eviction::trial::NUM_CANDIDATES;
 use crate::cache::prefix::Hash;
-use crate::python::convert::geometry_of;
+use crate::python::convert::{geometry_of, namespace_of};
 use crate::wire::bounds;
 
 #[pymodule]
@@ -35,8 +35,10 @@ mod _core {
     use super::*;
 
     #[pyfunction]
-    fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str) -> Hash {
-        crate::cache::prefix::root_hash(tenant.as_bytes(), salt, model_fingerprint.as_bytes())
+    #[pyo3(signature = (tenant, salt, model_fingerprint, adapter = b"".as_slice()))]
+    fn root_hash(tenant: &str, salt: &[u8], model_fingerprint: &str, adapter: &[u8]) -> Hash {
+        let namespace = namespace_of(salt, adapter);
+        crate::cache::prefix::root_hash(tenant.as_bytes(), &namespace, model_fingerprint.as_bytes())
     }
 
     /// A serialised PlanStepsResponse with a serialised PlanStepResponse.
@@ -65,6 +67,7 @@ mod _core {
         module.add("MAX_FORKED_TOKENS", bounds::MAX_FORKED_TOKENS)?;
         module.add("MAX_REQUEST_ID_BYTES", bounds::MAX_REQUEST_ID_BYTES)?;
         module.add("MAX_SALT_BYTES", bounds::MAX_SALT_BYTES)?;
+        module.add("ADAPTER_BYTES", bounds::ADAPTER_BYTES)?;
         module.add("MAX_RANGES", bounds::MAX_RANGES)?;
         module.add("MAX_BREAKPOINTS", bounds::MAX_BREAKPOINTS)?;
         module.add("LEAST_KEEP_S", bounds::LEAST_KEEP_S)?;

@@ -160,6 +160,7 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
         Miss::Unknown => "unknown",
         Miss::BeingComputed => "being_computed",
         Miss::OtherSalt => "other_salt",
+        Miss::OtherAdapter => "other_adapter",
         Miss::OtherTenant(tenant) => {
             other_tenant = Some(tenant_name(books, tenant));
             "other_tenant"

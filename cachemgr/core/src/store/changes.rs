@@ -15,7 +15,7 @@ use crate::books::pins::PinId;
 use crate::books::plans::StepRequest;
 use crate::books::settle::StepReport;
 use crate::cache::accounts::Share;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Namespace};
 use crate::errors::{Failure, Result, broken};
 
 /// One change, with its request's arguments. Times are in seconds of the caller's clock.
@@ -65,7 +65,7 @@ pub enum Change<'a> {
     Pin {
         tenant: Cow<'a, [u8]>,
         tokens: Cow<'a, [i32]>,
-        salt: Cow<'a, [u8]>,
+        namespace: Cow<'a, Namespace>,
         until: f64,
     },
     Unpin {
@@ -80,7 +80,7 @@ pub enum Change<'a> {
     /// A reset of a tenant's content, or of some of it, begins.
     Withhold {
         tenant: Cow<'a, [u8]>,
-        salt: Option<Cow<'a, [u8]>>,
+        namespace: Option<Cow<'a, Namespace>>,
     },
     /// Removes the content of blocks from the cache.
     Drop {
@@ -114,11 +114,11 @@ impl Change<'_> {
             Change::SetShares { default, by_name } => books.set_shares(*default, by_name.clone().into_owned()),
             Change::EnterTenant { name } => drop(books.enter_tenant(name)),
             Change::Advance { now } => books.advance(*now)?,
-            Change::Pin { tenant, tokens, salt, until } => {
-                books.pin_prefix(tenant, tokens, salt, *until)?.map_err(Failure::Refused)?;
+            Change::Pin { tenant, tokens, namespace, until } => {
+                books.pin_prefix(tenant, tokens, namespace, *until)?.map_err(Failure::Refused)?;
             }
             Change::Unpin { pin_id } => drop(books.unpin_prefix(None, pin_id)?),
-            Change::Withhold { tenant, salt } => books.withhold_for(tenant, salt.as_deref()),
+            Change::Withhold { tenant, namespace } => books.withhold_for(tenant, namespace.as_deref()),
             Change::Drop { blocks, now, by } => drop(books.drop_blocks(blocks, *now, by)),
             Change::Reset { first, end, now, by } => drop(books.reset_prefix_cache(*first, *end, *now, by)?),
         }

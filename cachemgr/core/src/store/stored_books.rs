@@ -14,7 +14,7 @@ use crate::books::settle::StepReport;
 use crate::books::tenancy::refuse_new_tenant;
 use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
-use crate::cache::prefix::BlockId;
+use crate::cache::prefix::{BlockId, Namespace};
 use crate::errors::{Failure, Reason, Refusal, Result, broken};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
@@ -240,13 +240,18 @@ impl StoredBooks {
         &mut self,
         tenant: &[u8],
         tokens: &[i32],
-        salt: &[u8],
+        namespace: &Namespace,
         until: f64,
     ) -> Result<std::result::Result<Pin, Refusal>> {
         self.enter_tenant(tenant)?;
-        let pin = self.books.pin_prefix(tenant, tokens, salt, until)?;
+        let pin = self.books.pin_prefix(tenant, tokens, namespace, until)?;
         if pin.is_ok() {
-            self.write(&Change::Pin { tenant: tenant.into(), tokens: tokens.into(), salt: salt.into(), until })?;
+            self.write(&Change::Pin {
+                tenant: tenant.into(),
+                tokens: tokens.into(),
+                namespace: Cow::Borrowed(namespace),
+                until,
+            })?;
         }
         Ok(pin)
     }
@@ -268,9 +273,9 @@ impl StoredBooks {
     }
 
     /// See Reset::begin. Sequences in the host tier do not publish their computed blocks from here on.
-    pub fn begin_reset(&mut self, tenant: &[u8], salt: Option<&[u8]>, tokens: &[i32]) -> Result<Reset> {
-        self.make(&Change::Withhold { tenant: tenant.into(), salt: salt.map(Cow::from) })?;
-        Ok(Reset::begin(&self.books, tenant, salt, tokens))
+    pub fn begin_reset(&mut self, tenant: &[u8], namespace: Option<&Namespace>, tokens: &[i32]) -> Result<Reset> {
+        self.make(&Change::Withhold { tenant: tenant.into(), namespace: namespace.map(Cow::Borrowed) })?;
+        Ok(Reset::begin(&self.books, tenant, namespace, tokens))
     }
 
     /// Drops the next part of a reset: returns the numbers of blocks and pins. None if all is done.

@@ -70,6 +70,8 @@ pub fn encode_grant(plan: &GrantedStep, grantor: &Grantor) -> Vec<u8> {
         given_run_indexes: signed(&plan.given_run_indexes),
         given_token_digests: plan.given_digests.clone(),
         run_draft_counts: signed(&plan.run_draft_counts),
+        adapters: plan.adapters.clone(),
+        run_adapters: signed(&plan.run_adapters),
     };
     grant.encode_to_vec()
 }
@@ -119,6 +121,7 @@ fn reason_of(miss: &Miss) -> MissReason {
         Miss::Unknown => MissReason::Unknown,
         Miss::BeingComputed => MissReason::BeingComputed,
         Miss::OtherSalt => MissReason::OtherSalt,
+        Miss::OtherAdapter => MissReason::OtherAdapter,
         Miss::OtherTenant(_) => MissReason::OtherTenant,
         Miss::WindowLost(_) => MissReason::WindowEvicted,
         Miss::Lost(Loss { cause: Cause::Reset { .. }, .. }) => MissReason::Reset,

@@ -14,6 +14,8 @@ pub const MAX_PLAN_TOKENS: usize = 262_144;
 pub const MAX_FORKED_TOKENS: usize = 8_388_608;
 pub const MAX_REQUEST_ID_BYTES: usize = 64;
 pub const MAX_SALT_BYTES: usize = 64;
+/// The identity of an adapter.
+pub const ADAPTER_BYTES: usize = 32;
 pub const MAX_TENANT_LENGTH: usize = 128;
 /// Ranges of an admission's retention.
 pub const MAX_RANGES: usize = 16;

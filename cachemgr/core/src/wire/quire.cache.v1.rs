@@ -504,6 +504,10 @@ pub struct StepGrant {
     pub given_token_digests: ::prost::alloc::vec::Vec<u8>,
     #[prost(int32, repeated, tag="46")]
     pub run_draft_counts: ::prost::alloc::vec::Vec<i32>,
+    #[prost(bytes="vec", repeated, tag="47")]
+    pub adapters: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    #[prost(int32, repeated, tag="48")]
+    pub run_adapters: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CreateLeaseRequest {
@@ -609,6 +613,8 @@ pub struct ExpectedPrompt {
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
     #[prost(message, optional, tag="4")]
     pub expected_in: ::core::option::Option<::prost_types::Duration>,
+    #[prost(bytes="vec", tag="5")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Retention {
@@ -669,6 +675,8 @@ pub struct Admission {
     pub waits_for_prefix: bool,
     #[prost(bool, tag="12")]
     pub explains_miss: bool,
+    #[prost(bytes="vec", tag="13")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Breakpoint {
@@ -1073,6 +1081,8 @@ pub struct BlockEvent {
     pub salt: ::prost::alloc::vec::Vec<u8>,
     #[prost(bytes="vec", tag="5")]
     pub parent_prefix_hash: ::prost::alloc::vec::Vec<u8>,
+    #[prost(bytes="vec", tag="6")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExplainPrefixRequest {
@@ -1084,6 +1094,8 @@ pub struct ExplainPrefixRequest {
     pub salt: ::prost::alloc::vec::Vec<u8>,
     #[prost(string, optional, tag="4")]
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes="vec", tag="5")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExplainPrefixResponse {
@@ -1163,6 +1175,8 @@ pub struct PinPrefixRequest {
     pub ttl: ::core::option::Option<::prost_types::Duration>,
     #[prost(string, optional, tag="5")]
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes="vec", tag="6")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PinPrefixResponse {
@@ -1228,6 +1242,8 @@ pub struct LookupPrefixRequest {
     pub salt: ::prost::alloc::vec::Vec<u8>,
     #[prost(string, optional, tag="4")]
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes="vec", tag="5")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LookupPrefixResponse {
@@ -1255,6 +1271,8 @@ pub struct ResetPrefixCacheRequest {
     pub salt: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
     #[prost(int32, repeated, tag="4")]
     pub token_ids: ::prost::alloc::vec::Vec<i32>,
+    #[prost(bytes="vec", tag="5")]
+    pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResetPrefixCacheResponse {
@@ -1573,6 +1591,7 @@ pub enum MissReason {
     OtherTenant = 7,
     WindowEvicted = 8,
     Unknown = 9,
+    OtherAdapter = 10,
 }
 impl MissReason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -1591,6 +1610,7 @@ impl MissReason {
             Self::OtherTenant => "MISS_REASON_OTHER_TENANT",
             Self::WindowEvicted => "MISS_REASON_WINDOW_EVICTED",
             Self::Unknown => "MISS_REASON_UNKNOWN",
+            Self::OtherAdapter => "MISS_REASON_OTHER_ADAPTER",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -1606,6 +1626,7 @@ impl MissReason {
             "MISS_REASON_OTHER_TENANT" => Some(Self::OtherTenant),
             "MISS_REASON_WINDOW_EVICTED" => Some(Self::WindowEvicted),
             "MISS_REASON_UNKNOWN" => Some(Self::Unknown),
+            "MISS_REASON_OTHER_ADAPTER" => Some(Self::OtherAdapter),
             _ => None,
         }
     }

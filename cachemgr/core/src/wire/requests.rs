@@ -8,11 +8,12 @@ use crate::books::plans::{
     Admission, Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim,
 };
 use crate::books::settle::{StepOutcome, StepReport};
+use crate::cache::prefix::Namespace;
 use crate::errors::Result;
 use crate::wire::bounds::{
-    LEAST_KEEP_S, MAX_BREAKPOINTS, MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_KEEP_S, MAX_PLAN_ITEMS, MAX_PLAN_TOKENS,
-    MAX_RANGES, MAX_REQUEST_ID_BYTES, MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes, check_count,
-    check_length, check_parallel, level, not_negative, refused, shown_seconds,
+    ADAPTER_BYTES, LEAST_KEEP_S, MAX_BREAKPOINTS, MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_KEEP_S, MAX_PLAN_ITEMS,
+    MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES, MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes,
+    check_count, check_length, check_parallel, level, not_negative, refused, shown_seconds,
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
 
@@ -127,11 +128,12 @@ fn return_hint(hint: &messages::ReturnHint) -> Result<ReturnHint> {
 
 /// A prompt that no sequence of `most_tokens` can have is not kept: nothing can be found of it.
 fn expected_prompt(message: messages::ExpectedPrompt, most_tokens: usize) -> Result<ExpectedPrompt> {
-    check_root("expected_prompts", &message.salt, message.tenant.as_deref())?;
+    let namespace = namespace("expected_prompts", message.salt, message.adapter)?;
+    check_tenant("expected_prompts", message.tenant.as_deref())?;
     Ok(ExpectedPrompt {
         expected_in: expected_seconds("expected_prompts.expected_in", message.expected_in.as_ref())?,
         tokens: if message.token_ids.len() > most_tokens { Vec::new() } else { message.token_ids },
-        salt: message.salt,
+        namespace,
         tenant: message.tenant.map(String::into_bytes),
     })
 }
@@ -148,9 +150,17 @@ fn expected_seconds(field: &str, duration: Option<&Duration>) -> Result<f64> {
     }
 }
 
-/// The salt and the tenant of a prompt, by which its prefix hashes begin.
-fn check_root(field: &str, salt: &[u8], tenant: Option<&str>) -> Result<()> {
+/// The salt and the adapter of a prompt.
+pub fn namespace(field: &str, salt: Vec<u8>, adapter: Vec<u8>) -> Result<Namespace> {
     check_bytes(&format!("{field}.salt"), salt.len(), MAX_SALT_BYTES)?;
+    if !adapter.is_empty() && adapter.len() != ADAPTER_BYTES {
+        let limit = format!("empty, or {ADAPTER_BYTES} bytes");
+        return refused(&format!("{field}.adapter"), format!("{} bytes", adapter.len()), limit);
+    }
+    Ok(Namespace { salt, adapter })
+}
+
+fn check_tenant(field: &str, tenant: Option<&str>) -> Result<()> {
     tenant.map_or(Ok(()), |tenant| check_length(&format!("{field}.tenant"), tenant, MAX_TENANT_LENGTH))
 }
 
@@ -239,7 +249,8 @@ fn restore(restore: &messages::Restore) -> Result<Restore> {
 pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) -> Result<Admission> {
     let max_compute = not_negative(&format!("{field}.max_compute_token_count"), message.max_compute_token_count)?;
     let mut reserved_tokens = not_negative(&format!("{field}.reserved_token_count"), message.reserved_token_count)?;
-    check_root(field, &message.salt, message.tenant.as_deref())?;
+    let namespace = namespace(field, message.salt, message.adapter)?;
+    check_tenant(field, message.tenant.as_deref())?;
     let mut tokens = message.token_ids;
     let num_tokens = tokens.len();
     if num_tokens > most_tokens {
@@ -252,7 +263,7 @@ pub fn admission(message: messages::Admission, most_tokens: usize, field: &str) 
         seq_id: message.sequence_id.into(),
         tokens,
         max_compute,
-        salt: message.salt,
+        namespace,
         reserved_tokens,
         retention: retention(&message.retention, &format!("{field}.retention"))?,
         resumed: message.resumed,

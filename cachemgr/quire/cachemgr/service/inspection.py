@@ -198,7 +198,7 @@ class Inspection:
         salt, tokens = messages.decode_reset_scope(request, ledger.geometry)
         if request.HasField("tenant") or salt is not None:
             tenant = tenant_asked_for("ResetPrefixCache", request)
-            reset = ledger.begin_reset(tenant, salt=salt, tokens=tokens)
+            reset = ledger.begin_reset(tenant, salt=salt, adapter=request.adapter, tokens=tokens)
             parts = parts_of_reset(ledger, reset, self._clock(), by=caller().name)
         else:
             require_role("ResetPrefixCache", Role.OPERATOR)
@@ -217,7 +217,7 @@ class Inspection:
     ) -> cache_service_pb2.LookupPrefixResponse:
         pools = self._pools.pools(request.pool)
         tokens, tenant = prefix_asked_for("LookupPrefix", request, pools)
-        parts = [partial(match_of, pool, tokens, salt=request.salt, tenant=tenant) for pool in pools]
+        parts = [partial(match_of, pool, tokens, request, tenant) for pool in pools]
         matches = [match async for match in in_turns(parts)]
         matches.sort(key=lambda match: -match.cached_token_count)
         return cache_service_pb2.LookupPrefixResponse(matches=matches)
@@ -229,7 +229,9 @@ class Inspection:
         pool = self._pools.pool(request.pool)
         tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
         ledger = pool.ledger
-        explanation = ledger.inspector.explain(tokens, salt=request.salt, tenant=tenant, with_other_tenants=sees_all())
+        explanation = ledger.inspector.explain(
+            tokens, salt=request.salt, adapter=request.adapter, tenant=tenant, with_other_tenants=sees_all()
+        )
         offset_s = self._pools.wall_clock_offset_s()
         response = messages.encode_explanation(explanation, ledger, offset_s=offset_s)
         if explanation.reset_by is not None and (sees_all() or explanation.reset_by == tenant):
@@ -263,7 +265,7 @@ def prefix_asked_for(
     tenant = tenant_asked_for(method, request)
     geometries = [pool.ledger.geometry for pool in pools]
     longest = max((geometry.max_tokens for geometry in geometries), default=1)
-    return messages.decode_prefix(request.token_ids[:longest], request.salt, geometries), tenant
+    return messages.decode_prefix(request.token_ids[:longest], request.salt, request.adapter, geometries), tenant
 
 
 def parts_of_whole_reset(ledger: Ledger, now: float, *, by: str) -> Iterator[Callable[[], tuple[int, int]]]:
@@ -290,11 +292,16 @@ def parts_of_reset(ledger: Ledger, reset: Reset, now: float, *, by: str) -> Iter
         yield drop
 
 
-def match_of(pool: AttachedPool, tokens: bytes, *, salt: bytes, tenant: str) -> cache_service_pb2.PrefixMatch:
-    """How much of a prefix a pool holds."""
+def match_of(
+    pool: AttachedPool, tokens: bytes, request: cache_service_pb2.LookupPrefixRequest, tenant: str
+) -> cache_service_pb2.PrefixMatch:
+    """How much of a prefix a pool holds: of these tokens of the request, for a tenant."""
+    num_cached_tokens = pool.ledger.inspector.num_cached_tokens(
+        tokens, salt=request.salt, adapter=request.adapter, tenant=tenant
+    )
     return cache_service_pb2.PrefixMatch(
         pool=pool.ledger.pool,
-        cached_token_count=pool.ledger.inspector.num_cached_tokens(tokens, salt=salt, tenant=tenant),
+        cached_token_count=num_cached_tokens,
         block_counts=messages.counts_of(pool.ledger),
         worker_address=pool.worker_address,
     )

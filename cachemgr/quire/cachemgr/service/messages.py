@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import (
+    ADAPTER_BYTES,
     MAX_LAYER_GROUPS,
     MAX_REQUEST_ID_BYTES,
     MAX_SALT_BYTES,
@@ -73,6 +74,7 @@ MISS_REASONS = {
     "reset": cache_service_pb2.MISS_REASON_RESET,
     "being_computed": cache_service_pb2.MISS_REASON_BEING_COMPUTED,
     "other_salt": cache_service_pb2.MISS_REASON_OTHER_SALT,
+    "other_adapter": cache_service_pb2.MISS_REASON_OTHER_ADAPTER,
     "other_tenant": cache_service_pb2.MISS_REASON_OTHER_TENANT,
     "window_evicted": cache_service_pb2.MISS_REASON_WINDOW_EVICTED,
 }
@@ -438,6 +440,11 @@ def check_salt(name: str, salt: bytes) -> None:
         raise CallRefused(invalid(name, f"{len(salt)} bytes", f"at most {MAX_SALT_BYTES} bytes"))
 
 
+def check_adapter(adapter: bytes) -> None:
+    if adapter and len(adapter) != ADAPTER_BYTES:
+        raise CallRefused(invalid("adapter", f"{len(adapter)} bytes", f"empty, or {ADAPTER_BYTES} bytes"))
+
+
 def require_not_negative(name: str, value: int) -> None:
     if value < 0:
         raise CallRefused(invalid(name, value, "at least 0"))
@@ -449,12 +456,13 @@ def check_page_token(token: str, form: str) -> None:
         raise CallRefused(invalid("page_token", repr(token[:MAX_POOL_NAME_LENGTH]), "one from an earlier answer"))
 
 
-def decode_prefix(token_ids: Sequence[int], salt: bytes, pools: Sequence[Geometry]) -> bytes:
+def decode_prefix(token_ids: Sequence[int], salt: bytes, adapter: bytes, pools: Sequence[Geometry]) -> bytes:
     """The tokens of a prefix in a request; at least one of the pools could have a sequence of them.
 
     Raises CallRefused (INVALID_ARGUMENT, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE).
     """
     check_salt("salt", salt)
+    check_adapter(adapter)
     if not token_ids:
         raise CallRefused(refuse(Reason.EMPTY_PROMPT, "token_ids is empty; at least 1 is needed"))
     if not pools:
@@ -470,16 +478,19 @@ def decode_reset_scope(
 ) -> tuple[bytes | None, bytes]:
     """The salt and tokens of a reset: no salt means any; tokens, if there are any, fill at least one block.
 
+    With an adapter, a salt that is not given is the empty one.
+
     Raises CallRefused (INVALID_ARGUMENT, TOKEN_OUT_OF_RANGE).
     """
-    salt = request.salt if request.HasField("salt") or request.token_ids else None
+    salt = request.salt if request.HasField("salt") or request.token_ids or request.adapter else None
     check_salt("salt", salt or b"")
+    check_adapter(request.adapter)
     if not request.token_ids:
         return salt, b""
     if len(request.token_ids) < geometry.block_size:
         limit = f"none, or at least {geometry.block_size} tokens, a full block"
         raise CallRefused(invalid("token_ids", f"{len(request.token_ids)} tokens", limit))
-    return salt, decode_prefix(request.token_ids, request.salt, [geometry])
+    return salt, decode_prefix(request.token_ids, request.salt, request.adapter, [geometry])
 
 
 def check_vocabulary(tokens: bytes, vocab_size: int) -> None:

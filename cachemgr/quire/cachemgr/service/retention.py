@@ -76,11 +76,13 @@ class Keeping:
         self, request: cache_service_pb2.PinPrefixRequest, context: Context
     ) -> cache_service_pb2.PinPrefixResponse:
         ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_for("PinPrefix", request)
-        tokens = messages.decode_prefix(request.token_ids, request.salt, [ledger.geometry])
+        tokens = messages.decode_prefix(request.token_ids, request.salt, request.adapter, [ledger.geometry])
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))
-        pin = ledger.pin_prefix(tokens, salt=request.salt, tenant=tenant, ttl_s=ttl_s, now=self._clock())
+        pin = ledger.pin_prefix(
+            tokens, salt=request.salt, adapter=request.adapter, tenant=tenant, ttl_s=ttl_s, now=self._clock()
+        )
         use = ledger.inspector.tenant_use(tenant)
         assert use is not None, "a tenant with a pin is known"
         response = cache_service_pb2.PinPrefixResponse(

@@ -220,6 +220,8 @@ class PrefixReplica:
         if before is not None:
             del self._content_of[block.block_id]
             self._count(*before, -1)
+        if event.adapter:
+            return  # a router's prompts are for the base model
         if block.prefix_hash and event.token_ids:
             if block.prefix_hash not in self._nodes:
                 self._add(event)

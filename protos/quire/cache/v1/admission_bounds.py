@@ -5,6 +5,8 @@ core; a test compares the two. No gRPC: any side may import this.
 """
 
 MAX_SALT_BYTES = 64
+ADAPTER_BYTES = 32
+"""Of the identity of an adapter."""
 MAX_RANGES = 16
 """Of an admission's retention."""
 LEAST_PRIORITY, MOST_PRIORITY = 1, 9

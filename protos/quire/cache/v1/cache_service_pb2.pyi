@@ -228,6 +228,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """Evicted, dropped or never computed: the server has forgotten losses, and that
     of the block could be one of these.
     """
+    MISS_REASON_OTHER_ADAPTER: _MissReason.ValueType  # 10
+    """The block is cached with another adapter, or with none, for the same tenant."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """The reason why a block of a prefix is not in the cache."""
@@ -258,6 +260,8 @@ MISS_REASON_UNKNOWN: MissReason.ValueType  # 9
 """Evicted, dropped or never computed: the server has forgotten losses, and that
 of the block could be one of these.
 """
+MISS_REASON_OTHER_ADAPTER: MissReason.ValueType  # 10
+"""The block is cached with another adapter, or with none, for the same tenant."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
@@ -603,6 +607,7 @@ class ExpectedPrompt(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EXPECTED_IN_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
     """As in the admission to come, up to 64 bytes."""
     tenant: _builtins.str
@@ -610,6 +615,8 @@ class ExpectedPrompt(_message.Message):
     lease. No effect for a tenant that the caller may not name, or that the pool does
     not know.
     """
+    adapter: _builtins.bytes
+    """As in the admission to come: empty, or 32 bytes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens. A prompt longer than the longest sequence of the pool has no effect.
@@ -629,10 +636,11 @@ class ExpectedPrompt(_message.Message):
         salt: _builtins.bytes = ...,
         tenant: _builtins.str | None = ...,
         expected_in: _duration_pb2.Duration | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "expected_in", b"expected_in", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "expected_in", b"expected_in", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "adapter", b"adapter", "expected_in", b"expected_in", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -817,6 +825,7 @@ class Admission(_message.Message):
     BREAKPOINTS_FIELD_NUMBER: _builtins.int
     WAITS_FOR_PREFIX_FIELD_NUMBER: _builtins.int
     EXPLAINS_MISS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The new sequence."""
     max_compute_token_count: _builtins.int
@@ -859,6 +868,14 @@ class Admission(_message.Message):
     """True: if not all full blocks of the tokens are found, the answer has the reason
     for the first miss, in admitted_misses.
     """
+    adapter: _builtins.bytes
+    """The identity of the adapter that the sequence is computed with, for its whole
+    life: Adapter.identity in the answer of the worker's GetModel, 32 bytes. Its
+    forks have the same. It separates prefixes, as the salt does. Empty: the base
+    model alone. cachemgr does not know a worker's adapters: the worker refuses the
+    step of a sequence with an adapter that it does not have. Other lengths are
+    refused (INVALID_ARGUMENT).
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens, at least one. A prompt longer than the longest sequence of the pool
@@ -892,10 +909,11 @@ class Admission(_message.Message):
         breakpoints: _abc.Iterable[Global___Breakpoint] | None = ...,
         waits_for_prefix: _builtins.bool = ...,
         explains_miss: _builtins.bool = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "breakpoints", b"breakpoints", "cache_use", b"cache_use", "explains_miss", b"explains_miss", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "waits_for_prefix", b"waits_for_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "adapter", b"adapter", "breakpoints", b"breakpoints", "cache_use", b"cache_use", "explains_miss", b"explains_miss", "max_compute_token_count", b"max_compute_token_count", "reserved_token_count", b"reserved_token_count", "resumed", b"resumed", "retention", b"retention", "salt", b"salt", "sequence_id", b"sequence_id", "tenant", b"tenant", "token_ids", b"token_ids", "waits_for_prefix", b"waits_for_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -2227,6 +2245,7 @@ class BlockEvent(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     PARENT_PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     kind: Global___BlockEventKind.ValueType
     """The kind of change."""
     salt: _builtins.bytes
@@ -2234,6 +2253,10 @@ class BlockEvent(_message.Message):
     parent_prefix_hash: _builtins.bytes
     """The prefix hash of the block before it, under the same condition. Empty for a
     first block.
+    """
+    adapter: _builtins.bytes
+    """The identity of the adapter that it was computed with, under the same condition.
+    Empty: none.
     """
     @_builtins.property
     def block(self) -> Global___Block:
@@ -2255,10 +2278,11 @@ class BlockEvent(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         salt: _builtins.bytes = ...,
         parent_prefix_hash: _builtins.bytes = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "kind", b"kind", "parent_prefix_hash", b"parent_prefix_hash", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block", b"block", "kind", b"kind", "parent_prefix_hash", b"parent_prefix_hash", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2274,6 +2298,7 @@ class ExplainPrefixRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     salt: _builtins.bytes
@@ -2282,6 +2307,8 @@ class ExplainPrefixRequest(_message.Message):
     """The tenant of the prefix. Unset: the caller's. Another tenant is for operators
     and gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
+    adapter: _builtins.bytes
+    """As in Admission."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one. Those beyond the longest sequence of the pool are
@@ -2295,10 +2322,11 @@ class ExplainPrefixRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         salt: _builtins.bytes = ...,
         tenant: _builtins.str | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "adapter", b"adapter", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -2525,6 +2553,7 @@ class PinPrefixRequest(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     salt: _builtins.bytes
@@ -2535,6 +2564,8 @@ class PinPrefixRequest(_message.Message):
     Unset: the caller's. Another's for operators and gateways only
     (PERMISSION_DENIED, ROLE_MISSING).
     """
+    adapter: _builtins.bytes
+    """As in Admission."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one, and at most as many as a sequence of the pool can
@@ -2555,10 +2586,11 @@ class PinPrefixRequest(_message.Message):
         salt: _builtins.bytes = ...,
         ttl: _duration_pb2.Duration | None = ...,
         tenant: _builtins.str | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "adapter", b"adapter", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -2771,6 +2803,7 @@ class LookupPrefixRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Only this pool. Empty: all pools."""
     salt: _builtins.bytes
@@ -2779,6 +2812,8 @@ class LookupPrefixRequest(_message.Message):
     """The tenant of the prefix. Unset: the caller's. Another tenant is for operators
     and gateways only (PERMISSION_DENIED, ROLE_MISSING).
     """
+    adapter: _builtins.bytes
+    """As in Admission."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, at least one. Those beyond the longest sequence of these pools are
@@ -2793,10 +2828,11 @@ class LookupPrefixRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         salt: _builtins.bytes = ...,
         tenant: _builtins.str | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "adapter", b"adapter", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -2874,6 +2910,7 @@ class ResetPrefixCacheRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     tenant: _builtins.str
@@ -2884,6 +2921,11 @@ class ResetPrefixCacheRequest(_message.Message):
     salt: _builtins.bytes
     """Only content cached under this salt, up to 64 bytes, as in Admission. Unset:
     the empty salt if token_ids are given, else any.
+    """
+    adapter: _builtins.bytes
+    """With a salt, tokens or an adapter, only content that was computed with this
+    adapter, as in Admission; under the empty salt if none is given. Empty: without
+    an adapter.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2902,10 +2944,11 @@ class ResetPrefixCacheRequest(_message.Message):
         tenant: _builtins.str | None = ...,
         salt: _builtins.bytes | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_salt", b"_salt", "_tenant", b"_tenant", "salt", b"salt", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_salt", b"_salt", "_tenant", b"_tenant", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_salt", b"_salt", "_tenant", b"_tenant", "adapter", b"adapter", "pool", b"pool", "salt", b"salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__salt: _TypeAlias = _typing.Literal["salt"]  # noqa: Y015
     _WhichOneofArgType__salt: _TypeAlias = _typing.Literal["_salt", b"_salt"]  # noqa: Y015

@@ -95,6 +95,8 @@ class StepGrant(_message.Message):
     GIVEN_RUN_INDEXES_FIELD_NUMBER: _builtins.int
     GIVEN_TOKEN_DIGESTS_FIELD_NUMBER: _builtins.int
     RUN_DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    RUN_ADAPTERS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name."""
     epoch: _builtins.int
@@ -246,6 +248,16 @@ class StepGrant(_message.Message):
         given_run_indexes, and its token ids from the client are the drafts alone.
         """
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The identities of the adapters of the runs, 32 bytes each, each once."""
+
+    @_builtins.property
+    def run_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The adapter that each run is computed with: 1 plus its index in adapters, 0 for
+        none. Empty (none has one) or parallel to run_sequence_ids.
+        """
+
     def __init__(
         self,
         *,
@@ -280,10 +292,12 @@ class StepGrant(_message.Message):
         given_run_indexes: _abc.Iterable[_builtins.int] | None = ...,
         given_token_digests: _builtins.bytes = ...,
         run_draft_counts: _abc.Iterable[_builtins.int] | None = ...,
+        adapters: _abc.Iterable[_builtins.bytes] | None = ...,
+        run_adapters: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "passed_block_counts", b"passed_block_counts", "passed_layer_groups", b"passed_layer_groups", "passed_sequence_ids", b"passed_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_draft_counts", b"run_draft_counts", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_layer_groups", b"write_layer_groups", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "copy_source_block_ids", b"copy_source_block_ids", "copy_target_block_ids", b"copy_target_block_ids", "epoch", b"epoch", "fork_child_ids", b"fork_child_ids", "fork_parent_ids", b"fork_parent_ids", "given_run_indexes", b"given_run_indexes", "given_token_digests", b"given_token_digests", "known_step_number", b"known_step_number", "lease_id", b"lease_id", "offload_source_block_ids", b"offload_source_block_ids", "offload_target_host_block_ids", b"offload_target_host_block_ids", "offloaded_sequence_ids", b"offloaded_sequence_ids", "passed_block_counts", b"passed_block_counts", "passed_layer_groups", b"passed_layer_groups", "passed_sequence_ids", b"passed_sequence_ids", "pool", b"pool", "released_sequence_ids", b"released_sequence_ids", "restore_source_host_block_ids", b"restore_source_host_block_ids", "restore_target_block_ids", b"restore_target_block_ids", "run_adapters", b"run_adapters", "run_draft_counts", b"run_draft_counts", "run_samples", b"run_samples", "run_sequence_ids", b"run_sequence_ids", "run_starts", b"run_starts", "run_token_counts", b"run_token_counts", "step_number", b"step_number", "term", b"term", "write_block_counts", b"write_block_counts", "write_block_ids", b"write_block_ids", "write_first_indexes", b"write_first_indexes", "write_layer_groups", b"write_layer_groups", "write_sequence_ids", b"write_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

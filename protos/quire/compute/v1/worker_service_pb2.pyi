@@ -174,6 +174,7 @@ class GetModelResponse(_message.Message):
     GEOMETRY_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The display name: the last part of the path, or the hub id."""
     architecture: _builtins.str
@@ -202,6 +203,10 @@ class GetModelResponse(_message.Message):
     def geometry(self) -> _attach_pb2.PoolGeometry:
         """Sizes and identity of the pool and the model."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """The adapters that the worker has for the model, by name."""
+
     def __init__(
         self,
         *,
@@ -217,14 +222,45 @@ class GetModelResponse(_message.Message):
         geometry: _attach_pb2.PoolGeometry | None = ...,
         max_step_tokens: _builtins.int = ...,
         max_logprob_count: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_logprob_count", b"max_logprob_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_logprob_count", b"max_logprob_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter of a worker's model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, for people and clients: 1 to 128 characters of letters, digits, '.',
+    '_', '-', ':' and '/'. Each name once.
+    """
+    identity: _builtins.bytes
+    """The identity of its content, 32 bytes: equal for equal layers, weights and
+    scalings, whatever its name. Admission.adapter takes it.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        identity: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):

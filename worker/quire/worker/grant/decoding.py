@@ -99,10 +99,12 @@ def decode_step(
     max_step_tokens: int,
     max_logprobs: int,
     max_drafts: int = 0,
+    adapters: Mapping[str, bytes] = MappingProxyType({}),
     followed: Mapping[int, Following | Refused] = MappingProxyType({}),
 ) -> AcceptedStep:
     """Decode the client's additions, checked against the grant. Raises Refused (INVALID_ARGUMENT, TOKENS_MISMATCH).
 
+    adapters are the identities of the adapters that the worker has, by name.
     followed has an entry for each sequence with a grammar: the refusal, if it is refused.
     """
     if request.skip:
@@ -111,6 +113,7 @@ def decode_step(
     if num_tokens > max_step_tokens:
         raise invalid("grant.run_token_counts", f"{num_tokens} tokens", f"at most {max_step_tokens} per step")
     check_drafts(grant, max_drafts=max_drafts)
+    check_adapters(grant, adapters)
     tokens: dict[int, Sequence[int]] = {}
     sampling: dict[int, RowSampling] = {}
     scored: dict[int, ScoredTokens] = {}
@@ -166,6 +169,29 @@ def check_drafts(grant: grant_pb2.StepGrant, *, max_drafts: int) -> None:
 def num_drafts(grant: grant_pb2.StepGrant, run: int) -> int:
     """Return the number of drafts of a run."""
     return grant.run_draft_counts[run] if grant.run_draft_counts else 0
+
+
+def check_adapters(grant: grant_pb2.StepGrant, adapters: Mapping[str, bytes]) -> None:
+    """Raises Refused (INVALID_ARGUMENT) for a run with an adapter that this worker does not have."""
+    numbers, num_runs = grant.run_adapters, len(grant.run_sequence_ids)
+    if numbers and len(numbers) != num_runs:
+        raise invalid(
+            "grant.run_adapters", f"{len(numbers)} numbers", f"empty, or {num_runs} numbers as there are runs"
+        )
+    known = frozenset(adapters.values())
+    for run, (seq_id, number) in enumerate(zip(grant.run_sequence_ids, numbers, strict=False)):
+        if not 0 <= number <= len(grant.adapters):
+            raise invalid("grant.run_adapters", f"{number} for sequence {seq_id}", f"0 to {len(grant.adapters)}")
+        if number and (identity := adapter_of(grant, run)) not in known:
+            names = ", ".join(f"{each.hex()} ({name})" for name, each in sorted(adapters.items()))
+            limit = f"one of this worker's adapters: {names}" if names else "empty: this worker has no adapters"
+            raise invalid("adapter", identity.hex(), limit, sequence_id=seq_id)
+
+
+def adapter_of(grant: grant_pb2.StepGrant, run: int) -> bytes:
+    """Return the identity of a run's adapter; empty for none."""
+    number = grant.run_adapters[run] if grant.run_adapters else 0
+    return grant.adapters[number - 1] if number else b""
 
 
 def num_given(grant: grant_pb2.StepGrant, run: int) -> int:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -77,6 +78,37 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """The tokens of a step that take an adapter: its number in the model, and their places in the packed batch.
+
+    `tokens` is a slice if they lie together, else [n] int64.
+    """
+
+    adapter: int
+    tokens: slice | Tensor
+
+
+def tokens_of_adapters(adapters: Sequence[int | None], counts: Sequence[int]) -> tuple[AdapterTokens, ...]:
+    """Return the tokens of each adapter in a step of runs with these adapters, None for none, and so many tokens."""
+    places: dict[int, list[range]] = {}
+    for adapter, (first, end) in zip(adapters, pairwise(accumulate(counts, initial=0)), strict=True):
+        if adapter is None:
+            continue
+        ranges = places.setdefault(adapter, [])
+        if ranges and ranges[-1].stop == first:
+            ranges[-1] = range(ranges[-1].start, end)
+        else:
+            ranges.append(range(first, end))
+    return tuple(AdapterTokens(adapter, _join(ranges)) for adapter, ranges in places.items())
+
+
+def _join(ranges: Sequence[range]) -> slice | Tensor:
+    if len(ranges) == 1:
+        return slice(ranges[0].start, ranges[0].stop)
+    return torch.tensor([place for each in ranges for place in each])
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The batch of one forward. Sizes: T tokens, B sequences, G layer groups, M the most blocks one of them needs.
 
@@ -113,6 +145,8 @@ class StepBatch:
     """The batch needs the model's own forward, because hidden states are read."""
     drafts: DraftCounts | None = None
     draft_logits: Tensor | None = None
+    adapters: tuple[AdapterTokens, ...] = ()
+    """The tokens of sequences with an adapter."""
 
     @property
     def num_tokens(self) -> int:

@@ -363,6 +363,7 @@ class CachedModel(PagedModel):
     """A model that runs with its own attention, over a cache that is the pool."""
 
     takes_any_kv_dtype = False
+    takes_adapters = False
 
     def __init__(self, model: Any, *, layout: CacheLayout, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
         self.state_specs = layout.states

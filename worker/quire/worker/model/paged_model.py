@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.worker.adapters.adapted_model import AdaptedModel, adapt
+from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter
 from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step
 from quire.worker.fusion.fuse import FusionReport
 from quire.worker.fusion.modules import has_own_forward
@@ -17,7 +20,7 @@ from quire.worker.memory.kv_pool import Allocate, KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
 from quire.worker.memory.layer_spec import KeptPerToken, LayerSpec
 from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
-from quire.worker.memory.step_batch import StepBatch
+from quire.worker.memory.step_batch import StepBatch, tokens_of_adapters
 from quire.worker.model.base_model import answering, base_of
 from quire.worker.model.fingerprint import fingerprint
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
@@ -25,6 +28,7 @@ from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
 from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.unsupported_model import first_line
 
 
 class PagedModel:
@@ -34,6 +38,8 @@ class PagedModel:
     """The state that the model keeps per sequence, besides keys and values."""
     takes_any_kv_dtype = True
     """True if a pool may have another dtype than the model."""
+    takes_adapters = True
+    """True if its linear layers have all tokens of a step, in their order."""
     is_deterministic = False
     """True if a token gets the same logits, bit for bit, in any step."""
 
@@ -70,6 +76,7 @@ class PagedModel:
         self.fusion: FusionReport | None = None
         self.modes = Modes()
         """How the parts of its steps run: code that leaves a fast path notes it here."""
+        self.adapters = AdaptedModel()
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
@@ -139,10 +146,38 @@ class PagedModel:
 
     def forward_unconverted(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Return the logits of forward() in the dtype in which the model's output layer gives them."""
-        with torch.inference_mode(), attention_step(self.attention_step(batch, pool)):
+        routed = self.adapters.routing.routed(batch.adapters, batch.num_tokens)
+        with torch.inference_mode(), routed, attention_step(self.attention_step(batch, pool)):
             output = self._model(**self._arguments(batch), logits_to_keep=batch.logit_indices)
             logits: Tensor = output.logits[0]
             return logits
+
+    def add_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Add adapters, once. Raises UnsupportedAdapter if one is not of this model, or fails the self-check with it.
+
+        Cost: some forwards of a few tokens for each adapter.
+        """
+        if not self.takes_adapters:
+            reason = f"{self.architecture} keeps its own attention, which takes a step in parts"
+            raise UnsupportedAdapter(adapters[0].name, reason)
+        self.adapters = adapt(self._model, adapters)
+        for adapter in adapters:
+            self._check_adapter(adapter.name)
+
+    def _check_adapter(self, name: str) -> None:
+        with self.adapters.everywhere(name) as number:
+
+            def forward(batch: StepBatch, pool: KVPool) -> Tensor:
+                tokens = tokens_of_adapters([number] * batch.num_seqs, batch.counts_host)
+                return self.forward(replace(batch, adapters=tokens), pool)
+
+            try:
+                disagreement = self.find_disagreement(forward)
+            except Exception as error:
+                reason = f"the self-check failed with {type(error).__name__}: {first_line(error)}"
+                raise UnsupportedAdapter(name, reason) from error
+        if disagreement is not None:
+            raise UnsupportedAdapter(name, str(disagreement))
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
         """Return the attention of one step."""

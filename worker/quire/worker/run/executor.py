@@ -24,12 +24,20 @@ from quire.cache.v1 import grant_pb2
 from quire.serving.logs import describe_exception
 from quire.worker.device.profiling import StepProfiler, phase
 from quire.worker.device.transfer import Moment, Readback, indices
-from quire.worker.grant.decoding import AcceptedStep, num_drafts
+from quire.worker.grant.decoding import AcceptedStep, adapter_of, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
 from quire.worker.memory.kept_pool import KeptPool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
-from quire.worker.memory.step_batch import DraftCounts, StepBatch, build_step_batch, count_on, max_logits
+from quire.worker.memory.step_batch import (
+    AdapterTokens,
+    DraftCounts,
+    StepBatch,
+    build_step_batch,
+    count_on,
+    max_logits,
+    tokens_of_adapters,
+)
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.graphs import StaticDecode
@@ -656,8 +664,16 @@ class Executor:
                 token_ids=token_ids,
                 drafts=runs.drafts,
             )
+            if step.grant.run_adapters:
+                batch = replace(batch, adapters=self._adapter_tokens(step.grant))
             return replace(batch, keeps_hidden_states=True) if step.scored else batch
         return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws)
+
+    def _adapter_tokens(self, grant: grant_pb2.StepGrant) -> tuple[AdapterTokens, ...]:
+        """The tokens of the step's runs by adapter. There are adapters on a CPU only, which has no static decode."""
+        numbers = self._model.adapters.numbers
+        adapters = [numbers.get(adapter_of(grant, run)) for run in range(len(grant.run_sequence_ids))]
+        return tokens_of_adapters(adapters, grant.run_token_counts)
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""

@@ -18,6 +18,7 @@ import psutil
 import torch
 import transformers
 
+from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device
@@ -170,6 +171,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         layer_groups=config.layer_groups,
         deterministic=config.deterministic,
     )
+    add_adapters(config, model)
     if model.fusion is not None:
         log.info("%s", model.fusion)
     note_choices(config, model)
@@ -227,6 +229,17 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
     return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts, kept)
+
+
+def add_adapters(config: WorkerConfig, model: PagedModel) -> None:
+    """Add the adapters of --lora to the model. Raises ValueError if they need a CPU, or one is not supported."""
+    if not config.lora:
+        return
+    if model.device.type != "cpu":
+        raise ValueError(f"--lora: adapters run on a CPU only, and the device is {model.device}; give --device cpu")
+    model.add_adapters([read_adapter(name, path) for name, path in config.lora])
+    for name, identity in model.adapters.names.items():
+        log.info("adapter %s: %s", name, identity.hex())
 
 
 def borrow(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, *, num_blocks: int) -> KeptPool:

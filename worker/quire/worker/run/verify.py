@@ -20,7 +20,7 @@ group at a time.
 
 A grant does not report that a sequence was trimmed, so a table here may end in blocks that another sequence has by
 now. Hence a lost block is found when its holder reads it next, and not when it is overwritten. The worker has no
-tenants and salts.
+tenants and salts. The digests of a sequence with an adapter begin with that of the adapter.
 
 Where a holder keeps the pool's memory, the records of blocks lie there, too: a slot's is void before a step writes the
 slot, and there again when the step was computed. So a later worker checks the blocks that cachemgr carried over.
@@ -41,7 +41,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.cache.v1 import grant_pb2
-from quire.worker.grant.decoding import AcceptedStep, num_drafts
+from quire.worker.grant.decoding import AcceptedStep, adapter_of, num_drafts
 from quire.worker.grant.gate import SHOWN_LEASE_ID_LENGTH
 from quire.worker.memory.host_pool import HostPool
 from quire.worker.memory.kept_pool import KeptPool
@@ -176,6 +176,12 @@ class GrantedRun:
     end: int
     offset: int
     drafts: list[int] = field(default_factory=list)
+    adapter: bytes = b""
+
+    @property
+    def beginning(self) -> SlotContent:
+        """The content before position 0."""
+        return SlotContent(b"", blake2b(self.adapter, digest_size=DIGEST_BYTES).digest()) if self.adapter else BEGINNING
 
 
 def _tokens_by_sequence(result: StepResult) -> dict[int, list[int]]:
@@ -386,7 +392,9 @@ class OwnershipVerifier:
         ):
             holder, end = (grant.lease_id, seq_id), offset + count
             drafts = list(tokens[end - num_drafts(grant, index) : end])
-            runs.append(GrantedRun(holder, self._sequences[holder], index, start, start + count, offset, drafts))
+            adapter = adapter_of(grant, index)
+            run = GrantedRun(holder, self._sequences[holder], index, start, start + count, offset, drafts, adapter)
+            runs.append(run)
             offset = end
         return runs
 
@@ -470,7 +478,7 @@ class OwnershipVerifier:
     def _before(self, grant: grant_pb2.StepGrant, run: GrantedRun) -> SlotContent:
         """The content of the position before the run, in a group that still has it."""
         if not run.start:
-            return BEGINNING
+            return run.beginning
         index, offset = divmod(run.start - 1, self._block_size)
         block_ids = [table[index] for table in run.sequence.tables if table[index] != NULL_BLOCK]
         for block_id in block_ids:
@@ -494,7 +502,7 @@ class OwnershipVerifier:
             for position, slot in enumerate(found, first):
                 if slot is None:
                     raise self._misread("I6", grant, run, group, position, "is read, and was not computed")
-                before = content[position - 1] if position else BEGINNING
+                before = content[position - 1] if position else run.beginning
                 if before is not None and slot.before != before.upto:
                     raise self._misread("I4", grant, run, group, position, "was computed behind other tokens")
                 content[position] = slot

@@ -67,7 +67,12 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
         geometry = describe_pool(config, loaded)
-        limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
+        limits = StepLimits.of(
+            geometry,
+            max_step_tokens=config.max_step_tokens,
+            max_logprobs=MAX_LOGPROBS,
+            adapters=model.adapters.names,
+        )
         steps = Steps(gate, executor, thread, limits, loaded.grammars, loaded.kept)
         if isinstance(loaded.grammars, Grammars):
             stack.callback(loaded.grammars.close)

@@ -67,6 +67,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             geometry=self._geometry,
             max_step_tokens=self._steps.limits.max_step_tokens,
             max_logprob_count=self._steps.limits.max_logprobs,
+            adapters=[
+                worker_service_pb2.Adapter(name=name, identity=identity)
+                for name, identity in sorted(self._steps.limits.adapters.items())
+            ],
         )
 
     @refusing

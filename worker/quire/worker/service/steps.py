@@ -69,9 +69,18 @@ class StepLimits:
     max_logprobs: int
     max_grant_bytes: int
     max_drafts: int = 0
+    adapters: Mapping[str, bytes] = field(default_factory=dict)
+    """The identities of the adapters, by name."""
 
     @classmethod
-    def of(cls, geometry: attach_pb2.PoolGeometry, *, max_step_tokens: int, max_logprobs: int) -> Self:
+    def of(
+        cls,
+        geometry: attach_pb2.PoolGeometry,
+        *,
+        max_step_tokens: int,
+        max_logprobs: int,
+        adapters: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Self:
         """The limits of a worker with a pool of this geometry."""
         return cls(
             vocab_size=geometry.vocabulary_size,
@@ -80,6 +89,7 @@ class StepLimits:
             max_logprobs=max_logprobs,
             max_grant_bytes=max_grant_bytes(geometry),
             max_drafts=geometry.max_draft_count,
+            adapters=adapters,
         )
 
 
@@ -250,6 +260,7 @@ class Steps:
                 max_step_tokens=self.limits.max_step_tokens,
                 max_logprobs=self.limits.max_logprobs,
                 max_drafts=self.limits.max_drafts,
+                adapters=self.limits.adapters,
                 followed=followed,
             )
         except Refused as refused:

@@ -18,7 +18,7 @@ use crate::cache::groups::Group;
 use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::mixing::SequenceMap;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, Hash, root_hash};
+use crate::cache::prefix::{BlockId, Hash, Namespace, root_hash};
 use crate::cache::tenants::{TenantId, Tenants};
 use crate::errors::{Failure, Reason, Refusal, Result};
 
@@ -43,8 +43,8 @@ pub struct Lease {
     pub computed: Vec<Row>,
     /// Sequences with a reservation.
     pub reserved: Vec<Row>,
-    /// The root used last, by tenant and salt.
-    last_root: Option<(TenantId, Vec<u8>, Hash)>,
+    /// The root used last, by tenant and namespace.
+    last_root: Option<(TenantId, Namespace, Hash)>,
     /// The lease ends this many seconds after it was renewed last.
     pub ttl: f64,
     /// It has ended, and waits for the worker's fence.
@@ -113,15 +113,21 @@ impl Lease {
     }
 
     /// The root of the prefix hashes of a tenant's prompt.
-    pub fn root(&mut self, tenant: TenantId, tenants: &Tenants, salt: &[u8], model_fingerprint: &[u8]) -> Hash {
-        if let Some((known_tenant, known_salt, root)) = &self.last_root
+    pub fn root(
+        &mut self,
+        tenant: TenantId,
+        tenants: &Tenants,
+        namespace: &Namespace,
+        model_fingerprint: &[u8],
+    ) -> Hash {
+        if let Some((known_tenant, known_namespace, root)) = &self.last_root
             && *known_tenant == tenant
-            && known_salt == salt
+            && known_namespace == namespace
         {
             return *root;
         }
-        let root = root_hash(tenants.name(tenant), salt, model_fingerprint);
-        self.last_root = Some((tenant, salt.to_vec(), root));
+        let root = root_hash(tenants.name(tenant), namespace, model_fingerprint);
+        self.last_root = Some((tenant, namespace.clone(), root));
         root
     }
 }
@@ -131,11 +137,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_root_is_of_tenant_salt_and_model_whatever_was_asked_before() {
+    fn a_root_is_of_tenant_namespace_and_model_whatever_was_asked_before() {
         let (mut lease, mut tenants) = (Lease::default(), Tenants::default());
         for (name, salt) in [("t", "x"), ("t", "x"), ("u", "x"), ("u", ""), ("t", ""), ("t", "y"), ("t", "x")] {
-            let (tenant, salt) = (tenants.enter(name.as_bytes()), salt.as_bytes());
-            assert_eq!(lease.root(tenant, &tenants, salt, b"f"), root_hash(name.as_bytes(), salt, b"f"));
+            let (tenant, salt) = (tenants.enter(name.as_bytes()), salt.into());
+            assert_eq!(lease.root(tenant, &tenants, &salt, b"f"), root_hash(name.as_bytes(), &salt, b"f"));
         }
     }
 }

@@ -34,7 +34,7 @@ impl StepPlanner<'_> {
         refuse_if!(refuse_new(seq_id, self.lease, self.table, geometry));
         refuse_if!(self.room_for(tenant).refuse_impossible(admission));
         refuse_if!(self.budget.refuse_spent(seq_id));
-        let root = self.lease.root(tenant, self.tenants, &admission.salt, &geometry.model_fingerprint);
+        let root = self.lease.root(tenant, self.tenants, &admission.namespace, &geometry.model_fingerprint);
         let known = known.filter(|known| known.root == root).cloned();
         let mut prompt = known.unwrap_or_else(|| PromptHashes::new(root));
         prompt.extend(tokens, geometry.block_size, usize::MAX);
@@ -65,14 +65,14 @@ impl StepPlanner<'_> {
         let kept = self.kept_of(admission);
         self.use_prefix(tenant, &kept, &tables, &hashes[..num_found]);
         if cache_use.writes() {
-            self.pool.records.roots.enter(&root, tenant, &admission.salt);
+            self.pool.records.roots.enter(&root, tenant, &admission.namespace);
             enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
         let new = NewSequence {
             seq_id: seq_id as i32,
             tenant,
             root,
-            salt: admission.salt.clone(),
+            namespace: admission.namespace.clone(),
             cache_use,
             tokens: tokens.clone(),
             hashes: &hashes,
@@ -231,7 +231,7 @@ mod tests {
             assert_eq!(bench.0.violations(), [""; 0]);
             (plan.admitted_cached_counts, bench.0.state(None))
         };
-        let root = root_hash(b"", b"", b"f");
+        let root = root_hash(b"", &b"".into(), b"f");
         let (known, state) = planned(None);
         assert_eq!(known, [6]);
         for most in 0..4 {
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(bench.admit(2, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0], "not what a step fills");
         bench.settle();
         assert_eq!(bench.admit(3, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0], "nor what one has filled");
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b""), 0);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), 0);
         assert_eq!(reasons(&bench.fork(1, &[4], 4)), [(PlanItem::Fork, 4, Reason::PositionOutOfRange)]);
         assert_eq!(reasons(&bench.trim(1, 3)), [(PlanItem::Trim, 1, Reason::PositionOutOfRange)]);
         assert_eq!(reasons(&bench.fork(1, &[4], 5)), []);
@@ -378,12 +378,12 @@ mod tests {
         bench.settle();
         assert_eq!(bench.plan(StepRequest::default()).passed_counts, [3]);
         bench.settle();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], b"", b""), 4);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], &b"".into(), b""), 4);
         bench.admit(2, &[50, 51, 52, 53, 54]);
         bench.settle();
         bench.release(&[2]);
         bench.settle();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], b"", b""), 0, "the window was evicted");
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 60], &b"".into(), b""), 0, "the window was evicted");
         assert_eq!(bench.0.counters().recomputed_tokens, 0);
         bench.admit(3, &[1, 2, 3, 4, 60]);
         assert_eq!(bench.0.counters().recomputed_tokens, 4);

@@ -22,7 +22,7 @@ impl StepPlanner<'_> {
         let named = prompt.tenant.as_ref().map_or(Some(lease_tenant), |name| self.tenants.find(name));
         let Some(tenant) = named.filter(|tenant| names_tenants || *tenant == lease_tenant) else { return };
         let num_sharable = self.geometry.num_sharable(prompt.tokens.len(), CacheUse::ReadAndWrite);
-        let root = self.lease.root(tenant, self.tenants, &prompt.salt, &self.geometry.model_fingerprint);
+        let root = self.lease.root(tenant, self.tenants, &prompt.namespace, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         let block_size = self.geometry.block_size;
         chain_hashes(root, &prompt.tokens[..num_sharable * block_size], block_size, &mut hashes);
@@ -227,7 +227,7 @@ mod tests {
         bench.release(&[1, 2, 3]);
         bench.plan(expecting(vec![expected(&[2; 9], 1.0), expected(&[1; 4], 1.0), expected(&[3; 9], 1.0)]));
         bench.settle();
-        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 9], b"", b""));
+        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 9], &b"".into(), b""));
         bench.admit(4, &[4; 6]);
         bench.admit(5, &[5; 4]);
         assert_eq!(cached(&bench), [2, 4, 0], "the last token is always computed, so one block of [1; 4] is found");
@@ -284,7 +284,7 @@ mod tests {
         let mut bench = computed(&[1; 5], vec![]);
         bench.0.enter_tenant(b"x");
         let of = |tenant: &[u8]| ExpectedPrompt { tenant: Some(tenant.to_vec()), ..expected(&[1; 5], 1.0) };
-        let salted = ExpectedPrompt { salt: b"s".to_vec(), ..expected(&[1; 5], 1.0) };
+        let salted = ExpectedPrompt { namespace: b"s".into(), ..expected(&[1; 5], 1.0) };
         let nothing = [of(b"x"), of(b"unknown"), salted, expected(&[], 1.0), expected(&[1; 2], 1.0)];
         bench.plan(StepRequest { names_tenants: true, ..expecting(nothing.to_vec()) });
         assert_eq!(levels(&bench, 1), [UNADVISED; 3]);
@@ -311,7 +311,7 @@ mod tests {
         bench.settle();
         bench.release(&[3, 2, 1]);
         bench.settle();
-        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 5], b"", b""));
+        let cached = |bench: &Bench| [1, 2, 3].map(|token| bench.0.num_cached_tokens(&[token; 5], &b"".into(), b""));
         bench.admit(4, &[4; 4]);
         assert_eq!(cached(&bench), [4, 4, 0]);
         bench.admit(5, &[5; 4]);

@@ -186,6 +186,7 @@ impl StepPlanner<'_> {
     fn enter_run(&mut self, row: Row, start: usize, end: usize, samples: bool) {
         let (sequence, plan) = (self.table.get(row), &mut self.plan);
         let seq_id = sequence.seq_id;
+        plan.adapt(&sequence.namespace.adapter);
         plan.run_seq_ids.push(seq_id);
         plan.run_starts.push(start as u32);
         plan.run_token_counts.push((end - start) as u32);
@@ -270,9 +271,9 @@ mod tests {
         });
         assert_eq!((plan.copy_sources, plan.admitted_cached_counts), (vec![], vec![2]));
         bench.0.settle("a", &bench.report("a")).unwrap();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b""), 2);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), 2);
         bench.settle();
-        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 8, 5], b"", b""), 4);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 8, 5], &b"".into(), b""), 4);
         assert_eq!(bench.0.violations(), [""; 0]);
     }
 
@@ -337,7 +338,7 @@ mod tests {
         bench.settle();
         assert_eq!((bench.0.num_rows(), bench.0.violations()), (0, vec![]));
         assert_eq!(
-            bench.0.num_cached_tokens(&[1, 2, 3, 9, 9, 9], b"", b""),
+            bench.0.num_cached_tokens(&[1, 2, 3, 9, 9, 9], &b"".into(), b""),
             4,
             "a fifth token was accepted, not a sixth"
         );

@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(plan.given_run_indexes, [0], "the worker has forgotten the token");
         assert_eq!((blocks.len(), bench.sequence(1).num_writable, host_counts(&bench)), (3, 0, (4, 0, 2)));
         bench.settle();
-        let num_cached = bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], b"", b"");
+        let num_cached = bench.0.num_cached_tokens(&[1, 2, 3, 4, 9], &b"".into(), b"");
         assert_eq!((host_counts(&bench), num_cached), ((6, 0, 0), 0), "a reset was about these blocks");
         assert_eq!(reasons(&bench.extend(1, 1, &[])), []);
         bench.settle();
@@ -301,7 +301,7 @@ mod tests {
         bench.0.settle("a", &bench.report("a")).unwrap();
         assert_eq!(bench.sequence(1).num_computed, 3, "not beyond the trim");
         bench.settle();
-        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], b"", b"")), (vec![], 4));
+        assert_eq!((bench.0.violations(), bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b"")), (vec![], 4));
     }
 
     #[test]

@@ -173,7 +173,7 @@ mod tests {
     }
 
     fn num_found(bench: &Bench, tokens: &[i32]) -> usize {
-        bench.0.num_cached_tokens(tokens, b"", b"")
+        bench.0.num_cached_tokens(tokens, &b"".into(), b"")
     }
 
     #[test]
@@ -249,7 +249,7 @@ mod tests {
     }
 
     fn hashes(tokens: &[i32]) -> Vec<Hash> {
-        let (mut hashes, root) = (Vec::new(), crate::cache::prefix::root_hash(b"", b"", b"f"));
+        let (mut hashes, root) = (Vec::new(), crate::cache::prefix::root_hash(b"", &b"".into(), b"f"));
         crate::cache::prefix::chain_hashes(root, tokens, 2, &mut hashes);
         hashes
     }

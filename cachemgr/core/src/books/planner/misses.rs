@@ -1,6 +1,6 @@
 //! Why admissions find no more, and those that wait for what other leases compute.
 
-use crate::books::explainer::{Explainer, is_being_filled};
+use crate::books::explainer::{Asked, Explainer, is_being_filled};
 use crate::books::hits::Prefix;
 use crate::books::miss::Miss;
 use crate::books::planner::StepPlanner;
@@ -54,7 +54,8 @@ impl StepPlanner<'_> {
         } else {
             let mut explainer = Explainer { geometry: self.geometry, pool: self.pool, num_left: self.num_explained };
             let tokens = &admission.tokens[..(index + 1) * size];
-            let miss = explainer.explain(tokens, root, &missing, group, Some(tenant), false);
+            let asked = Asked { tokens, root, adapter: &admission.namespace.adapter, tenant: Some(tenant) };
+            let miss = explainer.explain(&asked, &missing, group, false);
             self.num_explained = explainer.num_left;
             miss
         };
@@ -205,7 +206,7 @@ mod tests {
         let tokens: Vec<i32> = (1..10).collect();
         cache(&mut bench, "a", &tokens, 1.0);
         let index = bench.0.pool().index();
-        let root = crate::cache::prefix::root_hash(b"alice", b"", b"f");
+        let root = crate::cache::prefix::root_hash(b"alice", &b"".into(), b"f");
         let mut hashes = Vec::new();
         crate::cache::prefix::chain_hashes(root, &tokens, 2, &mut hashes);
         let windows: Vec<_> =

@@ -17,7 +17,7 @@ pub struct Records {
     pub callers: Callers,
     /// The roots of admissions.
     pub roots: Roots,
-    /// Tokens and salts of the blocks that can be found, if they are kept.
+    /// Tokens and namespaces of the blocks that can be found, if they are kept.
     pub contents: Contents,
 }
 

@@ -353,21 +353,24 @@ const (
 	// Evicted, dropped or never computed: the server has forgotten losses, and that
 	// of the block could be one of these.
 	MissReason_MISS_REASON_UNKNOWN MissReason = 9
+	// The block is cached with another adapter, or with none, for the same tenant.
+	MissReason_MISS_REASON_OTHER_ADAPTER MissReason = 10
 )
 
 // Enum value maps for MissReason.
 var (
 	MissReason_name = map[int32]string{
-		0: "MISS_REASON_UNSPECIFIED",
-		1: "MISS_REASON_NONE",
-		2: "MISS_REASON_NEVER_COMPUTED",
-		3: "MISS_REASON_EVICTED",
-		4: "MISS_REASON_RESET",
-		5: "MISS_REASON_BEING_COMPUTED",
-		6: "MISS_REASON_OTHER_SALT",
-		7: "MISS_REASON_OTHER_TENANT",
-		8: "MISS_REASON_WINDOW_EVICTED",
-		9: "MISS_REASON_UNKNOWN",
+		0:  "MISS_REASON_UNSPECIFIED",
+		1:  "MISS_REASON_NONE",
+		2:  "MISS_REASON_NEVER_COMPUTED",
+		3:  "MISS_REASON_EVICTED",
+		4:  "MISS_REASON_RESET",
+		5:  "MISS_REASON_BEING_COMPUTED",
+		6:  "MISS_REASON_OTHER_SALT",
+		7:  "MISS_REASON_OTHER_TENANT",
+		8:  "MISS_REASON_WINDOW_EVICTED",
+		9:  "MISS_REASON_UNKNOWN",
+		10: "MISS_REASON_OTHER_ADAPTER",
 	}
 	MissReason_value = map[string]int32{
 		"MISS_REASON_UNSPECIFIED":    0,
@@ -380,6 +383,7 @@ var (
 		"MISS_REASON_OTHER_TENANT":   7,
 		"MISS_REASON_WINDOW_EVICTED": 8,
 		"MISS_REASON_UNKNOWN":        9,
+		"MISS_REASON_OTHER_ADAPTER":  10,
 	}
 )
 
@@ -1053,7 +1057,9 @@ type ExpectedPrompt struct {
 	Tenant *string `protobuf:"bytes,3,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
 	// The time until the admission, at most 24 h. Required. The advice ends when twice
 	// this time has passed; at most 1 h.
-	ExpectedIn    *durationpb.Duration `protobuf:"bytes,4,opt,name=expected_in,json=expectedIn,proto3" json:"expected_in,omitempty"`
+	ExpectedIn *durationpb.Duration `protobuf:"bytes,4,opt,name=expected_in,json=expectedIn,proto3" json:"expected_in,omitempty"`
+	// As in the admission to come: empty, or 32 bytes.
+	Adapter       []byte `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1112,6 +1118,13 @@ func (x *ExpectedPrompt) GetTenant() string {
 func (x *ExpectedPrompt) GetExpectedIn() *durationpb.Duration {
 	if x != nil {
 		return x.ExpectedIn
+	}
+	return nil
+}
+
+func (x *ExpectedPrompt) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
 	}
 	return nil
 }
@@ -1412,7 +1425,14 @@ type Admission struct {
 	WaitsForPrefix bool `protobuf:"varint,11,opt,name=waits_for_prefix,json=waitsForPrefix,proto3" json:"waits_for_prefix,omitempty"`
 	// True: if not all full blocks of the tokens are found, the answer has the reason
 	// for the first miss, in admitted_misses.
-	ExplainsMiss  bool `protobuf:"varint,12,opt,name=explains_miss,json=explainsMiss,proto3" json:"explains_miss,omitempty"`
+	ExplainsMiss bool `protobuf:"varint,12,opt,name=explains_miss,json=explainsMiss,proto3" json:"explains_miss,omitempty"`
+	// The identity of the adapter that the sequence is computed with, for its whole
+	// life: Adapter.identity in the answer of the worker's GetModel, 32 bytes. Its
+	// forks have the same. It separates prefixes, as the salt does. Empty: the base
+	// model alone. cachemgr does not know a worker's adapters: the worker refuses the
+	// step of a sequence with an adapter that it does not have. Other lengths are
+	// refused (INVALID_ARGUMENT).
+	Adapter       []byte `protobuf:"bytes,13,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1529,6 +1549,13 @@ func (x *Admission) GetExplainsMiss() bool {
 		return x.ExplainsMiss
 	}
 	return false
+}
+
+func (x *Admission) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
 }
 
 // Keeps a prefix of an admission's tokens for a time after each use. Uses of a block
@@ -4082,8 +4109,11 @@ type BlockEvent struct {
 	// The prefix hash of the block before it, under the same condition. Empty for a
 	// first block.
 	ParentPrefixHash []byte `protobuf:"bytes,5,opt,name=parent_prefix_hash,json=parentPrefixHash,proto3" json:"parent_prefix_hash,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The identity of the adapter that it was computed with, under the same condition.
+	// Empty: none.
+	Adapter       []byte `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *BlockEvent) Reset() {
@@ -4151,6 +4181,13 @@ func (x *BlockEvent) GetParentPrefixHash() []byte {
 	return nil
 }
 
+func (x *BlockEvent) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
+}
+
 // See CacheService.ExplainPrefix.
 type ExplainPrefixRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -4163,7 +4200,9 @@ type ExplainPrefixRequest struct {
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
 	// The tenant of the prefix. Unset: the caller's. Another tenant is for operators
 	// and gateways only (PERMISSION_DENIED, ROLE_MISSING).
-	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	Tenant *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// As in Admission.
+	Adapter       []byte `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4224,6 +4263,13 @@ func (x *ExplainPrefixRequest) GetTenant() string {
 		return *x.Tenant
 	}
 	return ""
+}
+
+func (x *ExplainPrefixRequest) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
 }
 
 // See CacheService.ExplainPrefix.
@@ -4641,7 +4687,9 @@ type PinPrefixRequest struct {
 	// name of which nothing is cached has nothing to pin (PREFIX_NOT_CACHED).
 	// Unset: the caller's. Another's for operators and gateways only
 	// (PERMISSION_DENIED, ROLE_MISSING).
-	Tenant        *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	Tenant *string `protobuf:"bytes,5,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// As in Admission.
+	Adapter       []byte `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4709,6 +4757,13 @@ func (x *PinPrefixRequest) GetTenant() string {
 		return *x.Tenant
 	}
 	return ""
+}
+
+func (x *PinPrefixRequest) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
 }
 
 // See CacheService.PinPrefix.
@@ -5112,7 +5167,9 @@ type LookupPrefixRequest struct {
 	Salt []byte `protobuf:"bytes,3,opt,name=salt,proto3" json:"salt,omitempty"`
 	// The tenant of the prefix. Unset: the caller's. Another tenant is for operators
 	// and gateways only (PERMISSION_DENIED, ROLE_MISSING).
-	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	Tenant *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// As in Admission.
+	Adapter       []byte `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5173,6 +5230,13 @@ func (x *LookupPrefixRequest) GetTenant() string {
 		return *x.Tenant
 	}
 	return ""
+}
+
+func (x *LookupPrefixRequest) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
 }
 
 // See CacheService.LookupPrefix.
@@ -5312,7 +5376,11 @@ type ResetPrefixCacheRequest struct {
 	// most as many tokens as a sequence of the pool can have. With a salt or tokens,
 	// content that can't be found because a block before it is missing may be dropped
 	// too.
-	TokenIds      []int32 `protobuf:"varint,4,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	TokenIds []int32 `protobuf:"varint,4,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// With a salt, tokens or an adapter, only content that was computed with this
+	// adapter, as in Admission; under the empty salt if none is given. Empty: without
+	// an adapter.
+	Adapter       []byte `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -5371,6 +5439,13 @@ func (x *ResetPrefixCacheRequest) GetSalt() []byte {
 func (x *ResetPrefixCacheRequest) GetTokenIds() []int32 {
 	if x != nil {
 		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *ResetPrefixCacheRequest) GetAdapter() []byte {
+	if x != nil {
+		return x.Adapter
 	}
 	return nil
 }
@@ -6208,13 +6283,14 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vexpected_in\x18\x02 \x01(\v2\x19.google.protobuf.DurationH\x00R\n" +
 	"expectedIn\x12#\n" +
 	"\fnot_expected\x18\x03 \x01(\bH\x00R\vnotExpectedB\x06\n" +
-	"\x04hint\"\xa5\x01\n" +
+	"\x04hint\"\xbf\x01\n" +
 	"\x0eExpectedPrompt\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x02 \x01(\fR\x04salt\x12\x1b\n" +
 	"\x06tenant\x18\x03 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12:\n" +
 	"\vexpected_in\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\n" +
-	"expectedInB\t\n" +
+	"expectedIn\x12\x18\n" +
+	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"u\n" +
 	"\tRetention\x12\x1f\n" +
 	"\vtoken_count\x18\x01 \x01(\x05R\n" +
@@ -6232,7 +6308,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x13append_token_counts\x18\x03 \x03(\x05R\x11appendTokenCounts\x12(\n" +
 	"\x10append_token_ids\x18\x04 \x03(\x05R\x0eappendTokenIds\x12,\n" +
 	"\x12draft_token_counts\x18\x05 \x03(\x05R\x10draftTokenCounts\x12&\n" +
-	"\x0fdraft_token_ids\x18\x06 \x03(\x05R\rdraftTokenIds\"\x85\x04\n" +
+	"\x0fdraft_token_ids\x18\x06 \x03(\x05R\rdraftTokenIds\"\x9f\x04\n" +
 	"\tAdmission\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
 	"sequenceId\x12\x1b\n" +
@@ -6247,7 +6323,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\vbreakpoints\x18\n" +
 	" \x03(\v2\x1a.quire.cache.v1.BreakpointR\vbreakpoints\x12(\n" +
 	"\x10waits_for_prefix\x18\v \x01(\bR\x0ewaitsForPrefix\x12#\n" +
-	"\rexplains_miss\x18\f \x01(\bR\fexplainsMissB\t\n" +
+	"\rexplains_miss\x18\f \x01(\bR\fexplainsMiss\x12\x18\n" +
+	"\aadapter\x18\r \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"Z\n" +
 	"\n" +
 	"Breakpoint\x12\x1f\n" +
@@ -6460,19 +6537,21 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x18\n" +
 	"\acleared\x18\x02 \x01(\bR\acleared\x122\n" +
 	"\x06events\x18\x03 \x03(\v2\x1a.quire.cache.v1.BlockEventR\x06events\x12\x16\n" +
-	"\x06cursor\x18\x04 \x01(\tR\x06cursor\"\xcc\x01\n" +
+	"\x06cursor\x18\x04 \x01(\tR\x06cursor\"\xe6\x01\n" +
 	"\n" +
 	"BlockEvent\x122\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.BlockEventKindR\x04kind\x12+\n" +
 	"\x05block\x18\x02 \x01(\v2\x15.quire.cache.v1.BlockR\x05block\x12\x1b\n" +
 	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x04 \x01(\fR\x04salt\x12,\n" +
-	"\x12parent_prefix_hash\x18\x05 \x01(\fR\x10parentPrefixHash\"\x83\x01\n" +
+	"\x12parent_prefix_hash\x18\x05 \x01(\fR\x10parentPrefixHash\x12\x18\n" +
+	"\aadapter\x18\x06 \x01(\fR\aadapter\"\x9d\x01\n" +
 	"\x14ExplainPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
-	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x18\n" +
+	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"\xbb\x05\n" +
 	"\x15ExplainPrefixResponse\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
@@ -6508,13 +6587,14 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x15available_block_count\x18\x05 \x01(\x05R\x13availableBlockCount\x12/\n" +
 	"\arefusal\x18\x06 \x01(\v2\x15.quire.cache.v1.ErrorR\arefusal\x12>\n" +
 	"\fblock_counts\x18\a \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
-	"\x0eworker_address\x18\b \x01(\tR\rworkerAddress\"\xac\x01\n" +
+	"\x0eworker_address\x18\b \x01(\tR\rworkerAddress\"\xc6\x01\n" +
 	"\x10PinPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12+\n" +
 	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12\x1b\n" +
-	"\x06tenant\x18\x05 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\x06tenant\x18\x05 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x18\n" +
+	"\aadapter\x18\x06 \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"\xf8\x01\n" +
 	"\x11PinPrefixResponse\x12\x15\n" +
 	"\x06pin_id\x18\x01 \x01(\tR\x05pinId\x12,\n" +
@@ -6544,12 +6624,13 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12,\n" +
 	"\x12pinned_token_count\x18\x03 \x01(\x05R\x10pinnedTokenCount\x12;\n" +
 	"\vexpire_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"expireTime\"\x82\x01\n" +
+	"expireTime\"\x9c\x01\n" +
 	"\x13LookupPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
-	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x18\n" +
+	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"M\n" +
 	"\x14LookupPrefixResponse\x125\n" +
 	"\amatches\x18\x01 \x03(\v2\x1b.quire.cache.v1.PrefixMatchR\amatches\"\xb6\x01\n" +
@@ -6557,12 +6638,13 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12>\n" +
 	"\fblock_counts\x18\x03 \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
-	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\"\x94\x01\n" +
+	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\"\xae\x01\n" +
 	"\x17ResetPrefixCacheRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\x06tenant\x18\x02 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x17\n" +
 	"\x04salt\x18\x03 \x01(\fH\x01R\x04salt\x88\x01\x01\x12\x1b\n" +
-	"\ttoken_ids\x18\x04 \x03(\x05R\btokenIdsB\t\n" +
+	"\ttoken_ids\x18\x04 \x03(\x05R\btokenIds\x12\x18\n" +
+	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
 	"\a_tenantB\a\n" +
 	"\x05_salt\"v\n" +
 	"\x18ResetPrefixCacheResponse\x12.\n" +
@@ -6667,7 +6749,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1cBLOCK_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17BLOCK_EVENT_KIND_STORED\x10\x01\x12\x1c\n" +
 	"\x18BLOCK_EVENT_KIND_REMOVED\x10\x02\x12\x1c\n" +
-	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\xa2\x02\n" +
+	"\x18BLOCK_EVENT_KIND_CHANGED\x10\x03*\xc1\x02\n" +
 	"\n" +
 	"MissReason\x12\x1b\n" +
 	"\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x14\n" +
@@ -6679,7 +6761,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x16MISS_REASON_OTHER_SALT\x10\x06\x12\x1c\n" +
 	"\x18MISS_REASON_OTHER_TENANT\x10\a\x12\x1e\n" +
 	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b\x12\x17\n" +
-	"\x13MISS_REASON_UNKNOWN\x10\t2\xeb\x0f\n" +
+	"\x13MISS_REASON_UNKNOWN\x10\t\x12\x1d\n" +
+	"\x19MISS_REASON_OTHER_ADAPTER\x10\n" +
+	"2\xeb\x0f\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +

@@ -175,8 +175,13 @@ type StepGrant struct {
 	// drafts, run_token_counts[i] - 1 of them, and samples. It is one of
 	// given_run_indexes, and its token ids from the client are the drafts alone.
 	RunDraftCounts []int32 `protobuf:"varint,46,rep,packed,name=run_draft_counts,json=runDraftCounts,proto3" json:"run_draft_counts,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The identities of the adapters of the runs, 32 bytes each, each once.
+	Adapters [][]byte `protobuf:"bytes,47,rep,name=adapters,proto3" json:"adapters,omitempty"`
+	// The adapter that each run is computed with: 1 plus its index in adapters, 0 for
+	// none. Empty (none has one) or parallel to run_sequence_ids.
+	RunAdapters   []int32 `protobuf:"varint,48,rep,packed,name=run_adapters,json=runAdapters,proto3" json:"run_adapters,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *StepGrant) Reset() {
@@ -426,6 +431,20 @@ func (x *StepGrant) GetRunDraftCounts() []int32 {
 	return nil
 }
 
+func (x *StepGrant) GetAdapters() [][]byte {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
+func (x *StepGrant) GetRunAdapters() []int32 {
+	if x != nil {
+		return x.RunAdapters
+	}
+	return nil
+}
+
 var File_quire_cache_v1_grant_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_grant_proto_rawDesc = "" +
@@ -433,8 +452,7 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"\x1aquire/cache/v1/grant.proto\x12\x0equire.cache.v1\"A\n" +
 	"\vSignedGrant\x12\x14\n" +
 	"\x05grant\x18\x01 \x01(\fR\x05grant\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xd1\n" +
-	"\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x90\v\n" +
 	"\tStepGrant\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x12\n" +
@@ -470,7 +488,9 @@ const file_quire_cache_v1_grant_proto_rawDesc = "" +
 	"runSamples\x12*\n" +
 	"\x11given_run_indexes\x18, \x03(\x05R\x0fgivenRunIndexes\x12.\n" +
 	"\x13given_token_digests\x18- \x01(\fR\x11givenTokenDigests\x12(\n" +
-	"\x10run_draft_counts\x18. \x03(\x05R\x0erunDraftCountsB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
+	"\x10run_draft_counts\x18. \x03(\x05R\x0erunDraftCounts\x12\x1a\n" +
+	"\badapters\x18/ \x03(\fR\badapters\x12!\n" +
+	"\frun_adapters\x180 \x03(\x05R\vrunAdaptersB<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3"
 
 var (
 	file_quire_cache_v1_grant_proto_rawDescOnce sync.Once

@@ -203,8 +203,10 @@ type GetModelResponse struct {
 	MaxStepTokens int32 `protobuf:"varint,11,opt,name=max_step_tokens,json=maxStepTokens,proto3" json:"max_step_tokens,omitempty"`
 	// The limit of log-probabilities per token in a request.
 	MaxLogprobCount int32 `protobuf:"varint,12,opt,name=max_logprob_count,json=maxLogprobCount,proto3" json:"max_logprob_count,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The adapters that the worker has for the model, by name.
+	Adapters      []*Adapter `protobuf:"bytes,13,rep,name=adapters,proto3" json:"adapters,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetModelResponse) Reset() {
@@ -321,6 +323,70 @@ func (x *GetModelResponse) GetMaxLogprobCount() int32 {
 	return 0
 }
 
+func (x *GetModelResponse) GetAdapters() []*Adapter {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
+// A LoRA adapter of a worker's model.
+type Adapter struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name, for people and clients: 1 to 128 characters of letters, digits, '.',
+	// '_', '-', ':' and '/'. Each name once.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The identity of its content, 32 bytes: equal for equal layers, weights and
+	// scalings, whatever its name. Admission.adapter takes it.
+	Identity      []byte `protobuf:"bytes,2,opt,name=identity,proto3" json:"identity,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Adapter) Reset() {
+	*x = Adapter{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Adapter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Adapter) ProtoMessage() {}
+
+func (x *Adapter) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Adapter.ProtoReflect.Descriptor instead.
+func (*Adapter) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Adapter) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Adapter) GetIdentity() []byte {
+	if x != nil {
+		return x.Identity
+	}
+	return nil
+}
+
 // The form of a sequence's text, from its first generated token to the end token.
 // Only tokens that can continue such a text are chosen, and the model's end tokens
 // when the text is complete. The text of the grammar has at most 65,536 bytes of
@@ -344,7 +410,7 @@ type Grammar struct {
 
 func (x *Grammar) Reset() {
 	*x = Grammar{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -356,7 +422,7 @@ func (x *Grammar) String() string {
 func (*Grammar) ProtoMessage() {}
 
 func (x *Grammar) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[2]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -369,7 +435,7 @@ func (x *Grammar) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grammar.ProtoReflect.Descriptor instead.
 func (*Grammar) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{2}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Grammar) GetGrammar() isGrammar_Grammar {
@@ -492,7 +558,7 @@ type GrammarChoice struct {
 
 func (x *GrammarChoice) Reset() {
 	*x = GrammarChoice{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -504,7 +570,7 @@ func (x *GrammarChoice) String() string {
 func (*GrammarChoice) ProtoMessage() {}
 
 func (x *GrammarChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -517,7 +583,7 @@ func (x *GrammarChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrammarChoice.ProtoReflect.Descriptor instead.
 func (*GrammarChoice) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *GrammarChoice) GetTexts() []string {
@@ -541,7 +607,7 @@ type CheckGrammarRequest struct {
 
 func (x *CheckGrammarRequest) Reset() {
 	*x = CheckGrammarRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -553,7 +619,7 @@ func (x *CheckGrammarRequest) String() string {
 func (*CheckGrammarRequest) ProtoMessage() {}
 
 func (x *CheckGrammarRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -566,7 +632,7 @@ func (x *CheckGrammarRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckGrammarRequest.ProtoReflect.Descriptor instead.
 func (*CheckGrammarRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CheckGrammarRequest) GetGrammar() *Grammar {
@@ -595,7 +661,7 @@ type CheckGrammarResponse struct {
 
 func (x *CheckGrammarResponse) Reset() {
 	*x = CheckGrammarResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -607,7 +673,7 @@ func (x *CheckGrammarResponse) String() string {
 func (*CheckGrammarResponse) ProtoMessage() {}
 
 func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -620,7 +686,7 @@ func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckGrammarResponse.ProtoReflect.Descriptor instead.
 func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *CheckGrammarResponse) GetMaskTime() *durationpb.Duration {
@@ -709,7 +775,7 @@ type SamplingParameters struct {
 
 func (x *SamplingParameters) Reset() {
 	*x = SamplingParameters{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -721,7 +787,7 @@ func (x *SamplingParameters) String() string {
 func (*SamplingParameters) ProtoMessage() {}
 
 func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -734,7 +800,7 @@ func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingParameters.ProtoReflect.Descriptor instead.
 func (*SamplingParameters) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SamplingParameters) GetTemperature() float32 {
@@ -881,7 +947,7 @@ type TokenSequence struct {
 
 func (x *TokenSequence) Reset() {
 	*x = TokenSequence{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -893,7 +959,7 @@ func (x *TokenSequence) String() string {
 func (*TokenSequence) ProtoMessage() {}
 
 func (x *TokenSequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -906,7 +972,7 @@ func (x *TokenSequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenSequence.ProtoReflect.Descriptor instead.
 func (*TokenSequence) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenSequence) GetTokenIds() []int32 {
@@ -941,7 +1007,7 @@ type SequenceInput struct {
 
 func (x *SequenceInput) Reset() {
 	*x = SequenceInput{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1019,7 @@ func (x *SequenceInput) String() string {
 func (*SequenceInput) ProtoMessage() {}
 
 func (x *SequenceInput) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1032,7 @@ func (x *SequenceInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SequenceInput.ProtoReflect.Descriptor instead.
 func (*SequenceInput) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SequenceInput) GetSequenceId() int32 {
@@ -1021,7 +1087,7 @@ type RunStepRequest struct {
 
 func (x *RunStepRequest) Reset() {
 	*x = RunStepRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1033,7 +1099,7 @@ func (x *RunStepRequest) String() string {
 func (*RunStepRequest) ProtoMessage() {}
 
 func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1046,7 +1112,7 @@ func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepRequest.ProtoReflect.Descriptor instead.
 func (*RunStepRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *RunStepRequest) GetGrant() *v1.SignedGrant {
@@ -1112,7 +1178,7 @@ type RunStepResponse struct {
 
 func (x *RunStepResponse) Reset() {
 	*x = RunStepResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1190,7 @@ func (x *RunStepResponse) String() string {
 func (*RunStepResponse) ProtoMessage() {}
 
 func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1203,7 @@ func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepResponse.ProtoReflect.Descriptor instead.
 func (*RunStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RunStepResponse) GetStepNumber() int64 {
@@ -1245,7 +1311,7 @@ type PromptLogprobs struct {
 
 func (x *PromptLogprobs) Reset() {
 	*x = PromptLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1257,7 +1323,7 @@ func (x *PromptLogprobs) String() string {
 func (*PromptLogprobs) ProtoMessage() {}
 
 func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1270,7 +1336,7 @@ func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptLogprobs.ProtoReflect.Descriptor instead.
 func (*PromptLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PromptLogprobs) GetSequenceId() int32 {
@@ -1321,7 +1387,7 @@ type GrammarFailure struct {
 
 func (x *GrammarFailure) Reset() {
 	*x = GrammarFailure{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1333,7 +1399,7 @@ func (x *GrammarFailure) String() string {
 func (*GrammarFailure) ProtoMessage() {}
 
 func (x *GrammarFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1346,7 +1412,7 @@ func (x *GrammarFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrammarFailure.ProtoReflect.Descriptor instead.
 func (*GrammarFailure) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GrammarFailure) GetSequenceId() int32 {
@@ -1380,7 +1446,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1392,7 +1458,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1405,7 +1471,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TokenLogprobs) GetSequenceId() int32 {
@@ -1458,7 +1524,7 @@ type StepTimings struct {
 
 func (x *StepTimings) Reset() {
 	*x = StepTimings{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1470,7 +1536,7 @@ func (x *StepTimings) String() string {
 func (*StepTimings) ProtoMessage() {}
 
 func (x *StepTimings) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1483,7 +1549,7 @@ func (x *StepTimings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTimings.ProtoReflect.Descriptor instead.
 func (*StepTimings) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StepTimings) GetQueue() *durationpb.Duration {
@@ -1539,7 +1605,7 @@ type RunStepsRequest struct {
 
 func (x *RunStepsRequest) Reset() {
 	*x = RunStepsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1617,7 @@ func (x *RunStepsRequest) String() string {
 func (*RunStepsRequest) ProtoMessage() {}
 
 func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1630,7 @@ func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsRequest.ProtoReflect.Descriptor instead.
 func (*RunStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RunStepsRequest) GetStep() *RunStepRequest {
@@ -1590,7 +1656,7 @@ type RunStepsResponse struct {
 
 func (x *RunStepsResponse) Reset() {
 	*x = RunStepsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1602,7 +1668,7 @@ func (x *RunStepsResponse) String() string {
 func (*RunStepsResponse) ProtoMessage() {}
 
 func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1615,7 +1681,7 @@ func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsResponse.ProtoReflect.Descriptor instead.
 func (*RunStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RunStepsResponse) GetAnswer() isRunStepsResponse_Answer {
@@ -1670,7 +1736,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1682,7 +1748,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1695,7 +1761,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{18}
 }
 
 // See WorkerService.GetStatistics. Counters since the process started.
@@ -1745,7 +1811,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1757,7 +1823,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1770,7 +1836,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetStatisticsResponse) GetEpoch() int64 {
@@ -1924,7 +1990,7 @@ type StepPart struct {
 
 func (x *StepPart) Reset() {
 	*x = StepPart{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2002,7 @@ func (x *StepPart) String() string {
 func (*StepPart) ProtoMessage() {}
 
 func (x *StepPart) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2015,7 @@ func (x *StepPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepPart.ProtoReflect.Descriptor instead.
 func (*StepPart) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StepPart) GetPart() string {
@@ -1984,7 +2050,7 @@ type ChecksumBlocksRequest struct {
 
 func (x *ChecksumBlocksRequest) Reset() {
 	*x = ChecksumBlocksRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1996,7 +2062,7 @@ func (x *ChecksumBlocksRequest) String() string {
 func (*ChecksumBlocksRequest) ProtoMessage() {}
 
 func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2009,7 +2075,7 @@ func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
@@ -2032,7 +2098,7 @@ type ChecksumBlocksResponse struct {
 
 func (x *ChecksumBlocksResponse) Reset() {
 	*x = ChecksumBlocksResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2044,7 +2110,7 @@ func (x *ChecksumBlocksResponse) String() string {
 func (*ChecksumBlocksResponse) ProtoMessage() {}
 
 func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2057,7 +2123,7 @@ func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ChecksumBlocksResponse) GetChecksums() []int64 {
@@ -2079,7 +2145,7 @@ var File_quire_compute_v1_worker_service_proto protoreflect.FileDescriptor
 const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\n" +
 	"%quire/compute/v1/worker_service.proto\x12\x10quire.compute.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bquire/cache/v1/attach.proto\x1a\x1aquire/cache/v1/error.proto\x1a\x1aquire/cache/v1/grant.proto\"\x11\n" +
-	"\x0fGetModelRequest\"\x8f\x03\n" +
+	"\x0fGetModelRequest\"\xc6\x03\n" +
 	"\x10GetModelResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1c\n" +
@@ -2093,7 +2159,11 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\bgeometry\x18\n" +
 	" \x01(\v2\x1c.quire.cache.v1.PoolGeometryR\bgeometry\x12&\n" +
 	"\x0fmax_step_tokens\x18\v \x01(\x05R\rmaxStepTokens\x12*\n" +
-	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\"\xd9\x01\n" +
+	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\x125\n" +
+	"\badapters\x18\r \x03(\v2\x19.quire.compute.v1.AdapterR\badapters\"9\n" +
+	"\aAdapter\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
+	"\bidentity\x18\x02 \x01(\fR\bidentity\"\xd9\x01\n" +
 	"\aGrammar\x12!\n" +
 	"\vjson_schema\x18\x01 \x01(\tH\x00R\n" +
 	"jsonSchema\x12!\n" +
@@ -2274,83 +2344,85 @@ func file_quire_compute_v1_worker_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_compute_v1_worker_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(ErrorReason)(0),               // 0: quire.compute.v1.ErrorReason
 	(*GetModelRequest)(nil),        // 1: quire.compute.v1.GetModelRequest
 	(*GetModelResponse)(nil),       // 2: quire.compute.v1.GetModelResponse
-	(*Grammar)(nil),                // 3: quire.compute.v1.Grammar
-	(*GrammarChoice)(nil),          // 4: quire.compute.v1.GrammarChoice
-	(*CheckGrammarRequest)(nil),    // 5: quire.compute.v1.CheckGrammarRequest
-	(*CheckGrammarResponse)(nil),   // 6: quire.compute.v1.CheckGrammarResponse
-	(*SamplingParameters)(nil),     // 7: quire.compute.v1.SamplingParameters
-	(*TokenSequence)(nil),          // 8: quire.compute.v1.TokenSequence
-	(*SequenceInput)(nil),          // 9: quire.compute.v1.SequenceInput
-	(*RunStepRequest)(nil),         // 10: quire.compute.v1.RunStepRequest
-	(*RunStepResponse)(nil),        // 11: quire.compute.v1.RunStepResponse
-	(*PromptLogprobs)(nil),         // 12: quire.compute.v1.PromptLogprobs
-	(*GrammarFailure)(nil),         // 13: quire.compute.v1.GrammarFailure
-	(*TokenLogprobs)(nil),          // 14: quire.compute.v1.TokenLogprobs
-	(*StepTimings)(nil),            // 15: quire.compute.v1.StepTimings
-	(*RunStepsRequest)(nil),        // 16: quire.compute.v1.RunStepsRequest
-	(*RunStepsResponse)(nil),       // 17: quire.compute.v1.RunStepsResponse
-	(*GetStatisticsRequest)(nil),   // 18: quire.compute.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),  // 19: quire.compute.v1.GetStatisticsResponse
-	(*StepPart)(nil),               // 20: quire.compute.v1.StepPart
-	(*ChecksumBlocksRequest)(nil),  // 21: quire.compute.v1.ChecksumBlocksRequest
-	(*ChecksumBlocksResponse)(nil), // 22: quire.compute.v1.ChecksumBlocksResponse
-	nil,                            // 23: quire.compute.v1.SamplingParameters.LogitBiasEntry
-	nil,                            // 24: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	(*v1.PoolGeometry)(nil),        // 25: quire.cache.v1.PoolGeometry
-	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
-	(*v1.SignedGrant)(nil),         // 27: quire.cache.v1.SignedGrant
-	(*v1.Error)(nil),               // 28: quire.cache.v1.Error
+	(*Adapter)(nil),                // 3: quire.compute.v1.Adapter
+	(*Grammar)(nil),                // 4: quire.compute.v1.Grammar
+	(*GrammarChoice)(nil),          // 5: quire.compute.v1.GrammarChoice
+	(*CheckGrammarRequest)(nil),    // 6: quire.compute.v1.CheckGrammarRequest
+	(*CheckGrammarResponse)(nil),   // 7: quire.compute.v1.CheckGrammarResponse
+	(*SamplingParameters)(nil),     // 8: quire.compute.v1.SamplingParameters
+	(*TokenSequence)(nil),          // 9: quire.compute.v1.TokenSequence
+	(*SequenceInput)(nil),          // 10: quire.compute.v1.SequenceInput
+	(*RunStepRequest)(nil),         // 11: quire.compute.v1.RunStepRequest
+	(*RunStepResponse)(nil),        // 12: quire.compute.v1.RunStepResponse
+	(*PromptLogprobs)(nil),         // 13: quire.compute.v1.PromptLogprobs
+	(*GrammarFailure)(nil),         // 14: quire.compute.v1.GrammarFailure
+	(*TokenLogprobs)(nil),          // 15: quire.compute.v1.TokenLogprobs
+	(*StepTimings)(nil),            // 16: quire.compute.v1.StepTimings
+	(*RunStepsRequest)(nil),        // 17: quire.compute.v1.RunStepsRequest
+	(*RunStepsResponse)(nil),       // 18: quire.compute.v1.RunStepsResponse
+	(*GetStatisticsRequest)(nil),   // 19: quire.compute.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),  // 20: quire.compute.v1.GetStatisticsResponse
+	(*StepPart)(nil),               // 21: quire.compute.v1.StepPart
+	(*ChecksumBlocksRequest)(nil),  // 22: quire.compute.v1.ChecksumBlocksRequest
+	(*ChecksumBlocksResponse)(nil), // 23: quire.compute.v1.ChecksumBlocksResponse
+	nil,                            // 24: quire.compute.v1.SamplingParameters.LogitBiasEntry
+	nil,                            // 25: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	(*v1.PoolGeometry)(nil),        // 26: quire.cache.v1.PoolGeometry
+	(*durationpb.Duration)(nil),    // 27: google.protobuf.Duration
+	(*v1.SignedGrant)(nil),         // 28: quire.cache.v1.SignedGrant
+	(*v1.Error)(nil),               // 29: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
-	25, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	4,  // 1: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
-	3,  // 2: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
-	26, // 3: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
-	23, // 4: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
-	8,  // 5: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
-	3,  // 6: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
-	7,  // 7: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	27, // 8: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
-	9,  // 9: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
-	14, // 10: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
-	15, // 11: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	12, // 12: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
-	13, // 13: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
-	26, // 14: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	26, // 15: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	26, // 16: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	26, // 17: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	26, // 18: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	26, // 19: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	10, // 20: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	11, // 21: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	28, // 22: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	24, // 23: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	26, // 24: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	26, // 25: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	20, // 26: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
-	1,  // 27: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	5,  // 28: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
-	10, // 29: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	16, // 30: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	18, // 31: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	21, // 32: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 33: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	6,  // 34: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
-	11, // 35: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	17, // 36: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	19, // 37: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	22, // 38: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	33, // [33:39] is the sub-list for method output_type
-	27, // [27:33] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	26, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	3,  // 1: quire.compute.v1.GetModelResponse.adapters:type_name -> quire.compute.v1.Adapter
+	5,  // 2: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
+	4,  // 3: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
+	27, // 4: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
+	24, // 5: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	9,  // 6: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
+	4,  // 7: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
+	8,  // 8: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
+	28, // 9: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	10, // 10: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
+	15, // 11: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
+	16, // 12: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
+	13, // 13: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	14, // 14: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
+	27, // 15: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	27, // 16: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	27, // 17: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	27, // 18: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	27, // 19: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	27, // 20: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	11, // 21: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	12, // 22: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	29, // 23: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	25, // 24: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	27, // 25: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	27, // 26: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	21, // 27: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
+	1,  // 28: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	6,  // 29: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	11, // 30: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	17, // 31: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	19, // 32: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	22, // 33: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	2,  // 34: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	7,  // 35: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	12, // 36: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	18, // 37: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	20, // 38: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	23, // 39: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	34, // [34:40] is the sub-list for method output_type
+	28, // [28:34] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }
@@ -2358,7 +2430,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 	if File_quire_compute_v1_worker_service_proto != nil {
 		return
 	}
-	file_quire_compute_v1_worker_service_proto_msgTypes[2].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[3].OneofWrappers = []any{
 		(*Grammar_JsonSchema)(nil),
 		(*Grammar_JsonObject)(nil),
 		(*Grammar_Regex)(nil),
@@ -2366,9 +2438,9 @@ func file_quire_compute_v1_worker_service_proto_init() {
 		(*Grammar_Ebnf)(nil),
 		(*Grammar_Choice)(nil),
 	}
-	file_quire_compute_v1_worker_service_proto_msgTypes[6].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[8].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[16].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[7].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[9].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[17].OneofWrappers = []any{
 		(*RunStepsResponse_Step)(nil),
 		(*RunStepsResponse_Error)(nil),
 	}
@@ -2378,7 +2450,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_compute_v1_worker_service_proto_rawDesc), len(file_quire_compute_v1_worker_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
