@@ -182,17 +182,29 @@ class CacheClient:
         return [each async for page in pages for each in page.tenants]
 
     async def lookup_prefix(
-        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", tenant: str | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        pool: str = "",
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        tenant: str | None = None,
     ) -> pb.LookupPrefixResponse:
         """See CacheService.LookupPrefix. tenant None is the caller's. Raises NotFound, InvalidRequest, AccessDenied."""
-        request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
+        request = pb.LookupPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, adapter=adapter, tenant=tenant)
         return await self._call(self._stub.LookupPrefix, request)
 
     async def explain_prefix(
-        self, token_ids: Iterable[int], *, pool: str = "", salt: bytes = b"", tenant: str | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        pool: str = "",
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        tenant: str | None = None,
     ) -> pb.ExplainPrefixResponse:
         """See CacheService.ExplainPrefix; as lookup_prefix otherwise."""
-        request = pb.ExplainPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, tenant=tenant)
+        request = pb.ExplainPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, adapter=adapter, tenant=tenant)
         return await self._call(self._stub.ExplainPrefix, request)
 
     async def check_admission(

@@ -20,7 +20,7 @@ from quire.gateway.kept_responses import Kept, KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
 from quire.gateway.metrics import GatewayMetrics, RequestMeasure
 from quire.gateway.prompt_cache import CacheReport, KeptPrompt
-from quire.gateway.routing.backend import Backend, Chunks
+from quire.gateway.routing.backend import AdaptedBackend, Backend, Chunks, base_of
 from quire.gateway.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -72,15 +72,28 @@ class Gateway:
 
     def token_texts(self, backend: Backend) -> TokenTexts:
         """Return the texts of single tokens of a backend's vocabulary."""
-        texts = self._token_texts.get(id(backend))
+        base = base_of(backend)
+        texts = self._token_texts.get(id(base))
         if texts is None:
-            texts = self._token_texts[id(backend)] = TokenTexts(backend.tokenizer)
+            texts = self._token_texts[id(base)] = TokenTexts(base.tokenizer)
         return texts
 
     @property
     def models(self) -> list[Backend]:
         """Return each backend once."""
         return list({id(backend): backend for backend in self.backends.values()}.values())
+
+    def served(self) -> dict[str, Backend]:
+        """Return a backend by each name that requests can have for a model: the models' own, and their adapters'.
+
+        A model's name hides an adapter's.
+        """
+        adapted = {
+            name: AdaptedBackend(backend, name, identity)
+            for backend in self.models
+            for name, identity in backend.adapters.items()
+        }
+        return {**self.backends, **{name: backend for name, backend in adapted.items() if name not in self.backends}}
 
     def caller_of(self, authorization: str | None) -> Caller:
         """Return the caller with this Authorization header. Raises HttpError: 401, 403."""
@@ -95,9 +108,9 @@ class Gateway:
             return self.models[0]
         if model is None:
             raise HttpError(400, "model is missing, and several are served", code="missing_field", param="model")
-        backend = self.backends.get(model)
+        backend = self.backends.get(model) or self.served().get(model)
         if backend is None:
-            shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.backends))
+            shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.served()))
             raise HttpError(
                 404, f"model {shown!r} is not served here; {names} is", code="model_not_found", param="model"
             )

@@ -107,7 +107,7 @@ def test_every_parameter_of_a_request_has_a_flag(tmp_path: Path) -> None:
     schema, _ = request("--json-schema", str(tmp_path / "schema"))
     for made, default in ((params, SamplingParams()), (cache, CacheParams())):
         same = {field.name for field in fields(made) if getattr(made, field.name) == getattr(default, field.name)}
-        without_flag = {"grammar", "kept_special_tokens", "breakpoints", "explain_miss", "speculative"}
+        without_flag = {"grammar", "kept_special_tokens", "breakpoints", "explain_miss", "adapter", "speculative"}
         assert not same - without_flag, "without a flag, or not in this test"
     assert schema.grammar == Grammar(json_schema='{"type": "null"}')
 

@@ -75,7 +75,9 @@ class Cache:
     async def list_pools(self) -> list[pb.Pool]:
         return [pool.described() for pool in self.pools.values()]
 
-    async def lookup_prefix(self, token_ids: list[int], *, salt: bytes, tenant: str | None) -> pb.LookupPrefixResponse:
+    async def lookup_prefix(
+        self, token_ids: list[int], *, salt: bytes, adapter: bytes, tenant: str | None
+    ) -> pb.LookupPrefixResponse:
         self.lookups += 1
         if self.is_mute:
             await asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from quire.cache.v1.admission_bounds import (
+    ADAPTER_BYTES,
     LEAST_KEEP_S,
     LEAST_PRIORITY,
     MAX_BREAKPOINTS,
@@ -80,6 +81,7 @@ class MissReason(Enum):
     WINDOW_EVICTED = "window_evicted"  # Of a layer group with a window; the other groups have it.
     RESET = "reset"
     OTHER_SALT = "other_salt"
+    OTHER_ADAPTER = "other_adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class CacheOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CacheParams:
-    """One request's use of the pool and its prefix cache. It changes no token, except by rounding.
+    """One request's use of the pool and its prefix cache. Only `adapter` changes tokens, beyond rounding.
 
     Raises InvalidRequest naming field, value and limit if one is out of range.
 
@@ -135,6 +137,8 @@ class CacheParams:
                       first of a prompt are best effort
     breakpoints       prefixes of its prompt that are kept, at most 4, each longer than the one before it; not with NONE
     explain_miss      its first chunk says why no more of the prompt was found
+    adapter           the identity of the adapter that computes it, one of Engine.adapters; it separates prefixes, too.
+                      Empty: the base model
     """
 
     salt: bytes = b""
@@ -144,10 +148,13 @@ class CacheParams:
     reserve: bool = False
     breakpoints: tuple[Breakpoint, ...] = ()
     explain_miss: bool = False
+    adapter: bytes = b""
 
     def __post_init__(self) -> None:
         if not isinstance(self.salt, bytes) or len(self.salt) > MAX_SALT_BYTES:
             raise InvalidRequest.of_field("salt", self.salt, f"at most {MAX_SALT_BYTES} bytes")
+        if not isinstance(self.adapter, bytes) or len(self.adapter) not in (0, ADAPTER_BYTES):
+            raise InvalidRequest.of_field("adapter", self.adapter, f"empty, or {ADAPTER_BYTES} bytes")
         if not isinstance(self.cache_use, CacheUse):
             raise InvalidRequest.of_field("cache_use", self.cache_use, "a CacheUse")
         object.__setattr__(self, "retention", _ranges(self.retention))

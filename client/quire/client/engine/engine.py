@@ -47,7 +47,7 @@ from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
 from quire.client.engine.delivery import Delivery
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.inbox import Inbox
-from quire.client.engine.messages import limits_of
+from quire.client.engine.messages import adapters_of, limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of
@@ -316,6 +316,11 @@ class Engine:
         if self._connection.session is None:
             raise Unavailable("there is no session with the services right now")
         return self._connection.session.model
+
+    @property
+    def adapters(self) -> dict[str, bytes]:
+        """The identities of the worker's adapters, by name; see CacheParams.adapter. Raises as model does."""
+        return adapters_of(self.model)
 
     @property
     def pool(self) -> str:

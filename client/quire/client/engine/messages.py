@@ -62,6 +62,7 @@ _MISS_REASONS = {
     cache_service_pb2.MISS_REASON_WINDOW_EVICTED: MissReason.WINDOW_EVICTED,
     cache_service_pb2.MISS_REASON_RESET: MissReason.RESET,
     cache_service_pb2.MISS_REASON_OTHER_SALT: MissReason.OTHER_SALT,
+    cache_service_pb2.MISS_REASON_OTHER_ADAPTER: MissReason.OTHER_ADAPTER,
 }
 
 _LAYER_GROUP_KINDS = {
@@ -103,6 +104,11 @@ def _decode_layer_group(group: attach_pb2.LayerGroup) -> LayerGroup:
     if kind is None or (kind is not LayerGroupKind.FULL and group.window_token_count < 1):
         raise ProtocolViolation(f"a layer group of kind {group.kind} with a window of {group.window_token_count}")
     return LayerGroup(kind, group.window_token_count if kind is not LayerGroupKind.FULL else 0)
+
+
+def adapters_of(model: worker_service_pb2.GetModelResponse) -> dict[str, bytes]:
+    """Return the identities of a worker's adapters, by name."""
+    return {adapter.name: adapter.identity for adapter in model.adapters}
 
 
 def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> cache_service_pb2.PlanStepRequest:
@@ -174,6 +180,7 @@ def _encode_admission(admission: Admission) -> cache_service_pb2.Admission:
     cache = admission.cache
     if cache is not NO_CACHE_PARAMS:
         message.salt = cache.salt
+        message.adapter = cache.adapter
         message.cache_use = _CACHE_USES[cache.cache_use]
         message.reserved_token_count = admission.reserved_tokens
         message.retention.extend(map(_encode_retention, cache.retention))
@@ -201,6 +208,7 @@ def _encode_expected_prompt(prompt: ExpectedPrompt) -> cache_service_pb2.Expecte
     return cache_service_pb2.ExpectedPrompt(
         token_ids=prompt.token_ids,
         salt=prompt.salt,
+        adapter=prompt.adapter,
         tenant=prompt.tenant or None,
         expected_in=_duration_of(prompt.expected_in_s),
     )

@@ -19,6 +19,7 @@ from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.inbox import Inbox
+from quire.client.engine.messages import adapters_of
 from quire.client.engine.metrics import Measured, RequestTimes
 from quire.client.engine.outputs import (
     Beam,
@@ -77,6 +78,7 @@ class Requests:
         self._stopped: EngineStopped | None = EngineStopped("the engine was not started: use `async with` or start()")
         self._end_token_ids: tuple[int, ...] = ()
         self._max_logprobs = 0
+        self._adapters: dict[str, bytes] = {}
         self._request_ids = itertools.count()
 
     def __len__(self) -> int:
@@ -98,6 +100,7 @@ class Requests:
         self._limits = limits
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
+        self._adapters = adapters_of(model)
 
     def find(self, request_id: int) -> Request | None:
         """Return a request that its caller still reads."""
@@ -127,6 +130,7 @@ class Requests:
                 raise InvalidRequest.of_field(field, value, f"at most {self._max_logprobs}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
+        self._check_adapter(cache)
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
         check_request(self._limits, token_ids, params, cache, delivered)
@@ -142,9 +146,17 @@ class Requests:
             most = self._max_logprobs - num_ends
             limit = f"at most {most}: the worker's max_logprob_count, {self._max_logprobs}, less {num_ends} end tokens"
             raise InvalidRequest.of_field("beam_width", params.beam_width, limit)
+        self._check_adapter(cache)
         token_ids = self._token_ids(prompt)
         check_beam_search(self._limits, token_ids, params, cache)
         return token_ids
+
+    def _check_adapter(self, cache: CacheParams) -> None:
+        """Raises InvalidRequest for an adapter that the worker does not have."""
+        if cache.adapter and cache.adapter not in self._adapters.values():
+            names = ", ".join(f"{name} ({identity.hex()})" for name, identity in sorted(self._adapters.items()))
+            limit = f"one of {names}" if names else "empty: the worker has no adapters"
+            raise InvalidRequest.of_field("adapter", cache.adapter.hex(), limit)
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Parameters with all bad words as token ids."""

@@ -35,7 +35,7 @@ from quire.gateway.chat.tools.formats import (
 from quire.gateway.chat.tools.thinking import ThinkTags
 from quire.gateway.chat.tools.tool_format import ToolFormat, UnwritableSchema
 from quire.gateway.errors import HttpError, http_error_of
-from quire.gateway.routing.backend import Backend
+from quire.gateway.routing.backend import Backend, base_of
 from quire.gateway.texts import check_length, encode_ordinary, encode_text, encode_to_places
 
 log = logging.getLogger(__name__)
@@ -266,8 +266,8 @@ class ChatModels:
         return models
 
     def of(self, backend: Backend) -> ChatModel:
-        """Return the chat model of a backend that was there when they were loaded."""
-        return self._by_backend[backend.model_names[0]]
+        """Return the chat model of a backend that was there when they were loaded, or of an adapter of one."""
+        return self._by_backend[base_of(backend).model_names[0]]
 
     async def close(self) -> None:
         """End the processes that render."""

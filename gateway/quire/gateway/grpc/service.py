@@ -193,10 +193,13 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             raise CallEnded(status_of(Reason.SERVICE_AWAY, "the services of the model have not been reached yet"))
         if not model and len(self._gateway.models) != 1:
             raise CallEnded(invalid("model", "empty", f"one of {', '.join(backends)}"))
-        if model and model not in backends:
-            message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(backends)} is"
+        if not model:
+            return self._gateway.models[0]
+        found = backends.get(model) or self._gateway.served().get(model)
+        if found is None:
+            message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(self._gateway.served())} is"
             raise CallEnded(status_of(Reason.MODEL_NOT_FOUND, message, {"model": model[:MAX_SHOWN]}))
-        return backends[model] if model else self._gateway.models[0]
+        return found
 
     async def _read(self, request: engine_service_pb2.GenerateRequest) -> GenerationRequest:
         """A request with its prompt's tokens. Raises QuireError, HttpError, CallEnded."""

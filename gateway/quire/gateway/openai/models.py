@@ -11,6 +11,7 @@ from quire.gateway.errors import HttpError
 from quire.gateway.fields import text_of, token_ids_of
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, authorization_of, json_response, post
+from quire.gateway.routing.backend import Backend, base_of
 from quire.gateway.texts import check_countable, decode_tokens, encode_text, tokenizer_for
 
 
@@ -19,15 +20,17 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
     async def models(request: Request) -> Response:
         gateway.caller_of(authorization_of(request.headers))
-        names = list(gateway.backends)
+        served = gateway.served()
+        names = list(served)
         pages = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-        return json_response({"object": "list", "data": [_card(gateway, name) for name in names], **pages})
+        return json_response(
+            {"object": "list", "data": [_card(gateway, name, backend) for name, backend in served.items()], **pages}
+        )
 
     async def model(request: Request) -> Response:
         gateway.caller_of(authorization_of(request.headers))
         name = request.path_params["model"]
-        gateway.backend_of(name)
-        return json_response(_card(gateway, name))
+        return json_response(_card(gateway, name, gateway.backend_of(name)))
 
     return [
         Route("/v1/models", models, methods=["GET"]),
@@ -37,16 +40,16 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
     ]
 
 
-def _card(gateway: Gateway, name: str) -> dict[str, Any]:
-    """Return a model as OpenAI and vLLM have it, and with Anthropic's fields."""
-    backend = gateway.backends[name]
+def _card(gateway: Gateway, name: str, backend: Backend) -> dict[str, Any]:
+    """Return a model or an adapter as OpenAI and vLLM have it, and with Anthropic's fields."""
+    base = base_of(backend)
     return {
         "id": name,
         "object": "model",
         "created": gateway.began_s,
         "owned_by": "quire",
         "root": backend.model_names[0],
-        "parent": None,
+        "parent": None if base is backend else base.model_names[0],
         "max_model_len": backend.max_model_len,
         "pools": list(backend.pools),
         "type": "model",

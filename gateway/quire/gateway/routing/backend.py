@@ -2,18 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
-from quire.client.engine.caching import CacheParams
+from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.tokenizer import Tokenizer
-from quire.client.errors import QuireError
+from quire.client.errors import QuireError, Unavailable
 from quire.compute.v1 import worker_service_pb2
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,10 @@ class Backend(Protocol):
     @property
     def model_names(self) -> Sequence[str]:
         """The model's names in requests; answers have the first one."""
+
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """The identities of the adapters that requests can name in place of the model, by name."""
 
     @property
     def max_model_len(self) -> int:
@@ -159,6 +163,11 @@ class EngineBackend:
         return self._model_names
 
     @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """Those of the worker; none while there is no session with it."""
+        return engine_adapters(self._engine)
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens that the pool and the model hold for a sequence."""
         return self._engine.max_sequence_tokens
@@ -224,6 +233,93 @@ class EngineBackend:
     def statistics(self) -> BackendStatistics:
         """The engine's numbers."""
         return statistics_of(self._engine)
+
+
+def engine_adapters(engine: Engine) -> dict[str, bytes]:
+    """Return the adapters of an engine's worker; none while there is no session with it."""
+    try:
+        return engine.adapters
+    except Unavailable:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedBackend:
+    """One adapter of a backend, as a backend: requests for it are computed with the adapter."""
+
+    base: Backend
+    name: str
+    identity: bytes
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """The adapter's name."""
+        return (self.name,)
+
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """None: an adapter has no adapters."""
+        return {}
+
+    @property
+    def max_model_len(self) -> int:
+        """That of the base."""
+        return self.base.max_model_len
+
+    @property
+    def max_logprobs(self) -> int:
+        """That of the base."""
+        return self.base.max_logprobs
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the base."""
+        return self.base.tokenizer
+
+    @property
+    def tokenizer_source(self) -> str:
+        """That of the base."""
+        return self.base.tokenizer_source
+
+    @property
+    def pools(self) -> Sequence[str]:
+        """Those of the base."""
+        return self.base.pools
+
+    @property
+    def pool_uses(self) -> Sequence[PoolUse]:
+        """Those of the base."""
+        return self.base.pool_uses
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the base is ready."""
+        return self.base.is_ready
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache: CacheParams | None = None,
+        is_whole: bool = False,
+    ) -> Chunks:
+        """Chunks of a request with the adapter; see Backend.generate."""
+        adapted = replace(cache or NO_CACHE_PARAMS, adapter=self.identity)
+        return self.base.generate(prompt_token_ids, params, cache=adapted, is_whole=is_whole)
+
+    def statistics(self) -> BackendStatistics:
+        """Those of the base, with all of its adapters."""
+        return self.base.statistics()
+
+    async def failed(self) -> BaseException:
+        """As the base."""
+        return await self.base.failed()
+
+
+def base_of(backend: Backend) -> Backend:
+    """Return the backend of the model that an adapter is for; any other backend itself."""
+    return backend.base if isinstance(backend, AdaptedBackend) else backend
 
 
 def has_outage(engine: Engine) -> bool:

@@ -40,7 +40,7 @@ from quire.client.errors import (
     Unavailable,
 )
 from quire.client.worker_client import WorkerClient
-from quire.gateway.routing.backend import BackendStatistics, Chunks, PoolUse, has_outage, pool_use
+from quire.gateway.routing.backend import BackendStatistics, Chunks, PoolUse, engine_adapters, has_outage, pool_use
 from quire.gateway.routing.choosing import OpenRequest, OutputLength, cheapest
 from quire.gateway.routing.failover import ELSEWHERE, RoutedChunks
 from quire.gateway.routing.members import Member, Members, RouterConfig
@@ -156,6 +156,14 @@ class Router:
     def model_names(self) -> Sequence[str]:
         """The names given, or the worker's."""
         return self._model_names or (self._members.first.pool.geometry.model,)
+
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """Those that every pool has under the same name."""
+        first, *others = [engine_adapters(member.engine) for member in self._members.values()] or [{}]
+        return {
+            name: identity for name, identity in first.items() if all(other.get(name) == identity for other in others)
+        }
 
     @property
     def max_model_len(self) -> int:
@@ -314,7 +322,9 @@ class Router:
         tenant = params.tenant if self._config.names_tenants else None
         try:
             async with asyncio.timeout(self._config.lookup_timeout_s):
-                found = await self._cache.lookup_prefix(token_ids, salt=cache.salt, tenant=tenant)
+                found = await self._cache.lookup_prefix(
+                    token_ids, salt=cache.salt, adapter=cache.adapter, tenant=tenant
+                )
         except (QuireError, TimeoutError) as error:
             self._unanswered += 1
             _log.warning("a prefix was not looked up: %s", error or "no answer in time")

@@ -20,7 +20,7 @@ _MOST_HEADS = 1 << 16
 _BORDER = -1
 """Between two answers: no token has this id."""
 MAX_ANSWER_TOKENS = 65_536
-"""Of recent answers, by tenant and salt."""
+"""Of recent answers, by tenant, salt and adapter."""
 MAX_TENANTS = 64
 
 
@@ -145,7 +145,7 @@ class _Answers:
 
 
 class TenantAnswers:
-    """Recent answers of one tenant, under one salt: two parts, of which the older one goes when the younger is full."""
+    """Recent answers of one tenant, salt and adapter: two parts, of which the older goes when the younger is full."""
 
     def __init__(self, *, size: int, most: int) -> None:
         """The arguments are those of TextIndex."""
@@ -173,11 +173,11 @@ class RecentAnswers:
         """The arguments are those of TextIndex."""
         self._size = size
         self._most = most
-        self._of: OrderedDict[tuple[str, bytes], TenantAnswers] = OrderedDict()
+        self._of: OrderedDict[tuple[str, bytes, bytes], TenantAnswers] = OrderedDict()
 
-    def of(self, tenant: str, salt: bytes) -> TenantAnswers:
-        """Return the answers of a tenant under a salt."""
-        key = tenant, salt
+    def of(self, tenant: str, salt: bytes, adapter: bytes = b"") -> TenantAnswers:
+        """Return the answers of a tenant under a salt, with an adapter."""
+        key = tenant, salt, adapter
         answers = self._of.get(key)
         if answers is None:
             answers = self._of[key] = TenantAnswers(size=self._size, most=self._most)

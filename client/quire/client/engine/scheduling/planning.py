@@ -281,7 +281,8 @@ class Planning:
                 continue
             num_given += len(sequence.token_ids)
             tenant = sequence.tenant if self._by_tenant else ""
-            prompt = ExpectedPrompt(sequence.token_ids, sequence.cache_params.salt, tenant, _EXPECTED_IN_S)
+            cache = sequence.cache_params
+            prompt = ExpectedPrompt(sequence.token_ids, cache.salt, cache.adapter, tenant, _EXPECTED_IN_S)
             self._expected[sequence] = prompt
 
     def _admits(self, newcomer: Sequence) -> bool:

@@ -130,6 +130,7 @@ class ExpectedPrompt:
 
     token_ids: abc.Sequence[int]
     salt: bytes
+    adapter: bytes
     tenant: str
     """The tenant of the sequence; "": the lease's."""
     expected_in_s: float

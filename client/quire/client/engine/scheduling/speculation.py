@@ -203,7 +203,7 @@ class Speculation:
         num_expected = len(sequence.token_ids) + sequence.max_tokens
         drafters: list[Drafter] = [PromptLookup(size=size, most=most, num_expected=num_expected)]
         if "suffix" in self.counts and _shares(sequence):
-            drafters.append(AnswerLookup(self._recent.of(sequence.tenant, sequence.cache.salt)))
+            drafters.append(AnswerLookup(self._recent.of(sequence.tenant, sequence.cache.salt, sequence.cache.adapter)))
         sequence.guesses = Guesses(drafters, self.counts)
 
     def end(self, sequence: Sequence) -> None:
@@ -214,7 +214,9 @@ class Speculation:
             return
         sequence.guesses = None
         if "suffix" in self.counts and _shares(sequence):
-            self._recent.of(sequence.tenant, sequence.cache.salt).add(sequence.token_ids, sequence.num_prompt_tokens)
+            self._recent.of(sequence.tenant, sequence.cache.salt, sequence.cache.adapter).add(
+                sequence.token_ids, sequence.num_prompt_tokens
+            )
 
     def take(self, sequence: Sequence, drafts: abc.Sequence[int] | None, num_new: int) -> None:
         """Take the new tokens of a sequence that goes on: num_new of a step with these drafts, or one without any."""
