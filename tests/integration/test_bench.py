@@ -355,6 +355,7 @@ def test_the_workers_own_work_is_measured_by_sequences_and_windows(tmp_path: Pat
         assert min(work["launched_ms"] + work["answered_ms"]) > 0
 
 
+@pytest.mark.night
 def test_a_worker_with_a_holder_computes_less_again(tmp_path: Path) -> None:
     written, _ = run_quick("control-plane kept-memory", tmp_path)
     rounds = {(row["lost"], row["kept"]): row["rounds"] for row in written["outages"]}

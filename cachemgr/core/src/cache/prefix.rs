@@ -1,7 +1,7 @@
 //! The prefix index: which block holds the KV of which tokens.
 //!
-//! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, namespace and model: equal hashes mean
-//! equal tokens from position 0 on, so a hit needs no verification.
+//! Identity of a full block is a SHA-256 chained on its parent's, rooted in tenant, namespace and model: equal hashes
+//! mean equal tokens from position 0 on, so a hit needs no verification.
 
 use std::hint::black_box;
 use std::ops::Range;
