@@ -435,14 +435,14 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length_and_not_read(reserve
 
 
 def refuse_prefix(token_ids: list[int], *pools: Geometry) -> tuple[Reason, dict[str, str]]:
-    refusal = refusal_of(lambda: messages.decode_prefix(token_ids, b"", pools))
+    refusal = refusal_of(lambda: messages.decode_prefix(token_ids, b"", b"", pools))
     return refusal.reason, refusal.metadata
 
 
 def test_a_prefix_is_one_that_a_sequence_of_one_of_the_pools_can_begin_with() -> None:
     longer = replace(SMALL, max_sequence_tokens=30, vocab_size=50)
     for pools, most in (([SMALL], 24), ([SMALL, longer], 30)):
-        assert len(messages.decode_prefix([1] * most, b"", pools)) == 4 * most
+        assert len(messages.decode_prefix([1] * most, b"", b"", pools)) == 4 * most
         reason, metadata = refuse_prefix([1] * (most + 1), *pools)
         limits = {"field": "token_ids", "value": f"{most + 1} entries", "limit": f"at most {most} entries"}
         assert (reason, metadata) == (Reason.INVALID_ARGUMENT, limits)
@@ -450,4 +450,4 @@ def test_a_prefix_is_one_that_a_sequence_of_one_of_the_pools_can_begin_with() ->
         outside = Reason.TOKEN_OUT_OF_RANGE, {"index": "1", "value": str(value), "limit": "99"}
         assert refuse_prefix([99, value, value], SMALL, longer) == outside
     assert refuse_prefix([50], longer)[1] == {"index": "0", "value": "50", "limit": "49"}
-    assert messages.decode_prefix([99], b"", [longer, SMALL])
+    assert messages.decode_prefix([99], b"", b"", [longer, SMALL])

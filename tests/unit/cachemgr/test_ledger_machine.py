@@ -2006,7 +2006,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert numbers == (len(left), num_findable - len(left))
         if len(left) < num_findable:
             self.lose_to_reset(left)
-        books.drafted, books.accepted, books.written = 0, 0, 0
+        books.drafted = books.accepted = books.written = books.evicted = books.allocated = 0
         self.worker.lose_all_but_memory()
         self.clients = {slot: client for slot, client in self.clients.items() if client.is_open}
         for slot, client in self.clients.items():
