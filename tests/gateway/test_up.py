@@ -181,9 +181,9 @@ def test_up_says_that_the_port_is_taken(tmp_path: Path) -> None:
     assert "--no-http" in up.stderr
 
 
-def begun_stream(url: str) -> subprocess.Popen[str]:
-    """Begin a stream that takes longer than the test, and wait for its first event."""
-    body = json.dumps({"prompt": "The", "max_tokens": 900, "ignore_eos": True, "n": 8, "stream": True})
+def begun_stream(url: str, *, max_tokens: int = 900, n: int = 8) -> subprocess.Popen[str]:
+    """Begin a stream that takes longer than the test, or a shorter one, and wait for its first event."""
+    body = json.dumps({"prompt": "The", "max_tokens": max_tokens, "ignore_eos": True, "n": n, "stream": True})
     stream = subprocess.Popen(["curl", "-sN", f"{url}/v1/completions", "-d", body], stdout=subprocess.PIPE, text=True)
     assert stream.stdout is not None
     assert stream.stdout.readline().startswith("data:")
@@ -191,11 +191,17 @@ def begun_stream(url: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("drain_timeout", "last"), [(str(DEADLINE_S), "data: [DONE]"), ("0.2", '"code":"engine_stopped"')]
+    ("drain_timeout", "sizes", "last"),
+    [
+        (str(DEADLINE_S), {"max_tokens": 300, "n": 2}, "data: [DONE]"),
+        ("0.2", {}, '"code":"engine_stopped"'),
+    ],
 )
-def test_ctrl_c_lets_streams_end_with_their_event(tmp_path: Path, drain_timeout: str, last: str) -> None:
+def test_ctrl_c_lets_streams_end_with_their_event(
+    tmp_path: Path, drain_timeout: str, sizes: dict[str, int], last: str
+) -> None:
     with running(tmp_path, "--port", "0", "--drain-timeout", drain_timeout) as (up, shown):
-        stream = begun_stream(url_in(shown))
+        stream = begun_stream(url_in(shown), **sizes)
         up.send_signal(signal.SIGINT)
         text, _ = stream.communicate(timeout=DEADLINE_S)
         assert last in text.strip().splitlines()[-1]

@@ -21,8 +21,8 @@ from quire.worker.grant.gate import Gate
 
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
-CHUNKS = 3
-VERIFY_CHUNKS = range(3, 4)
+CHUNKS = 2
+VERIFY_CHUNKS = range(2, 3)
 NUM_NEW = 30
 
 

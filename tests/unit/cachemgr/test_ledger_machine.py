@@ -63,7 +63,7 @@ TENANTS = ("", "acme")
 FINGERPRINT = "model-1"
 POISON = ("poison",)
 NUM_EXAMPLES = int(os.environ.get("QUIRE_MACHINE_EXAMPLES", "400"))
-NUM_EXAMPLES_OF_VERIFY = 1_000
+NUM_EXAMPLES_OF_NIGHT = 1_000
 FULL = LayerGroup(LayerGroupKind.FULL, 0, 1)
 
 
@@ -2302,16 +2302,16 @@ TestKeepingMachine = KeepingMachine.TestCase
 TestKeepingMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
 
 
-@pytest.mark.verify
+@pytest.mark.night
 class TestLedgerMachineForLong(LedgerMachine.TestCase):
-    settings = configured(NUM_EXAMPLES_OF_VERIFY * 3 // 4)
+    settings = configured(NUM_EXAMPLES_OF_NIGHT * 3 // 4)
 
 
 @pytest.mark.night
 class TestKeepingMachineForLong(KeepingMachine.TestCase):
-    settings = configured(NUM_EXAMPLES_OF_VERIFY // 2)
+    settings = configured(NUM_EXAMPLES_OF_NIGHT // 2)
 
 
 @pytest.mark.night
 class TestDefaultPolicyMachineForLong(DefaultPolicyMachine.TestCase):
-    settings = configured(NUM_EXAMPLES_OF_VERIFY // 4)
+    settings = configured(NUM_EXAMPLES_OF_NIGHT // 4)
