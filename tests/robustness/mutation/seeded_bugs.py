@@ -751,7 +751,7 @@ BUGS = [
     rust(
         "kept prefixes",
         "the reason of a miss tells that another tenant has the block",
-        ("explain_miss", "Some(tenant), false)", "Some(tenant), true)"),
+        ("explain_miss", "group, false)", "group, true)"),
     ),
     client(
         "kept prefixes",

@@ -25,14 +25,6 @@ pub struct Namespace {
     pub adapter: Vec<u8>,
 }
 
-/// A salt, without an adapter.
-#[cfg(test)]
-impl<T: AsRef<[u8]> + ?Sized> From<&T> for Namespace {
-    fn from(salt: &T) -> Namespace {
-        Namespace { salt: salt.as_ref().to_vec(), adapter: Vec::new() }
-    }
-}
-
 /// The parent of a sequence's first block. Each part is hashed with its length, and the adapter is the last one, if
 /// there is one: no two splits collide.
 pub fn root_hash(tenant: &[u8], namespace: &Namespace, model_fingerprint: &[u8]) -> Hash {
@@ -367,6 +359,13 @@ const LOOK_AHEAD: usize = 64;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A salt, without an adapter.
+    impl<T: AsRef<[u8]> + ?Sized> From<&T> for Namespace {
+        fn from(salt: &T) -> Namespace {
+            Namespace { salt: salt.as_ref().to_vec(), adapter: Vec::new() }
+        }
+    }
 
     fn hash(number: u64) -> Hash {
         digest_of(&[number as i32, (number >> 32) as i32])
