@@ -73,7 +73,7 @@ def test_up_prints_a_curl_line_that_works(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.sock"))
 
 
-@pytest.mark.verify
+@pytest.mark.night
 @pytest.mark.usefixtures("with_http")
 def test_a_request_of_a_rank_that_is_killed_is_answered(tmp_path: Path) -> None:
     """A lost rank ends its worker, which `quire up` starts again: the request goes on there."""

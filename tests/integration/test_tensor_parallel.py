@@ -342,7 +342,7 @@ def test_logits_and_tokens_of_further_families_are_those_of_one_rank() -> None:
     check_logits(FURTHER)
 
 
-@pytest.mark.verify
+@pytest.mark.night
 def test_logits_and_tokens_are_those_of_one_rank_if_ranks_share_kv_heads() -> None:
     check_logits(WITH_COPIES, size=4)
 

@@ -58,7 +58,7 @@ def test_the_default_is_at_most_two_percent_below_lru(name: str, capacity: int) 
 
 
 @pytest.mark.parametrize(
-    "cases", [QUICK, pytest.param(CASES, marks=pytest.mark.verify)], ids=["a capacity of each", "all"]
+    "cases", [QUICK, pytest.param(CASES, marks=pytest.mark.night)], ids=["a capacity of each", "all"]
 )
 def test_the_default_is_better_than_lru_in_total(cases: list[tuple[str, int]]) -> None:
     lru = sum(FILES[name]["capacity"][str(capacity)]["lru_hit_blocks"] for name, capacity in cases)
