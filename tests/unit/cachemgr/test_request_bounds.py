@@ -349,6 +349,8 @@ def test_no_grant_is_larger_than_the_largest(num_groups: int) -> None:
         given_run_indexes=ids,
         given_token_digests=bytes(16 * 6),
         run_draft_counts=[64] * 6,
+        adapters=[bytes(32)] * 6,
+        run_adapters=[2**20] * 6,
     )
     assert len(grant.SerializeToString()) <= max_grant_bytes(geometry)
 
