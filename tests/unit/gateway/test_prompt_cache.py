@@ -1,7 +1,11 @@
 """A prompt compared with an earlier one: what has changed, what the cache has lost, and what is counted."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import quire.gateway.http
 from quire.client.engine.caching import Breakpoint, CacheOutcome, Miss, MissReason
 from quire.gateway.chat.conversation import Conversation, Message, OfferedTools
 from quire.gateway.kept_responses import Kept
@@ -158,3 +162,9 @@ def test_the_prompts_of_a_tenant_take_bounded_memory() -> None:
     assert prompts.find("alice", "msg_0") is None
     assert prompts.statistics().num_bytes <= 5_000
     prompts.check_invariants()
+
+
+def test_the_page_has_words_for_every_reason() -> None:
+    page = Path(quire.gateway.http.__path__[0], "page/prompt_bar.js").read_text()
+    words = page[page.index("const REASONS = {") : page.index("};")]
+    assert {reason.value for reason in MissReason} <= set(re.findall(r"(\w+): \"", words))

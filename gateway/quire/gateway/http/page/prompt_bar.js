@@ -7,7 +7,7 @@ const REASONS = {
   messages_changed: "a message changed", other_changed: "the template's other values changed", reset: "the cache was reset",
   evicted: "evicted", window_evicted: "a layer's window was evicted", being_computed: "another request computes it now",
   worker_restarted: "the worker restarted", other_pool: "the answer before was computed in another pool",
-  other_salt: "it is under another cache_salt", never_computed: "never computed",
+  other_salt: "it is under another cache_salt", other_adapter: "it is with another adapter", never_computed: "never computed",
   unknown: "evicted or never computed",
 };
 
