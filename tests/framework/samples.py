@@ -1,4 +1,4 @@
-"""Parameters of tests of which CI runs some, and `make night` the others."""
+"""Parameters of tests of which one tier runs some, and a longer one the others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ Value = TypeVar("Value")
 
 
 def others_at_night(values: Iterable[Value], by_day: Collection[Value]) -> list[Value | object]:
-    """Return all of these parameters, marked `night` but for those of the day.
+    """Return all of these parameters, marked `night` but for those of the day. Raises as others_in does."""
+    return others_in("night", values, by_day)
 
-    Raises ValueError if a parameter of the day is not there.
+
+def others_in(tier: str, values: Iterable[Value], sample: Collection[Value]) -> list[Value | object]:
+    """Return all of these parameters, with the mark of a tier but for those of the sample.
+
+    Raises ValueError if a parameter of the sample is not there.
     """
     values = list(values)
-    if missing := [value for value in by_day if value not in values]:
+    if missing := [value for value in sample if value not in values]:
         raise ValueError(f"{missing} are not among {values}")
-    return [value if value in by_day else _at_night(value) for value in values]
+    return [value if value in sample else _marked(tier, value) for value in values]
 
 
-def _at_night(value: object) -> object:
+def _marked(tier: str, value: object) -> object:
     """Return a parameter, or the parameters of a tuple, with the mark."""
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.night)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, tier))

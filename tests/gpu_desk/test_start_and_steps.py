@@ -17,7 +17,7 @@ import torch
 from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import FAMILIES, save
-from night import others_at_night
+from samples import others_at_night
 
 from quire.worker.attention import triton_attention
 from quire.worker.grant.decoding import AcceptedStep

@@ -19,7 +19,7 @@ import triton
 from gpu_desk.fake_device import FakeGPU
 from gpu_desk.steps import make_config
 from model_zoo import save
-from night import others_at_night
+from samples import others_at_night
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quire.cache.v1 import grant_pb2

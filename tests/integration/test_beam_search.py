@@ -19,6 +19,7 @@ import pytest
 import torch
 from integration.protocol_client import draw_tokens
 from model_zoo import build, save
+from samples import others_in
 
 from quire.cli.launch import LocalServices
 from quire.client import (
@@ -121,9 +122,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices
         yield services
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.verify) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", others_in("verify", FAMILIES, SAMPLE))
 def test_beams_equal_transformers(family: str, tmp_path: Path) -> None:
     """All searches at once beside samples, in a pool in which not all of it fits."""
     model = build(family)

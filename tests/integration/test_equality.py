@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import VOCAB_SIZE, WINDOWED, build, save
+from samples import others_in
 
 from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams, WorkerClient
@@ -84,10 +85,7 @@ async def generate(address: str, prompts: list[list[int]]) -> tuple[list[Complet
         return completions, engine.statistics()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.verify) for family in FAMILIES + STATEFUL],
-)
+@pytest.mark.parametrize("family", others_in("verify", FAMILIES + STATEFUL, SAMPLE))
 def test_tokens_equal_generate(family: str, tmp_path: Path) -> None:
     prompts = make_prompts()
     expected = expected_tokens(build(family), prompts) * 2

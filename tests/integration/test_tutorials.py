@@ -12,9 +12,9 @@ from conformance.foreign import find
 from grpc import insecure_channel
 from integration.following import follow, starting
 from integration.protocol_client import ask
-from night import others_at_night
 from pages import ROOT
 from ports import free_ports
+from samples import others_at_night
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import model_zoo as zoo
 import pytest
 import torch
-from night import others_at_night
 from paged_run import run
+from samples import others_at_night
 
 from quire.kernels.launching import BLOCK_SIZES
 from quire.worker.fusion.products import OwnEverywhere, OwnProducts

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from mixed_steps import STEPS, make_batches, make_pool, prepare
-from night import others_at_night
 from recorded_graphs import recorded_graphs
+from samples import others_at_night
 
 from quire.kernels import launching
 from quire.worker.device.capture import CannotCapture

@@ -95,6 +95,10 @@ class Gateway:
         }
         return {**self.backends, **{name: backend for name, backend in adapted.items() if name not in self.backends}}
 
+    def find(self, name: str) -> Backend | None:
+        """Return the backend of a name in served(), without making those of all adapters for a model's own name."""
+        return self.backends.get(name) or self.served().get(name)
+
     def caller_of(self, authorization: str | None) -> Caller:
         """Return the caller with this Authorization header. Raises HttpError: 401, 403."""
         scheme, _, key = (authorization or "").partition(" ")
@@ -108,7 +112,7 @@ class Gateway:
             return self.models[0]
         if model is None:
             raise HttpError(400, "model is missing, and several are served", code="missing_field", param="model")
-        backend = self.backends.get(model) or self.served().get(model)
+        backend = self.find(model)
         if backend is None:
             shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.served()))
             raise HttpError(

@@ -195,7 +195,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             raise CallEnded(invalid("model", "empty", f"one of {', '.join(backends)}"))
         if not model:
             return self._gateway.models[0]
-        found = backends.get(model) or self._gateway.served().get(model)
+        found = self._gateway.find(model)
         if found is None:
             message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(self._gateway.served())} is"
             raise CallEnded(status_of(Reason.MODEL_NOT_FOUND, message, {"model": model[:MAX_SHOWN]}))

@@ -174,12 +174,14 @@ def num_drafts(grant: grant_pb2.StepGrant, run: int) -> int:
 def check_adapters(grant: grant_pb2.StepGrant, adapters: Mapping[str, bytes]) -> None:
     """Raises Refused (INVALID_ARGUMENT) for a run with an adapter that this worker does not have."""
     numbers, num_runs = grant.run_adapters, len(grant.run_sequence_ids)
-    if numbers and len(numbers) != num_runs:
+    if not numbers:
+        return
+    if len(numbers) != num_runs:
         raise invalid(
             "grant.run_adapters", f"{len(numbers)} numbers", f"empty, or {num_runs} numbers as there are runs"
         )
     known = frozenset(adapters.values())
-    for run, (seq_id, number) in enumerate(zip(grant.run_sequence_ids, numbers, strict=False)):
+    for run, (seq_id, number) in enumerate(zip(grant.run_sequence_ids, numbers, strict=True)):
         if not 0 <= number <= len(grant.adapters):
             raise invalid("grant.run_adapters", f"{number} for sequence {seq_id}", f"0 to {len(grant.adapters)}")
         if number and (identity := adapter_of(grant, run)) not in known:

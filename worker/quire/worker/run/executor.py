@@ -672,7 +672,8 @@ class Executor:
     def _adapter_tokens(self, grant: grant_pb2.StepGrant) -> tuple[AdapterTokens, ...]:
         """The tokens of the step's runs by adapter. There are adapters on a CPU only, which has no static decode."""
         numbers = self._model.adapters.numbers
-        adapters = [numbers.get(adapter_of(grant, run)) for run in range(len(grant.run_sequence_ids))]
+        identities = (adapter_of(grant, run) for run in range(len(grant.run_sequence_ids)))
+        adapters = [numbers[identity] if identity else None for identity in identities]
         return tokens_of_adapters(adapters, grant.run_token_counts)
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
