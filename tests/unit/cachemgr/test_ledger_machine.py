@@ -1739,6 +1739,9 @@ class LedgerMachine(RuleBasedStateMachine):
             drafts = {i: self.drafts(sequences[i], rng) for i in speculating}
             counts = [1 + len(drafts.get(i, ())) for i in ids]
             self.do_plan(client, StepRequest(extend_ids=ids, extend_token_counts=counts, drafts=drafts))
+            if len(client.to_run) > 1 and rng.random() < 0.5:  # the next plan has a report, and steps in flight
+                self.do_run(client)
+                self.do_report(client)
         self.follow(client, rng)
         if self.books.index and rng.random() < self.pinning:
             self.pin(rng)
