@@ -80,7 +80,7 @@ def test_langchain_invokes_and_streams(gateway: Gateway, tmp_path: Path) -> None
     program = tmp_path / "program.py"
     program.write_text(SNIPPET.text.replace(DEFAULT, gateway.url).replace('model="model"', f'model="{MODEL}"'))
     command = [environment("langchain", *PACKAGES["langchain"]) / "python", program]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     assert (said.returncode, said.stderr) == (0, "")
     assert len(said.stdout) > 40
 
@@ -108,7 +108,7 @@ def test_lm_eval_compares_log_probabilities_and_generates(gateway: Gateway, tmp_
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=BUILD_TIMEOUT_S,
         check=False,
     )
     assert said.returncode == 0, said.stderr[-3000:]
@@ -131,7 +131,7 @@ def test_aiperf_measures_a_stream_of_each_request(gateway: Gateway, tmp_path: Pa
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=BUILD_TIMEOUT_S,
         check=False,
     )
     assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
@@ -222,7 +222,7 @@ def test_the_calls_of_open_webui(gateway: Gateway) -> None:
 def assert_done(program: str | Path, *arguments: str | Path) -> None:
     """Run a program of a client to its end. Fails with what it wrote."""
     command = [program, *arguments]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
     assert said.stdout.rstrip().endswith("done")
 

@@ -15,6 +15,7 @@ import torch
 from compiled_attention import LONG, META, SHORT, check_fast, check_fits, compile_decode, compile_prefill
 from kernel_batch import Batch, Shape
 from machine_code import A100, B200, GPU, GPUS, H100, L4, RTX_5090, compile_launch, recorded
+from samples import others_at_night
 
 from quire.kernels.decode_plan import RESIDENT
 
@@ -47,7 +48,15 @@ def name(value: object) -> str:
     return "-".join([f"d{value.head_dim}", *dtypes])
 
 
-ATTENTION = pytest.mark.parametrize(("gpu", "shape"), list(attention_matrix()), ids=name)
+def is_by_day(gpu: GPU, shape: Shape) -> bool:
+    """Every head dim on one GPU, in each dtype, and every GPU with one head dim."""
+    return gpu is RTX_5090 or shape == LLAMA
+
+
+MATRIX = list(attention_matrix())
+ATTENTION = pytest.mark.parametrize(
+    ("gpu", "shape"), others_at_night(MATRIX, [each for each in MATRIX if is_by_day(*each)]), ids=name
+)
 
 
 @ATTENTION

@@ -9,6 +9,7 @@ import pytest
 from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import MAX_NUM_SEQS, make_executor, mixed_and_decode_steps, start
 from model_zoo import save
+from samples import others_at_night
 
 from quire.worker.memory.step_ring import RingOutOfStep, StepRing
 from quire.worker.run.executor import Executor, Outcome
@@ -37,7 +38,7 @@ def run(gpu: FakeGPU, executor: Executor, step: object) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.verify)])
+@pytest.mark.parametrize("family", others_at_night(["qwen3", "gemma2"], ["qwen3"]))
 def test_a_decode_step_is_one_replay_and_nothing_else(family: str, folder: Path) -> None:
     with FakeGPU() as gpu:
         loaded = start_whole(folder, family)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from integration.protocol_client import draw_tokens
 from model_zoo import build, save
-from samples import others_in
+from samples import others_at_night
 
 from quire.cli.launch import LocalServices
 from quire.client import (
@@ -36,7 +36,7 @@ from quire.client import (
 )
 
 FAMILIES = ("llama", "gemma3", "mixtral", "gpt2", "bloom", "deepseek_v3")
-# Each in a process of its own: one in `make test`, the others in `verify`.
+# Each in a process of its own: one in `make test`, the others in `make night`.
 SAMPLE = ("llama",)
 BLOCK_SIZE = 4
 NUM_BLOCKS = 27
@@ -122,7 +122,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices
         yield services
 
 
-@pytest.mark.parametrize("family", others_in("verify", FAMILIES, SAMPLE))
+@pytest.mark.parametrize("family", others_at_night(FAMILIES, SAMPLE))
 def test_beams_equal_transformers(family: str, tmp_path: Path) -> None:
     """All searches at once beside samples, in a pool in which not all of it fits."""
     model = build(family)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import VOCAB_SIZE, WINDOWED, build, save
-from samples import others_in
+from samples import others_at_night
 
 from quire.cli.launch import LocalServices
 from quire.client import Completion, Engine, EngineConfig, EngineStatistics, SamplingParams, WorkerClient
@@ -40,7 +40,7 @@ FAMILIES = (
 )
 # With a state per sequence: nothing is found, and each preemption computes from the first token.
 STATEFUL = ("mamba2", "qwen3_next")
-# One of each kind: plain, windows, experts, positions added and biased, latents, states. The others are in `verify`.
+# One of each kind: plain, windows, experts, positions added and biased, latents, states. The others are in `night`.
 SAMPLE = ("llama", "gemma3", "mixtral", "gpt2", "bloom", "deepseek_v3", "qwen3_next")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -85,7 +85,7 @@ async def generate(address: str, prompts: list[list[int]]) -> tuple[list[Complet
         return completions, engine.statistics()
 
 
-@pytest.mark.parametrize("family", others_in("verify", FAMILIES + STATEFUL, SAMPLE))
+@pytest.mark.parametrize("family", others_at_night(FAMILIES + STATEFUL, SAMPLE))
 def test_tokens_equal_generate(family: str, tmp_path: Path) -> None:
     prompts = make_prompts()
     expected = expected_tokens(build(family), prompts) * 2

@@ -24,7 +24,7 @@ KINDS = ("gemma3", "llama4", "mistral")
 # Every other family with windows and groups; gemma4 has one group, because the heads of its full layers are larger.
 OTHERS = ("gemma2", "phi3", "gpt_oss", "llama4_temperature", *(family for family in WINDOWED if family != "gemma4"))
 CASES = [*((family, size) for family in KINDS for size in (4, 16)), *((family, 4) for family in OTHERS)]
-# In `make test`; the others with these blocks are in `make verify`.
+# In `make test`; the other kinds with these blocks are in `make verify`.
 SAMPLE = ("gemma3", 4)
 WINDOW = 8
 NUM_SLOTS = 480
@@ -60,7 +60,7 @@ class Model:
 
 
 def parameter(family: str, block_size: int) -> Any:
-    others = pytest.mark.verify if block_size == SAMPLE[1] else pytest.mark.night
+    others = pytest.mark.verify if family in KINDS and block_size == SAMPLE[1] else pytest.mark.night
     marks = () if (family, block_size) == SAMPLE else others
     return pytest.param((family, block_size), id=f"{family}-{block_size}", marks=marks)
 

@@ -20,6 +20,7 @@ from integration.protocol_client import FAULTY_WORKER, Hold, LeaseHolder, Pair, 
 from integration.test_equality import BLOCK_SIZE, MAX_STEP_TOKENS, NUM_BLOCKS, NUM_NEW, expected_tokens, make_prompts
 from integration.test_metrics import page_of
 from model_zoo import build, save
+from samples import others_at_night
 from sharded import BOUND, compare
 
 from quire.cli.launch import LocalServices
@@ -280,7 +281,7 @@ def test_block_tables_that_differ_end_the_worker(pair: Pair) -> None:
     pair.await_attached()
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1], ids=["leader", "follower"])
+@pytest.mark.parametrize("victim", others_at_night([0, 1], [1]))
 def test_a_rank_that_is_lost_while_the_model_loads_ends_all(
     victim: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +338,7 @@ def test_logits_and_tokens_are_those_of_one_rank() -> None:
     check_logits(FAMILIES)
 
 
-@pytest.mark.verify
+@pytest.mark.night
 def test_logits_and_tokens_of_further_families_are_those_of_one_rank() -> None:
     check_logits(FURTHER)
 

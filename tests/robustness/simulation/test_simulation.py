@@ -16,13 +16,13 @@ from robustness.simulation.running import answers, run, run_seed, simulating
 from robustness.simulation.schedule import Fault, FaultKind, Schedule, make_schedule
 from robustness.simulation.shrinking import kind_of, shrink
 from robustness.simulation.workload import ModelKind
+from samples import others_at_night
 
 from quire.worker.grant.gate import Gate
 
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
-CHUNKS = 2
-VERIFY_CHUNKS = range(2, 3)
+CHUNKS = range(3)
 NUM_NEW = 30
 
 
@@ -33,18 +33,12 @@ def run_all(seeds: range) -> None:
     assert not failed, "make simulate ARGS='--replay SEED' tells the story of one"
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", others_at_night(CHUNKS, [0]))
 def test_schedules_of_fixed_seeds(chunk: int) -> None:
     run_all(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize("chunk", VERIFY_CHUNKS)
-def test_more_schedules_of_fixed_seeds(chunk: int) -> None:
-    run_all(range(chunk * CHUNK, (chunk + 1) * CHUNK))
-
-
-@pytest.mark.verify
+@pytest.mark.night
 def test_schedules_of_new_seeds() -> None:
     """A new seed that fails is no failure of the change that is tested: it is printed, for a row of the bug table."""
     first = time.time_ns() // 10**9

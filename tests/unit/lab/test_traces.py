@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "harness"))
 
 from replay import expectations, load
+from samples import others_at_night
 
 from quire.cachemgr._core import DEFAULT_POLICY
 from quire.lab.replay import Outcome, Replay
@@ -19,11 +20,8 @@ from quire.lab.requests import Prompt
 FILES = expectations()
 CASES = [(name, int(capacity)) for name, file in FILES.items() for capacity in file["capacity"]]
 QUICK = [(name, int(next(iter(file["capacity"])))) for name, file in FILES.items()]
-"""A capacity of each trace: `make verify` runs the others."""
-CASES_BY_TIER = [
-    case if case in QUICK else pytest.param(*case, marks=pytest.mark.verify)  # type: ignore[arg-type]
-    for case in CASES
-]
+"""A capacity of each trace."""
+CASES_BY_TIER = others_at_night(CASES, QUICK)
 
 
 @cache
