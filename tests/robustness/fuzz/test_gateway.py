@@ -19,7 +19,7 @@ from quire.cli.service_process import ServiceProcess
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = str(ROOT / "tests/integration/engine_gateway.py")
-NUM_MESSAGES = 4_000
+NUM_MESSAGES = 1_500
 
 
 async def exchange(channel: Any, message: Message) -> Answer:
