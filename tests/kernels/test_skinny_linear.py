@@ -79,10 +79,10 @@ class Product:
     def separate(self, *, exact: bool) -> Tensor:
         """The same in single operations: all in float64, but rounded where they round; or in the dtype, by torch."""
         dtype = torch.float64 if exact else self.x.dtype
-        x = self.x
+        x, weight = self.x.contiguous(), self.weight.contiguous()  # torch's products with AMX read the NaN beside rows
         if self.norm_weight is not None:
-            x = add_rmsnorm(x.contiguous(), self.norm_weight, eps=EPS)
-        y = x.to(dtype) @ self.weight.to(dtype).T
+            x = add_rmsnorm(x, self.norm_weight, eps=EPS)
+        y = x.to(dtype) @ weight.to(dtype).T
         y = (y if self.bias is None else y + self.bias.to(dtype)).to(self.x.dtype)
         if self.gated:
             gate, up = y.chunk(2, -1)
