@@ -246,6 +246,7 @@ def test_a_run_of_steps_without_time_says_what_it_left_out(tmp_path: Path) -> No
     assert all(left.endswith(": time") for left in written["left_out"])
 
 
+@pytest.mark.night
 def test_both_services_are_measured_beside_one_process(tmp_path: Path) -> None:
     written, printed = run_quick("serve-gpu", tmp_path, "--json", str(tmp_path / "cells.json"))
     assert json.loads((tmp_path / "cells.json").read_text())["cells"] == written["cells"]
@@ -277,6 +278,7 @@ def test_grammars_are_measured_beside_steps_without_them(tmp_path: Path) -> None
     assert all(written[kind]["num_samples"] == 3 for kind in ("without_ms", "with_grammars_ms"))
 
 
+@pytest.mark.night
 def test_steps_of_others_are_measured_beside_a_slow_grammar(tmp_path: Path) -> None:
     written, _ = run_quick("step slow-grammar", tmp_path)
     assert len(written["ways"]) == len(written["step_ratios"]) == 4
@@ -305,6 +307,7 @@ def test_allocator_measures_every_row_of_ours(tmp_path: Path) -> None:
     assert written["recorded_only"].keys() == {"vllm", "sglang", "transformers", "tokenspeed", "nano-vllm"}
 
 
+@pytest.mark.night
 def test_schedulers_step_ours_and_a_peer_in_one_run(tmp_path: Path) -> None:
     """The peer's environment is made once, by pip from the index that pip is configured with."""
     only = ("--only", "quire", "--only", "tokenspeed")

@@ -145,7 +145,7 @@ def test_a_batch_may_bring_more_grammars_than_wait_for_a_compiler(services: Loca
     asyncio.run(main())
 
 
-@pytest.mark.verify
+@pytest.mark.night
 def test_generated_texts_are_valid_by_200_schemas(services: LocalServices) -> None:
     check_schemas(services, schemas_from(2, NUM_SCHEMAS))
 
