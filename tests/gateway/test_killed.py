@@ -237,7 +237,9 @@ def test_streams_of_the_other_gateway_end_and_the_leases_of_the_killed_one_expir
             assert tokens == undisturbed[number]
 
 
-@pytest.mark.parametrize("killed", [("two",), ("cachemgr",), ("cachemgr", "one")], ids="+".join)
+@pytest.mark.parametrize(
+    "killed", [("two",), pytest.param(("cachemgr",), marks=pytest.mark.night), ("cachemgr", "one")], ids="+".join
+)
 def test_killed_services_cost_no_token_of_a_stream(
     whole: Fleet, gateway: Gateway, undisturbed: Streams, killed: tuple[str, ...]
 ) -> None:

@@ -17,6 +17,7 @@ from deadlines import DEADLINE_S
 from deploy.tools import find
 from gateway.chat_templates import GLM
 from gateway.conftest import MODEL, ROOT, Gateway
+from samples import others_at_night
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.launch import LocalServices
@@ -25,6 +26,7 @@ from quire.client.cache_client import CacheClient
 from quire.gateway.http import page
 
 PROMPT = "A model is a module that takes a tensor"
+WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 
 @contextmanager
@@ -187,7 +189,7 @@ def cell_width(tab: Any) -> float:
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
+@pytest.mark.parametrize("viewport", others_at_night([WIDE, NARROW], [WIDE]))
 def test_each_block_of_32768_can_be_pointed_at(large: Gateway, viewport: Any) -> None:
     from playwright.sync_api import expect
 
@@ -260,7 +262,7 @@ def test_reasoning_stands_apart_from_the_answer(services: LocalServices, tmp_pat
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("colours", others_at_night(["light", "dark"], ["dark"]))
 def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
     gateway: Gateway, tmp_path: Path, colours: Any
 ) -> None:
@@ -296,7 +298,7 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
+@pytest.mark.parametrize("viewport", others_at_night([WIDE | {"height": 900}, NARROW], [NARROW]))
 def test_a_bar_beside_each_answer_says_what_was_found_and_why_not_all(
     services: LocalServices, tmp_path: Path, viewport: Any
 ) -> None:
