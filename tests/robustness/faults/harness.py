@@ -43,7 +43,7 @@ from typing import Any, Self
 
 import grpc
 import psutil
-from deadlines import Deadline
+from deadlines import DEADLINE_S, Deadline
 from robustness.faults.admissions import Admissions
 from robustness.faults.disk import SmallDisk
 from robustness.faults.proxy import Link
@@ -200,7 +200,7 @@ class Child:
 
     async def kill(self) -> None:
         self.send(signal.SIGKILL)
-        await asyncio.wait_for(asyncio.shield(self.ended), END_TIMEOUT_S)
+        await asyncio.wait_for(asyncio.shield(self.ended), DEADLINE_S)
 
 
 @dataclass
@@ -625,7 +625,7 @@ class Harness:
             return
         ranks = [psutil.Process(child.pid), *followers_of(child)]
         process.send_signal(signal.SIGKILL)
-        await asyncio.wait_for(asyncio.shield(child.ended), END_TIMEOUT_S)
+        await asyncio.wait_for(asyncio.shield(child.ended), DEADLINE_S)
         if not await self._until("no rank is left", lambda: has_none_left(ranks), END_TIMEOUT_S, is_failure=True):
             self.outcome.failures.append(f"ranks are left: {ranks}")
 
