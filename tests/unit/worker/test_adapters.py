@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.__main__ import main
-from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter
+from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter
+from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
+from quire.worker.grant.adapter_users import AdapterUsers
 from quire.worker.grant.decoding import check_adapters
 from quire.worker.grant.errors import Refused
 from quire.worker.memory.step_batch import tokens_of_adapters
@@ -44,8 +47,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
     folder = tmp_path_factory.mktemp("adapters")
     paged = prepare_model(zoo.build("llama"), max_model_len=driver.MAX_MODEL_LEN)
     b = adapter_of("llama", 2, folder / "b", targets=lora_zoo.ATTENTION)
-    paged.add_adapters([adapter_of("llama", 1, folder / "a"), b])
+    put(paged, adapter_of("llama", 1, folder / "a"))
+    put(paged, b)
     return paged
+
+
+def put(paged: PagedModel, adapter: Adapter) -> bytes:
+    """Add an adapter to a model, checked; return its identity."""
+    prepared = paged.adapters.prepare(adapter)
+    paged.adapters.add(prepared)
+    paged.check_adapter(prepared)
+    return prepared.identity
 
 
 def merged(name: str) -> Any:
@@ -59,7 +71,12 @@ def merged(name: str) -> Any:
 
 
 def identities(model: PagedModel) -> list[bytes]:
-    return [model.adapters.names[name] if name else b"" for name in ADAPTED]
+    return [identity_of(model, name) if name else b"" for name in ADAPTED]
+
+
+def identity_of(model: PagedModel, name: str) -> bytes:
+    """Return the identity of the first adapter, "a", or of the second one."""
+    return list(model.adapters.numbers)["ab".index(name)]
 
 
 def test_tokens_are_those_of_merged_weights(model: PagedModel) -> None:
@@ -78,7 +95,7 @@ def test_tokens_are_those_of_merged_weights(model: PagedModel) -> None:
 
 def test_a_sequence_with_an_adapter_comes_back_from_the_host_tier(model: PagedModel) -> None:
     prompt, orders = driver.make_prompts()[1], driver.ExecutorDriver(model)
-    stream = orders.admit(prompt, model.adapters.names["a"])
+    stream = orders.admit(prompt, identity_of(model, "a"))
     assert orders.step([(stream, len(prompt))]) is Outcome.COMPUTED
     orders.offload(stream)
     other = orders.admit(prompt)
@@ -92,9 +109,9 @@ def test_a_sequence_with_an_adapter_comes_back_from_the_host_tier(model: PagedMo
 
 def test_blocks_of_another_adapter_are_a_violation(model: PagedModel) -> None:
     prompt, orders = driver.make_prompts()[1], driver.ExecutorDriver(model)
-    owner = orders.admit(prompt, model.adapters.names["a"])
+    owner = orders.admit(prompt, identity_of(model, "a"))
     orders.step([(owner, len(prompt))])
-    same, other = (orders.admit(prompt, model.adapters.names[name]) for name in ("a", "b"))
+    same, other = (orders.admit(prompt, identity_of(model, name)) for name in ("a", "b"))
     orders.share(owner, same, 32)
     assert orders.step([(same, 1)]) is Outcome.COMPUTED
     orders.share(owner, other, 32)
@@ -107,8 +124,8 @@ def test_layers_of_every_kind_take_updates(family: str, tmp_path: Path) -> None:
     """Conv1D, layers with a bias, and layers that compute several projections at once."""
     names = {"gpt2": ("c_attn", "c_fc"), "qwen2": ("q_proj", "v_proj"), "phi3": ("qkv_proj", "gate_up_proj")}[family]
     paged = prepare_model(zoo.build(family), max_model_len=driver.MAX_MODEL_LEN)
-    paged.add_adapters([adapter_of(family, 3, tmp_path / "c", targets=names)])
-    adapters = [paged.adapters.names["c"]] * len(driver.PROMPT_LENGTHS)
+    identity = put(paged, adapter_of(family, 3, tmp_path / "c", targets=names))
+    adapters = [identity] * len(driver.PROMPT_LENGTHS)
     found, _ = driver.run_mixed(paged, 4, adapters=adapters)
     base = zoo.build(family)
     prompt = driver.make_prompts()[0]
@@ -132,7 +149,7 @@ def test_the_identity_is_the_content(tmp_path: Path) -> None:
     assert one.identity() == same.identity()
     assert len({each.identity() for each in (one, *others)}) == 4
     paged = prepare_model(zoo.build("llama"), max_model_len=64)
-    paged.add_adapters([one, same])
+    assert put(paged, one) == put(paged, same)
     assert len(paged.adapters.numbers) == 1
 
 
@@ -218,7 +235,7 @@ def renamed(adapter: Adapter, old: str, new: str) -> Adapter:
     return Adapter(adapter.name, {name.replace(old, new): update for name, update in adapter.updates.items()})
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(model: PagedModel, tmp_path: Path) -> None:
     adapter = adapter_of("llama", 1, tmp_path / "x")
     wide = Adapter("x", dict(adapter_of("llama", 1, tmp_path / "w").updates))
     update = wide.updates["model.layers.0.mlp.down_proj"]
@@ -229,12 +246,13 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         "is of another base: model.layers.0.mlp.up_proj has 32 inputs": Adapter(
             "x", {"model.layers.0.mlp.up_proj": update}
         ),
+        "times its scaling 1e\\+300, is beyond torch.float32": Adapter(
+            "x", {"model.layers.0.mlp.down_proj": replace(update, scaling=1e300)}
+        ),
     }
     for message, case in cases.items():
         with pytest.raises(UnsupportedAdapter, match=message):
-            prepare_model(zoo.build("llama"), max_model_len=64).add_adapters([case])
-    with pytest.raises(UnsupportedAdapter, match="keeps its own attention"):
-        prepare_model(zoo.build("bloom"), max_model_len=64).add_adapters([adapter])
+            model.adapters.prepare(case)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +263,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         (("--fuse",), "--lora excludes --fuse: an adapter changes layers"),
         (("--deterministic",), "--lora excludes --deterministic: the products of an adapter"),
         (("--lora", "x=."), "--lora gives the name x twice"),
+        (("--max-loras", "1", "--lora", "y=."), "--lora is given 2 times; --max-loras is 1"),
         (("--lora", "a b=."), "'a b=.' is not NAME=PATH with a name of 1 to 128 letters"),
     ],
 )
@@ -267,3 +286,49 @@ def test_a_run_with_an_adapter_that_is_not_here_is_refused_with_the_list() -> No
         grant.run_adapters[:] = numbers
         with pytest.raises(Refused, match=r"grant\.run_adapters"):
             check_adapters(grant, {"mine": b"y" * 32})
+
+
+def test_one_beyond_the_bounds_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    folder = lora_zoo.save(zoo.build("llama"), tmp_path / "x", seed=1)
+    with pytest.raises(UnsupportedAdapter, match=r"r in adapter_config.json is 4; must be 1 to 3, --max-lora-rank"):
+        read_adapter("x", folder, AdapterBounds(max_rank=3))
+    weights = folder / "adapter_model.safetensors"
+    with weights.open("ab") as file:  # sparse: no bytes of it are written, and none are to be read
+        file.truncate(3 << 20)
+    with pytest.raises(UnsupportedAdapter, match=r"has 3145728 bytes; --lora-memory 1000000 keeps no adapter"):
+        read_adapter("x", folder, AdapterBounds(max_bytes=1_000_000))
+
+
+def test_the_adapters_unused_the_longest_make_room() -> None:
+    """Two names of one content have its bytes once, and neither goes while a sequence has it."""
+    table = AdapterTable(AdapterBounds(max_adapters=3, max_bytes=100))
+    for name, identity in {"a": b"1", "b": b"2", "same": b"1"}.items():
+        assert table.find_room(identity, 40) == []
+        table.add(name, identity, 40)
+        table.check_invariants()
+    table.use(b"2")
+    assert (table.statistics().num_bytes, table.find_room(b"3", 20)) == (80, ["a"])
+    assert table.find_room(b"3", 60) == ["a", "same"]
+    assert table.find_room(b"3", 60, is_used=lambda identity: identity == b"2") == ["a", "same"]
+    with pytest.raises(NoAdapterRoomError, match="--max-loras 3 is reached, and all adapters are in use"):
+        table.find_room(b"3", 20, is_used=lambda identity: True)
+    with pytest.raises(NoAdapterRoomError, match="--lora-memory 100 is reached, and all adapters are in use"):
+        table.find_room(b"3", 70, is_used=lambda identity: identity == b"2")
+    with pytest.raises(NoAdapterRoomError, match="it has 101 bytes, more than the worker keeps of all adapters, 100"):
+        table.find_room(b"3", 101)
+    assert [table.remove(name) for name in ("a", "same")] == [None, b"1"]
+    table.check_invariants()
+
+
+def test_an_adapter_is_in_use_while_a_sequence_of_an_accepted_grant_has_it() -> None:
+    users = AdapterUsers()
+    first, second = b"1" * 32, b"2" * 32
+    users.accept(
+        grant_pb2.StepGrant(lease_id="l", run_sequence_ids=[1, 2, 3], adapters=[first, second], run_adapters=[1, 0, 2])
+    )
+    users.accept(grant_pb2.StepGrant(lease_id="l", fork_parent_ids=[1, 2], fork_child_ids=[4, 5]))
+    assert users.counts() == {first: 2, second: 1}
+    users.accept(grant_pb2.StepGrant(lease_id="l", released_sequence_ids=[1], offloaded_sequence_ids=[3]))
+    assert users.counts() == {first: 1}
+    users.end_lease("l")
+    assert users.counts() == {}

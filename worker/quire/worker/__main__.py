@@ -66,6 +66,7 @@ def main(
     model: str,
     kv_cache_memory: int | None,
     host_memory: int,
+    lora_memory: int,
     **values: object,
 ) -> None:
     """Serve the KV pool and the model: run the steps that a cachemgr has granted.
@@ -88,6 +89,7 @@ def main(
         model=model,
         kv_cache_memory_bytes=kv_cache_memory,
         host_memory_bytes=host_memory,
+        lora_memory_bytes=lora_memory,
         **values,  # type: ignore[arg-type]
     )
     if config.conflict is not None:

@@ -56,6 +56,9 @@ class WorkerConfig:
     tensor_parallel_size: int
     lora: tuple[tuple[str, Path], ...] = ()
     """The adapters: name and folder."""
+    max_loras: int = 16
+    max_lora_rank: int = 128
+    lora_memory_bytes: int = 4 << 30
 
     @property
     def has_ranks(self) -> bool:
@@ -73,7 +76,7 @@ class WorkerConfig:
             return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
         if self.verify_kept_blocks and self.holder is None:
             return "--verify-kept-blocks needs --holder."
-        if self.lora and (conflict := self._lora_conflict()) is not None:
+        if self.lora and (conflict := self.adapter_conflict or self._lora_conflict()) is not None:
             return conflict
         if not self.deterministic:
             return None
@@ -86,7 +89,9 @@ class WorkerConfig:
             return f"--deterministic excludes --products {self.products}: its products have tiles of their own."
         return None
 
-    def _lora_conflict(self) -> str | None:
+    @property
+    def adapter_conflict(self) -> str | None:
+        """The flag that excludes adapters, with the reason, for people; None if there is none."""
         if self.has_ranks:
             ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
             return f"--lora excludes {ranks}: an adapter's weights are not divided among ranks."
@@ -96,12 +101,17 @@ class WorkerConfig:
             return "--lora excludes --fuse: an adapter changes layers that fused modules replace."
         if self.deterministic:
             return "--lora excludes --deterministic: the products of an adapter depend on its tokens in the step."
+        return None
+
+    def _lora_conflict(self) -> str | None:
         names = [name for name, _ in self.lora]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             return f"--lora gives the name {repeated} twice."
         if self.model_name in names:
             return f"--lora gives the name {self.model_name}, which is the model's."
+        if len(names) > self.max_loras:
+            return f"--lora is given {len(names)} times; --max-loras is {self.max_loras}."
         return None
 
     @property

@@ -23,6 +23,8 @@ WAIT_NAMES = ("block", "spin")
 DEFAULT_STEP_GRAPH = "parts"
 DEFAULT_MAX_WHOLE_GRAPH_TOKENS = 0
 MAX_RANKS = 256
+MAX_ADAPTERS = 1024
+MAX_LORA_RANK = 128
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -293,6 +295,28 @@ OWN_FLAGS: list[Flag] = [
         metavar="NAME=PATH",
         help="A LoRA adapter as PEFT saves it: requests for the model NAME take it. On a CPU. May be given several "
         "times; in the environment, separated by spaces.",
+    ),
+    option(
+        "--max-loras",
+        type=click.IntRange(1, MAX_ADAPTERS),
+        default=16,
+        metavar="COUNT",
+        help="Most LoRA adapters at a time. One more takes the place of the one that was unused the longest.",
+    ),
+    option(
+        "--max-lora-rank",
+        type=click.IntRange(1, MAX_LORA_RANK),
+        default=MAX_LORA_RANK,
+        metavar="RANK",
+        help="Largest rank of an adapter's updates.",
+    ),
+    option(
+        "--lora-memory",
+        type=ByteSize(),
+        default=4 << 30,
+        show_default="4G",
+        metavar="BYTES",
+        help="Most memory for the weights of all adapters, like 512M.",
     ),
     option(
         "--products",

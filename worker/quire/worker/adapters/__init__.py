@@ -1,6 +1,7 @@
 """LoRA adapters: small updates of a model's linear layers, many of them on one base.
 
-    PEFT's folder  ->  read_adapter()  ->  Adapter  ->  adapt()  ->  AdaptedModel, checked by the model's self-check
+    PEFT's folder  ->  read_adapter()  ->  Adapter  ->  prepare()  ->  AdaptedModel.add(), checked by the model's
+    self-check  ->  AdapterTable, from which requests can name it
 
 The files, in that order:
 
@@ -8,4 +9,5 @@ The files, in that order:
     adapter             an adapter in memory, and its identity
     lora_linear         a linear layer with the updates of several adapters, and which tokens of a step take which
     adapted_model       puts adapters into a loaded model
+    adapter_table       the names that are served, within the bounds
 """

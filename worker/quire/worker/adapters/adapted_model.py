@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter, Update
@@ -16,59 +18,96 @@ from quire.worker.memory.step_batch import AdapterTokens
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedModel:
-    """The adapters of a model.
+class PreparedAdapter:
+    """An adapter that fits the model, as its layers take it: a [r, K] and b [N, r] by the layer's name."""
 
-    names       the identity of each name
+    name: str
+    identity: bytes
+    weights: Mapping[str, tuple[Tensor, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(part.numel() * part.element_size() for pair in self.weights.values() for part in pair)
+
+
+class AdaptedModel:
+    """The adapters in the layers of a model on a CPU, by their identities.
+
     numbers     the number by which layers know an identity
     """
 
-    names: Mapping[str, bytes] = field(default_factory=dict)
-    numbers: Mapping[bytes, int] = field(default_factory=dict)
-    routing: Routing = field(default_factory=Routing)
+    def __init__(self, model: Any) -> None:
+        self.routing = Routing()
+        self.numbers: dict[bytes, int] = {}
+        self._model = model
+        self._layers: dict[bytes, list[LoraLinear]] = {}
+        self._next_numbers = itertools.count()
+
+    def prepare(self, adapter: Adapter) -> PreparedAdapter:
+        """Compare an adapter with the model, and convert its weights; the model stays as it is. In any thread.
+
+        Raises UnsupportedAdapter if it is not of this model. The output layer is left as it is: an adapter for it is
+        refused.
+        """
+        weights = {}
+        for name, update in adapter.updates.items():
+            self._check_layer(adapter.name, name, update)
+            weights[name] = update.scaled(self._model.dtype)
+            if not all(torch.isfinite(part).all() for part in weights[name]):
+                reason = f"its update of {name}, times its scaling {update.scaling}, is beyond {self._model.dtype}"
+                raise UnsupportedAdapter(adapter.name, reason)
+        return PreparedAdapter(adapter.name, adapter.identity(), weights)
+
+    def add(self, adapter: PreparedAdapter) -> None:
+        """Put an adapter into its layers, between two forwards. No effect if its content is there."""
+        if adapter.identity in self.numbers:
+            return
+        number = next(self._next_numbers)
+        layers = self._layers[adapter.identity] = [self._make_adaptable(name) for name in adapter.weights]
+        for layer, (a, b) in zip(layers, adapter.weights.values(), strict=True):
+            layer.add(number, a, b)
+        self.numbers[adapter.identity] = number
+
+    def remove(self, identity: bytes) -> None:
+        """Take an adapter out of its layers, between two forwards."""
+        number = self.numbers.pop(identity)
+        for layer in self._layers.pop(identity):
+            layer.remove(number)
 
     @contextmanager
-    def everywhere(self, name: str) -> Iterator[int]:
+    def everywhere(self, identity: bytes) -> Iterator[int]:
         """Apply an adapter to all tokens of forwards within that are no steps; gives its number."""
-        number = self.numbers[self.names[name]]
+        number = self.numbers[identity]
         with self.routing.routed((AdapterTokens(number, slice(None)),), None):
             yield number
 
+    def _check_layer(self, adapter: str, name: str, update: Update) -> None:
+        """Raises UnsupportedAdapter if there is no linear layer of this name, or it has other sizes."""
+        model = self._model
+        try:
+            layer: nn.Module = model.get_submodule(name)
+        except AttributeError:
+            raise UnsupportedAdapter(adapter, f"{type(model).__name__} has no layer {name}") from None
+        if layer is model.get_output_embeddings():
+            raise UnsupportedAdapter(adapter, f"{name} is the output layer, for which there are no adapters")
+        sizes = _sizes(layer)
+        if sizes is None:
+            raise UnsupportedAdapter(adapter, f"{name} is a {type(layer).__name__}, and no linear layer")
+        wanted = update.a.shape[1], update.b.shape[0]
+        if wanted != sizes:
+            found, expected = ("{} inputs and {} outputs".format(*each) for each in (wanted, sizes))
+            raise UnsupportedAdapter(adapter, f"it is of another base: {name} has {expected}, and the update {found}")
 
-def adapt(model: Any, adapters: Sequence[Adapter]) -> AdaptedModel:
-    """Add adapters to a model on a CPU, in place. Raises UnsupportedAdapter if one is not of this model.
-
-    The output layer is left as it is: an adapter for it is refused.
-    """
-    names, numbers, routing = {each.name: each.identity() for each in adapters}, dict[bytes, int](), Routing()
-    for adapter in adapters:
-        layers = {name: _layer(model, adapter.name, name, update) for name, update in adapter.updates.items()}
-        identity = names[adapter.name]
-        if identity in numbers:
-            continue  # another name of the same content
-        numbers[identity] = len(numbers)
-        for name, layer in layers.items():
-            linear = _make_adaptable(model, name, layer, routing)
-            linear.add(numbers[identity], *adapter.updates[name].scaled(model.dtype))
-    return AdaptedModel(names, numbers, routing)
-
-
-def _layer(model: Any, adapter: str, name: str, update: Update) -> nn.Module:
-    """Return the linear layer of this name. Raises UnsupportedAdapter if there is none, or it has other sizes."""
-    try:
-        layer: nn.Module = model.get_submodule(name)
-    except AttributeError:
-        raise UnsupportedAdapter(adapter, f"{type(model).__name__} has no layer {name}") from None
-    if layer is model.get_output_embeddings():
-        raise UnsupportedAdapter(adapter, f"{name} is the output layer, for which there are no adapters")
-    sizes = _sizes(layer)
-    if sizes is None:
-        raise UnsupportedAdapter(adapter, f"{name} is a {type(layer).__name__}, and no linear layer")
-    wanted = update.a.shape[1], update.b.shape[0]
-    if wanted != sizes:
-        found, expected = ("{} inputs and {} outputs".format(*each) for each in (wanted, sizes))
-        raise UnsupportedAdapter(adapter, f"it is of another base: {name} has {expected}, and the update {found}")
-    return layer
+    def _make_adaptable(self, name: str) -> LoraLinear:
+        """Return the layer with room for updates, in its place in the model."""
+        layer = self._model.get_submodule(name)
+        if isinstance(layer, LoraLinear):
+            return layer
+        parent, _, child = name.rpartition(".")
+        adaptable = LoraLinear(layer, self.routing)
+        setattr(self._model.get_submodule(parent) if parent else self._model, child, adaptable)
+        return adaptable
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int] | None:
@@ -79,13 +118,3 @@ def _sizes(layer: nn.Module) -> tuple[int, int] | None:
         return int(layer.nx), int(layer.nf)
     sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
-
-
-def _make_adaptable(model: Any, name: str, layer: nn.Module, routing: Routing) -> LoraLinear:
-    """Return the layer with room for updates, in its place in the model."""
-    if isinstance(layer, LoraLinear):
-        return layer
-    parent, _, child = name.rpartition(".")
-    adaptable = LoraLinear(layer, routing)
-    setattr(model.get_submodule(parent) if parent else model, child, adaptable)
-    return adaptable

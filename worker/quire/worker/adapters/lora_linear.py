@@ -53,6 +53,10 @@ class LoraLinear(nn.Module):
         """Add an adapter's update, b @ a: a [r, K], b [N, r], in the dtype of the layer's results."""
         self._updates[adapter] = (a, b)
 
+    def remove(self, adapter: int) -> None:
+        """Remove an adapter's update."""
+        del self._updates[adapter]
+
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.base(input)
         if self._routing.groups:

@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.worker.adapters.adapter import MAX_RANK, Adapter, UnsupportedAdapter, Update
+from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter, Update
 from quire.worker.unsupported_model import first_line
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _WEIGHT = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -43,15 +44,17 @@ _NEEDS_MORE = (
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal", None)
 
 
-def read_adapter(name: str, folder: Path) -> Adapter:
-    """Read the adapter in a folder. Raises UnsupportedAdapter if a file is missing, damaged or asks for more than LoRA.
+def read_adapter(name: str, folder: Path, bounds: AdapterBounds | None = None) -> Adapter:
+    """Read the adapter in a folder. Raises UnsupportedAdapter if a file is missing, damaged or asks for more than LoRA,
+    or if it is beyond the bounds of one adapter.
 
     Its layers are not compared with a model's here. Cost: reads the weights once.
     """
-    config = _Config(name, _read_config(name, folder / CONFIG_FILE))
+    bounds = bounds or AdapterBounds()
+    config = _Config(name, _read_config(name, folder / CONFIG_FILE), bounds.max_rank)
     config.check()
     layers: dict[str, dict[str, Tensor]] = {}
-    for weight, tensor in _read_weights(name, folder / WEIGHTS_FILE).items():
+    for weight, tensor in _read_weights(name, folder / WEIGHTS_FILE, bounds).items():
         match = _WEIGHT.fullmatch(weight)
         if match is None:
             raise UnsupportedAdapter(name, f"its weight {weight} is not lora_A or lora_B of a linear layer")
@@ -76,10 +79,14 @@ def _read_config(name: str, path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_weights(name: str, path: Path) -> dict[str, Tensor]:
+def _read_weights(name: str, path: Path, bounds: AdapterBounds) -> dict[str, Tensor]:
     if not path.is_file():
         raise UnsupportedAdapter(name, f"there is no file {path}")
     try:
+        # A file of float32 may be twice what is kept, in 16 bits. A larger one is not read.
+        if (size := path.stat().st_size) > 2 * bounds.max_bytes + _MAX_HEADER_BYTES:
+            limit = f"--lora-memory {bounds.max_bytes} keeps no adapter of that size"
+            raise UnsupportedAdapter(name, f"{path} has {size} bytes; {limit}")
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError) as error:
@@ -111,8 +118,9 @@ def _update(name: str, layer: str, parts: Mapping[str, Tensor], config: _Config)
 class _Config:
     """The fields of adapter_config.json that LoRA reads."""
 
-    def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, fields: Mapping[str, Any], max_rank: int) -> None:
         self._name = name
+        self._max_rank = max_rank
         self._fields = fields
 
     def check(self) -> None:
@@ -132,8 +140,8 @@ class _Config:
     def rank(self, layer: str) -> int:
         """Return the rank of a layer's update. Raises UnsupportedAdapter for one out of range."""
         rank = self._of_layer("rank_pattern", "r", layer)
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
-            raise self._refusal("r", rank, f"1 to {MAX_RANK}")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= self._max_rank:
+            raise self._refusal("r", rank, f"1 to {self._max_rank}, --max-lora-rank")
         return rank
 
     def scaling(self, layer: str, rank: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.worker.adapters.adapted_model import AdaptedModel, adapt
-from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter
+from quire.worker.adapters.adapted_model import AdaptedModel, PreparedAdapter
+from quire.worker.adapters.adapter import UnsupportedAdapter
 from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step
 from quire.worker.fusion.fuse import FusionReport
 from quire.worker.fusion.modules import has_own_forward
@@ -29,6 +29,16 @@ from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
 from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.unsupported_model import first_line
+
+Reference = Callable[[Tensor], Tensor]
+"""Runs the model with its own attention: token_ids [L] -> logits [L, vocab_size]."""
+RunsForward = Callable[[Callable[[], Tensor]], Tensor]
+"""Runs a forward between two steps."""
+
+
+def run_at_once(forward: Callable[[], Tensor]) -> Tensor:
+    """Run a forward while there are no steps."""
+    return forward()
 
 
 class PagedModel:
@@ -76,7 +86,7 @@ class PagedModel:
         self.fusion: FusionReport | None = None
         self.modes = Modes()
         """How the parts of its steps run: code that leaves a fast path notes it here."""
-        self.adapters = AdaptedModel()
+        self.adapters = AdaptedModel(model)
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
@@ -152,32 +162,30 @@ class PagedModel:
             logits: Tensor = output.logits[0]
             return logits
 
-    def add_adapters(self, adapters: Sequence[Adapter]) -> None:
-        """Add adapters, once. Raises UnsupportedAdapter if one is not of this model, or fails the self-check with it.
+    def check_adapter(self, adapter: PreparedAdapter, *, run: RunsForward = run_at_once) -> None:
+        """Compare the model with an adapter that is in its layers on its pool and by its own attention.
 
-        Cost: some forwards of a few tokens for each adapter.
+        run runs each forward of the comparison, of some ten tokens. Raises UnsupportedAdapter if the two differ.
         """
-        if not self.takes_adapters:
-            reason = f"{self.architecture} keeps its own attention, which takes a step in parts"
-            raise UnsupportedAdapter(adapters[0].name, reason)
-        self.adapters = adapt(self._model, adapters)
-        for adapter in adapters:
-            self._check_adapter(adapter.name)
 
-    def _check_adapter(self, name: str) -> None:
-        with self.adapters.everywhere(name) as number:
+        def forward(batch: StepBatch, pool: KVPool) -> Tensor:
+            tokens = tokens_of_adapters([self.adapters.numbers[adapter.identity]] * batch.num_seqs, batch.counts_host)
+            return run(lambda: self.forward(replace(batch, adapters=tokens), pool))
 
-            def forward(batch: StepBatch, pool: KVPool) -> Tensor:
-                tokens = tokens_of_adapters([number] * batch.num_seqs, batch.counts_host)
-                return self.forward(replace(batch, adapters=tokens), pool)
+        def with_adapter(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def adapted(token_ids: Tensor) -> Tensor:
+                with self.adapters.everywhere(adapter.identity):
+                    return reference(token_ids)
 
-            try:
-                disagreement = self.find_disagreement(forward)
-            except Exception as error:
-                reason = f"the self-check failed with {type(error).__name__}: {first_line(error)}"
-                raise UnsupportedAdapter(name, reason) from error
+            return lambda token_ids: run(lambda: adapted(token_ids))
+
+        try:
+            disagreement = self.find_disagreement(forward, wrap_reference=with_adapter)
+        except Exception as error:
+            reason = f"the self-check failed with {type(error).__name__}: {first_line(error)}"
+            raise UnsupportedAdapter(adapter.name, reason) from error
         if disagreement is not None:
-            raise UnsupportedAdapter(name, str(disagreement))
+            raise UnsupportedAdapter(adapter.name, str(disagreement))
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
         """Return the attention of one step."""
@@ -214,11 +222,17 @@ class PagedModel:
         """Keep the hidden states of the forward of this batch that runs within, to make logits of all of its tokens."""
         return kept_hidden_states(self._model)
 
-    def find_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
+    def find_disagreement(
+        self,
+        forward: Callable[[StepBatch, KVPool], Tensor],
+        *,
+        wrap_reference: Callable[[Reference], Reference] = lambda reference: reference,
+    ) -> Disagreement | None:
         """Compare forward(batch, pool) -> [B, vocab_size] with the model's own attention; see
         quire.worker.model.self_check.
 
-        Raises the exceptions of both.
+        wrap_reference returns a function that is called in place of the model with its own attention. Raises the
+        exceptions of both.
         """
         own_attention = eager_reference(self._model)
         implementation = self._model.config._attn_implementation
@@ -236,8 +250,8 @@ class PagedModel:
 
         return find_disagreement(
             forward,
-            reference,
-            rounded_reference=rounded_reference,
+            wrap_reference(reference),
+            rounded_reference=wrap_reference(rounded_reference),
             specs=self.specs,
             groups=self.layer_groups,
             vocab_size=self.vocab_size,

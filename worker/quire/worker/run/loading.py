@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ import psutil
 import torch
 import transformers
 
+from quire.worker.adapters.adapter import AdapterBounds, UnsupportedAdapter
+from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.attention.torch_attention import AttentionStep
 from quire.worker.config import WorkerConfig
@@ -68,6 +70,7 @@ class Loaded:
     prompts: StaticPrompts | None = None
     kept: KeptPool | None = None
     """The memory of the pool, if a holder keeps it."""
+    adapters: AdapterTable = field(default_factory=AdapterTable)
 
 
 def load_warm(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
@@ -171,7 +174,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         layer_groups=config.layer_groups,
         deterministic=config.deterministic,
     )
-    add_adapters(config, model)
+    adapters = load_adapters(config, model)
     if model.fusion is not None:
         log.info("%s", model.fusion)
     note_choices(config, model)
@@ -228,18 +231,37 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if isinstance(grammars, NoGrammars):
         log.info("no grammars: %s", grammars.reason)
     host_pool = allocate_host_pool(config, model, pool, ranks)
-    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts, kept)
+    return Loaded(grammars, model, pool, host_pool, decode, ranks.total(pool.bytes_per_block), prompts, kept, adapters)
 
 
-def add_adapters(config: WorkerConfig, model: PagedModel) -> None:
-    """Add the adapters of --lora to the model. Raises ValueError if they need a CPU, or one is not supported."""
-    if not config.lora:
-        return
+def load_adapters(config: WorkerConfig, model: PagedModel) -> AdapterTable:
+    """Return the adapters of --lora, in the model. Raises ValueError if it takes none, or one is not supported."""
+    bounds = AdapterBounds(config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
+    table = AdapterTable(bounds)
+    if config.lora and (why := why_no_adapters(config, model)) is not None:
+        raise ValueError(f"--lora: {why}")
+    for name, path in config.lora:
+        adapter = model.adapters.prepare(read_adapter(name, path, bounds))
+        try:
+            table.find_room(adapter.identity, adapter.num_bytes, is_used=lambda identity: True)
+        except NoAdapterRoomError as error:
+            raise UnsupportedAdapter(name, str(error)) from None
+        model.adapters.add(adapter)
+        model.check_adapter(adapter)
+        table.add(name, adapter.identity, adapter.num_bytes)
+        log.info("adapter %s: %s", name, adapter.identity.hex())
+    return table
+
+
+def why_no_adapters(config: WorkerConfig, model: PagedModel) -> str | None:
+    """Return why this worker takes no adapters, for people; None if it does."""
+    if config.adapter_conflict is not None:
+        return config.adapter_conflict
     if model.device.type != "cpu":
-        raise ValueError(f"--lora: adapters run on a CPU only, and the device is {model.device}; give --device cpu")
-    model.add_adapters([read_adapter(name, path) for name, path in config.lora])
-    for name, identity in model.adapters.names.items():
-        log.info("adapter %s: %s", name, identity.hex())
+        return f"adapters run on a CPU only, and the device is {model.device}; give --device cpu"
+    if not model.takes_adapters:
+        return f"{model.architecture} keeps its own attention, which takes a step in parts"
+    return None
 
 
 def borrow(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, *, num_blocks: int) -> KeptPool:

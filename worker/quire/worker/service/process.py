@@ -71,9 +71,8 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             geometry,
             max_step_tokens=config.max_step_tokens,
             max_logprobs=MAX_LOGPROBS,
-            adapters=model.adapters.names,
         )
-        steps = Steps(gate, executor, thread, limits, loaded.grammars, loaded.kept)
+        steps = Steps(gate, executor, thread, limits, loaded.grammars, loaded.kept, loaded.adapters)
         if isinstance(loaded.grammars, Grammars):
             stack.callback(loaded.grammars.close)
         steps.on_violation = server.fail

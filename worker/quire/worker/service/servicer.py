@@ -69,7 +69,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             max_logprob_count=self._steps.limits.max_logprobs,
             adapters=[
                 worker_service_pb2.Adapter(name=name, identity=identity)
-                for name, identity in sorted(self._steps.limits.adapters.items())
+                for name, identity in sorted(self._steps.adapters.names.items())
             ],
         )
 

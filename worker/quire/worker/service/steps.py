@@ -17,6 +17,8 @@ import numpy as np
 
 from quire.cache.v1 import attach_pb2, grant_pb2
 from quire.compute.v1 import worker_service_pb2
+from quire.worker.adapters.adapter_table import AdapterTable
+from quire.worker.grant.adapter_users import AdapterUsers
 from quire.worker.grant.decoding import (
     AcceptedStep,
     decode_generated,
@@ -69,8 +71,6 @@ class StepLimits:
     max_logprobs: int
     max_grant_bytes: int
     max_drafts: int = 0
-    adapters: Mapping[str, bytes] = field(default_factory=dict)
-    """The identities of the adapters, by name."""
 
     @classmethod
     def of(
@@ -79,7 +79,6 @@ class StepLimits:
         *,
         max_step_tokens: int,
         max_logprobs: int,
-        adapters: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Self:
         """The limits of a worker with a pool of this geometry."""
         return cls(
@@ -89,7 +88,6 @@ class StepLimits:
             max_logprobs=max_logprobs,
             max_grant_bytes=max_grant_bytes(geometry),
             max_drafts=geometry.max_draft_count,
-            adapters=adapters,
         )
 
 
@@ -168,8 +166,11 @@ class Steps:
         limits: StepLimits,
         grammars: Grammars | NoGrammars = NO_GRAMMARS,
         kept: KeptPool | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.gate = gate
+        self.adapters = adapters or AdapterTable()
+        self.adapter_users = AdapterUsers()
         self.reports = Reports()
         self.counters = StepCounters()
         self.limits = limits
@@ -260,13 +261,16 @@ class Steps:
                 max_step_tokens=self.limits.max_step_tokens,
                 max_logprobs=self.limits.max_logprobs,
                 max_drafts=self.limits.max_drafts,
-                adapters=self.limits.adapters,
+                adapters=self.adapters.names,
                 followed=followed,
             )
         except Refused as refused:
             self.counters.refusals[refused.reason] += 1
             raise
         self.gate.use(grant)
+        self.adapter_users.accept(grant)
+        for identity in grant.adapters:
+            self.adapters.use(identity)
         if self._kept is not None:
             self._kept.accepted()
         return self._run(step)
@@ -330,11 +334,13 @@ class Steps:
             self._kept.epoch_ended()
         self.gate.begin_epoch(new_epoch())
         self.reports.begin_epoch()
+        self.adapter_users.begin_epoch()
         self._thread.submit(self._executor.begin_epoch)
 
     def fence_lease(self, lease_id: str) -> asyncio.Future[None]:
         """Refuses the lease's steps from here on; the future is done when none of them runs any more."""
         self.gate.fence_lease(lease_id)
+        self.adapter_users.end_lease(lease_id)
         return self._thread.submit(lambda: self._executor.fence_lease(lease_id))
 
     async def checksum_blocks(self, block_ids: list[int], *, block_bytes: int) -> list[int]:
