@@ -89,7 +89,7 @@ def test_requests_of_several_adapters_share_steps_and_no_blocks(services: LocalS
                 assert found.matches[0].cached_token_count == len(PROMPT) - 4
             unknown = await cache.explain_prefix(PROMPT, adapter=bytes(32))
             assert (unknown.cached_token_count, unknown.reason) == (0, pb.MISS_REASON_OTHER_ADAPTER)
-            with pytest.raises(InvalidRequest, match=r"adapter is '0{64}', must be one of first \("):
+            with pytest.raises(InvalidRequest, match=r"adapter is '0{64}', must be one of 2, like first \("):
                 await engine.complete(PROMPT, params, cache=CacheParams(adapter=bytes(32)))
         await cache.close()
 

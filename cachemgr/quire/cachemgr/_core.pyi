@@ -516,6 +516,9 @@ class Ledger:
     def advance(self, now: float) -> None:
         """Ends expired pins and advice; `plan` does so, too. Cost: O(1) if none has ended."""
 
+    def set_adapters(self, adapters: list[tuple[bytes, str]] | None) -> None:
+        """Sets the adapters that admissions may have: identities and names. None: any."""
+
     def keep_contents(self, are_kept: bool) -> None:
         """Keeps tokens, salts and adapters of blocks that become findable from now on, or none. New books keep them."""
 

@@ -81,6 +81,8 @@ class Registration:
     memory_id: str = ""
     """Empty: the memory ends with the worker."""
     kept_memory: KeptMemory | None = None
+    adapters: Mapping[str, bytes] | None = None
+    """The identities of the worker's adapters, by name; None: the worker does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class AttachedPool:
     memory_id: str = ""
     memory: CarriedOver | BegunEmpty | None = None
     """The content that the epoch began with, if its memory was kept; None: it was new."""
+    adapters: Mapping[str, bytes] | None = None
+    """As in Registration."""
 
     @property
     def term(self) -> int:
@@ -133,6 +137,13 @@ class AttachedPool:
     def is_contradicted(self) -> bool:
         """True if the worker repeats a report that does not fit the books: they can't agree in this epoch any more."""
         return self.num_refused_reports > 1
+
+    def set_adapters(self, adapters: Mapping[str, bytes] | None) -> None:
+        """Sets the worker's adapters: plans are refused for others."""
+        self.adapters = adapters
+        self.ledger.set_adapters(
+            None if adapters is None else [(identity, name) for name, identity in adapters.items()]
+        )
 
     def lacks(self, registration: Registration) -> bool:
         """True if the worker has state that is not in these books: they are not those that granted its steps."""
@@ -256,6 +267,7 @@ class Catalog:
                 return NewEpoch(term)
             known.is_attached = True
             known.worker_address = registration.worker_address
+            known.set_adapters(registration.adapters)
             return known
         if registration.attached_term:
             return NewEpoch(term)
@@ -283,6 +295,7 @@ class Catalog:
                     ledger.adopt_lease(lease)
             memory = None if reason is None else BegunEmpty(reason)
         pool = AttachedPool(ledger, signing_key, address, terms, memory_id=memory_id, memory=memory)
+        pool.set_adapters(registration.adapters)
         self._pools[registration.pool] = pool
         for lease in leases:
             if lease.is_ending:

@@ -46,6 +46,7 @@ const (
 	ErrBadSignature    Reason = "BAD_SIGNATURE"
 	ErrLeaseFenced     Reason = "LEASE_FENCED"
 	ErrStepOutOfOrder  Reason = "STEP_OUT_OF_ORDER"
+	ErrAdaptersInUse   Reason = "ADAPTERS_IN_USE"
 	ErrPriorStepFailed Reason = "PRIOR_STEP_FAILED"
 	ErrStepFailed      Reason = "STEP_FAILED"
 )

@@ -104,7 +104,7 @@ class NotFound(QuireError):
 
 
 class OutOfRoom(QuireError):
-    """Not now: blocks, sequences, steps, leases or turns are used up, or the tenant's share of them."""
+    """Not now: blocks, sequences, steps, leases, adapters or turns are used up, or the tenant's share of them."""
 
     default_reason = "OUT_OF_BLOCKS"
 
@@ -215,6 +215,7 @@ _CLASS_OF_REASON: Mapping[ErrorReason, type[QuireError]] = {
     cachemgr.Reason.EPOCH_CHANGED: EpochChanged,
     cachemgr.Reason.CURSOR_EXPIRED: CursorExpired,
     cachemgr.Reason.SEQUENCE_BUSY: OutOfRoom,
+    worker.Reason.ADAPTERS_IN_USE: OutOfRoom,
     worker.Reason.TOKENS_MISMATCH: StepRefused,
     worker.Reason.BAD_SIGNATURE: StepRefused,
     worker.Reason.STEP_OUT_OF_ORDER: StepRefused,

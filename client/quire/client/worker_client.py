@@ -12,6 +12,8 @@ from quire.compute.v1 import worker_service_pb2_grpc
 
 # A grammar compiles in 5 s or is refused, and so is a mask that takes 1 s; others may be before it.
 _GRAMMAR_TIMEOUT_S = 60.0
+# An adapter is read from a disk, and compared with the model in forwards between the steps.
+_ADAPTER_TIMEOUT_S = 600.0
 
 
 class StepAnswer(Protocol):
@@ -32,6 +34,12 @@ class WorkerApi(Protocol):
 
         Returns the seconds of a processor that the mask took.
         """
+
+    async def load_adapter(self, name: str, path: str) -> pb.LoadAdapterResponse:
+        """Load an adapter from a folder of the worker's machine."""
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Unload an adapter; return False if there was none of this name."""
 
     async def run(self, request: pb.RunStepRequest) -> StepAnswer:
         """Send a step; does not wait for its answer. Steps are run and answered in the order in which they are sent."""
@@ -113,6 +121,17 @@ class WorkerClient:
         """See WorkerService.ChecksumBlocks. Raises InvalidRequest."""
         request = pb.ChecksumBlocksRequest(block_ids=block_ids)
         return await unary(self._stub.ChecksumBlocks, request, timeout_s=self._timeout_s, policy=self._retry)
+
+    async def load_adapter(self, name: str, path: str) -> pb.LoadAdapterResponse:
+        """See WorkerService.LoadAdapter. Raises InvalidRequest, AccessDenied, RequestFailed, Unavailable."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return await unary(self._stub.LoadAdapter, request, timeout_s=_ADAPTER_TIMEOUT_S, policy=self._retry)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """See WorkerService.UnloadAdapter; return False if there was none. Raises as load_adapter does."""
+        request = pb.UnloadAdapterRequest(name=name)
+        response = await unary(self._stub.UnloadAdapter, request, timeout_s=_ADAPTER_TIMEOUT_S, policy=self._retry)
+        return response.unloaded
 
     async def hang_up(self) -> None:
         """End the stream of steps; steps that wait get Unavailable. The next step opens another one."""

@@ -7,13 +7,22 @@ from quire.gateway.gateway import Gateway
 from quire.gateway.http import openapi, page, status
 from quire.gateway.http.browsers import BrowserRules
 from quire.gateway.http.endpoint import HttpApp
-from quire.gateway.openai import chat, completions, models, responses
+from quire.gateway.openai import adapters, chat, completions, models, responses
 
 
 def make_app(gateway: Gateway, rules: BrowserRules) -> HttpApp:
     """Return the ASGI application of a gateway, with its rules for browsers."""
     routes: list[BaseRoute] = []
-    for module in (completions, chat, responses, messages, models, status, page):  # the first that fits is taken
+    for module in (
+        completions,
+        chat,
+        responses,
+        messages,
+        models,
+        adapters,
+        status,
+        page,
+    ):  # the first that fits is taken
         routes += module.routes(gateway)
     routes += openapi.routes(routes)
     return HttpApp(gateway, routes, rules, error_responses={messages.PATH: errors.error_response})

@@ -1,5 +1,6 @@
 """Callers: the tenant of each, and the protocols by which keys and rate limits are checked. Pure."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +15,13 @@ class Caller:
     name           of the key, for logs; "": there are no keys
     tenant         requests of one tenant share their part of the engine's steps; "": all callers are one
     priority       is added to the request's own: an engine serves the higher one first
+    is_operator    it may load and unload adapters
     """
 
     name: str = ""
     tenant: str = ""
     priority: int = 0
+    is_operator: bool = False
 
 
 NOBODY = Caller()
@@ -57,6 +60,9 @@ class RateLimiter(Protocol):
     def counts_tokens(self, caller: Caller) -> bool:
         """Return whether the caller has to be admitted by the tokens that its requests have generated."""
 
+    def adapters_of(self, caller: Caller) -> Collection[str] | None:
+        """Return the names of the adapters that the caller may use; None: all."""
+
 
 class _UnlimitedAdmission:
     def generated(self, num_tokens: int) -> None:
@@ -75,3 +81,7 @@ class NoRateLimits:
     def counts_tokens(self, caller: Caller) -> bool:
         """Return False."""
         return False
+
+    def adapters_of(self, caller: Caller) -> Collection[str] | None:
+        """Return None, for all."""
+        return None

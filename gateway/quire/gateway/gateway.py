@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,6 +14,7 @@ from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.errors import QuireError
+from quire.gateway.adapters import AdapterRequest, AdapterRequests
 from quire.gateway.callers import Admission, Caller, Keys, NoKeys, NoRateLimits, RateLimiter
 from quire.gateway.chat.models import ChatModels
 from quire.gateway.errors import HttpError, http_error_of, invalid
@@ -25,6 +27,8 @@ from quire.gateway.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from quire.client.cache_client import CacheClient
+
+_log = logging.getLogger(__name__)
 
 
 def kept_nothing() -> Kept[Any]:
@@ -46,6 +50,7 @@ class Gateway:
     bodies       of the requests over HTTP
     responses    that callers can fetch and continue
     prompts      that later ones are compared with
+    adapters     their open requests
     names_tenants    the backends name the tenant to cachemgr, which keeps tenants' prefixes apart
     """
 
@@ -64,7 +69,9 @@ class Gateway:
     responses: KeptResponses = field(default_factory=kept_nothing)
     prompts: Kept[KeptPrompt] = field(default_factory=kept_nothing)
     bodies: OpenBodies = field(init=False)
+    adapters: AdapterRequests = field(default_factory=AdapterRequests)
     _token_texts: dict[int, TokenTexts] = field(default_factory=dict)
+    _hidden: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Begin without open bodies."""
@@ -83,38 +90,46 @@ class Gateway:
         """Return each backend once."""
         return list({id(backend): backend for backend in self.backends.values()}.values())
 
-    def served(self) -> dict[str, Backend]:
-        """Return a backend by each name that requests can have for a model: the models' own, and their adapters'.
+    def served(self, caller: Caller) -> dict[str, Backend]:
+        """Return a backend by each name that a caller can have for a model: the models' own, and their adapters'.
 
-        A model's name hides an adapter's.
+        A model's name hides an adapter's, and the log says so.
         """
-        adapted = {
-            name: AdaptedBackend(backend, name, identity)
-            for backend in self.models
-            for name, identity in backend.adapters.items()
-        }
-        return {**self.backends, **{name: backend for name, backend in adapted.items() if name not in self.backends}}
+        allowed = self.rate_limiter.adapters_of(caller)
+        served = dict(self.backends)
+        for backend in self.models:
+            for name, identity in backend.adapters.items():
+                if name in self.backends:
+                    self._note_hidden(name)
+                elif name not in self.adapters.leaving and (allowed is None or name in allowed):
+                    served[name] = AdaptedBackend(backend, name, identity)
+        return served
 
-    def find(self, name: str) -> Backend | None:
+    def _note_hidden(self, name: str) -> None:
+        if name not in self._hidden:
+            self._hidden.add(name)
+            _log.warning("no request can name the adapter %s: it is the name of a model here", name)
+
+    def find(self, name: str, caller: Caller) -> Backend | None:
         """Return the backend of a name in served(), without making those of all adapters for a model's own name."""
-        return self.backends.get(name) or self.served().get(name)
+        return self.backends.get(name) or self.served(caller).get(name)
 
     def caller_of(self, authorization: str | None) -> Caller:
         """Return the caller with this Authorization header. Raises HttpError: 401, 403."""
         scheme, _, key = (authorization or "").partition(" ")
         return self.keys.caller_of(key.strip() if scheme.lower() == "bearer" and key.strip() else None)
 
-    def backend_of(self, model: str | None) -> Backend:
-        """Return the backend of a served name; None: the only one. Raises HttpError: 404."""
+    def backend_of(self, model: str | None, caller: Caller) -> Backend:
+        """Return the backend of a name that is served to a caller; None: the only one. Raises HttpError: 404."""
         if not self.backends:
             raise HttpError(503, "no model is served yet: no worker has been found", code="unavailable")
         if model is None and len(self.models) == 1:
             return self.models[0]
         if model is None:
             raise HttpError(400, "model is missing, and several are served", code="missing_field", param="model")
-        backend = self.find(model)
+        backend = self.find(model, caller)
         if backend is None:
-            shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.served()))
+            shown, names = model if len(model) <= 100 else f"{model[:99]}…", ", ".join(map(repr, self.served(caller)))
             raise HttpError(
                 404, f"model {shown!r} is not served here; {names} is", code="model_not_found", param="model"
             )
@@ -167,7 +182,8 @@ class Gateway:
         num_prompt_tokens = len(prompt_token_ids)
         admit = partial(self.rate_limiter.admit, caller, num_prompt_tokens=num_prompt_tokens, params=params)
         measure = partial(self.metrics.request, backend.model_names[0], num_prompt_tokens, tenant=caller.tenant)
-        return _MeasuredChunks(chunks, admit, measure, names)
+        opens = self.adapters.open(backend.name) if isinstance(backend, AdaptedBackend) else None
+        return _MeasuredChunks(chunks, admit, measure, names, opens)
 
     def cache_report(
         self,
@@ -204,7 +220,10 @@ class Gateway:
 class _MeasuredChunks:
     """The chunks of a request from its admission on, counted as they come."""
 
-    __slots__ = ("_admission", "_admit", "_chunks", "_is_begun", "_measure", "_measured", "_names", "_open")
+    __slots__ = (
+        *("_admission", "_admit", "_chunks", "_is_begun", "_measure", "_measured", "_names", "_open", "_opens"),
+        "_with_adapter",
+    )
 
     def __init__(
         self,
@@ -212,8 +231,11 @@ class _MeasuredChunks:
         admit: Callable[[], AbstractContextManager[Admission]],
         measure: Callable[[], AbstractContextManager[RequestMeasure]],
         names: Mapping[str, str] | None,
+        opens: AbstractContextManager[AdapterRequest] | None,
     ) -> None:
         self._chunks = chunks
+        self._opens = opens
+        self._with_adapter: AdapterRequest | None = None
         self._admit = admit
         self._measure = measure
         self._names = names
@@ -235,6 +257,8 @@ class _MeasuredChunks:
             raise http_error_of(error, self._names) from error
         self._measured.chunk(chunk, time.perf_counter())
         self._admission.generated(len(chunk.token_ids))
+        if self._with_adapter is not None and chunk.token_ids:
+            self._with_adapter.generated()
         return chunk
 
     async def aclose(self) -> None:
@@ -250,6 +274,8 @@ class _MeasuredChunks:
         with ExitStack() as opened:
             self._admission = opened.enter_context(self._admit())
             self._measured = opened.enter_context(self._measure())
+            if self._opens is not None:
+                self._with_adapter = opened.enter_context(self._opens)
             self._open = opened.pop_all()
 
     async def _end(self, error: BaseException) -> None:

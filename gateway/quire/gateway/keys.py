@@ -1,8 +1,8 @@
 """API keys: the tenant of a caller, by the key that it shows.
 
 The file is of the same kind as --token-file of the services (quire.serving.access): lines of NAME ROLES SHA256HEX. NAME
-is the tenant, and may have several keys; a key needs the role `client`. Only hashes are kept, each is compared in
-constant time, and the file is read again when it changes.
+is the tenant, and may have several keys. A key needs the role `client`, and to load adapters `operator`, too. Only
+hashes are kept, each is compared in constant time, and the file is read again when it changes.
 """
 
 import hmac
@@ -36,7 +36,12 @@ class KeyFile:
             raise _unknown_key()
         if Role.CLIENT not in found.roles:
             raise HttpError(403, f"the key of {found.name!r} has not the role client", code="role_missing")
-        return Caller(name=found.name, tenant=found.name, priority=self._priority_of(found.name))
+        return Caller(
+            name=found.name,
+            tenant=found.name,
+            priority=self._priority_of(found.name),
+            is_operator=Role.OPERATOR in found.roles,
+        )
 
 
 class GivenKeys:

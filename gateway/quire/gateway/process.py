@@ -172,7 +172,11 @@ async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> 
 
 
 def _read_metrics(gateway: Gateway) -> Any:
-    return chain(gateway.metrics.families(gateway.models), kept_families(gateway.responses.statistics()))
+    return chain(
+        gateway.metrics.families(gateway.models),
+        gateway.adapters.families(gateway.models),
+        kept_families(gateway.responses.statistics()),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@
     max_requests = 256
     priority = 1                  # added to the priority of its requests: served before lower ones
     weight = 3                    # its part of the steps among tenants of equal priority, default 1
+    adapters = ["sql"]            # the adapters that it may use, default all; others do not exist for it
 
 A missing key means no limit, even if [default] has the key. The file is read again when it changes.
 
@@ -49,6 +50,7 @@ class TenantLimits:
     tokens_per_minute   tokens of prompts and generated ones, at least 1
     priority            added to that of each request, -1,000,000 to 1,000,000
     weight              the tenant's part of an engine's steps, 0.001 to 1000
+    adapters            names of the adapters that its requests can have; None: all
     """
 
     max_requests: int | None = None
@@ -56,6 +58,7 @@ class TenantLimits:
     tokens_per_minute: int | None = None
     priority: int = 0
     weight: float = 1.0
+    adapters: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +116,24 @@ def _table_of(content: Mapping[str, Any]) -> LimitsTable:
 def _limits_of(section: Any, where: str) -> TenantLimits:
     if not isinstance(section, dict):
         raise _WrongKey("", where, f"must be a section, [{where}]")
-    known = (*_COUNTS, "priority", "weight")
+    known = (*_COUNTS, "priority", "weight", "adapters")
     for key, value in section.items():
         if key not in known:
             raise _WrongKey(where, key, f"is not known; must be one of {', '.join(known)}")
         if key == "weight":
             is_right = _is_number(value, int | float) and _MIN_WEIGHT <= value <= _MAX_WEIGHT
             limit = f"a number from {_MIN_WEIGHT} to {_MAX_WEIGHT:.0f}"
+        elif key == "adapters":
+            is_right = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            limit = "a list of names"
         else:
             low, high = (-_MAX_PRIORITY, _MAX_PRIORITY) if key == "priority" else (1, _MAX_COUNT)
             is_right = _is_number(value, int) and low <= value <= high
             limit = f"an integer from {low} to {high}"
         if not is_right:
             raise _WrongKey(where, key, f"is {value!r}; must be {limit}")
-    return TenantLimits(**section)
+    adapters = None if "adapters" not in section else frozenset(section["adapters"])
+    return TenantLimits(**{**section, "adapters": adapters})
 
 
 def _is_number(value: Any, kind: Any) -> bool:
@@ -218,6 +225,10 @@ class TenantRateLimiter:
     def counts_tokens(self, caller: Caller) -> bool:
         """Return whether the caller's tenant has a limit of tokens."""
         return self.limits_of(caller.tenant).tokens_per_minute is not None
+
+    def adapters_of(self, caller: Caller) -> frozenset[str] | None:
+        """Return the names of the adapters that the caller's tenant may use; None: all."""
+        return self.limits_of(caller.tenant).adapters
 
     def _fill(self, account: _Account, rate: int) -> None:
         now = self._clock()

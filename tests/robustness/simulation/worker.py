@@ -36,6 +36,7 @@ from quire.worker.run.verify import VerifyingExecutor
 from quire.worker.run.watchdog import StuckStepError, Watchdog, WatchdogActions
 from quire.worker.sampling.grammars import NoGrammars
 from quire.worker.sampling.parameters import MAX_LOGPROBS
+from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import describe_model, describe_pool
 from quire.worker.service.roles import MESSAGE_LIMITS
@@ -148,7 +149,10 @@ class SimulatedWorker:
         self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
         device = "cuda:0" if settings.runs_ahead else "cpu"
         model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER, device=device)
-        self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry)
+        loader = AdapterLoader(
+            loaded.model, self.steps, self.thread, model_name="digests", excluded="The model computes digests."
+        )
+        self.servicer = WorkerServicer(self.steps, self.attachment, model, geometry, loader)
 
     def start(self, server: Any) -> None:
         """Serve WorkerService on a server of the process, which listens, and attach the pool."""

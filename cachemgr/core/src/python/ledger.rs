@@ -24,6 +24,7 @@ use crate::python::convert::{geometry_of, ids, lease_not_found, namespace_of, re
 use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
+use crate::store::adapters::Adapters;
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
@@ -390,6 +391,11 @@ impl PyLedger {
     #[pyo3(signature = (pin_id, *, tenant = None))]
     fn unpin_prefix(&mut self, py: Python<'_>, pin_id: PinId, tenant: Option<&str>) -> PyResult<bool> {
         self.telling(py, |books| books.unpin_prefix(tenant.map(str::as_bytes), &pin_id))
+    }
+
+    /// Sets the adapters that admissions may have: identities and names. None: any.
+    fn set_adapters(&mut self, adapters: Option<Vec<(Vec<u8>, String)>>) {
+        self.stored.set_adapters(adapters.map_or_else(Adapters::default, Adapters::known));
     }
 
     /// Keeps tokens and namespaces of the blocks that become findable from now on, or none.

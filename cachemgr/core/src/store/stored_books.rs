@@ -16,6 +16,7 @@ use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
 use crate::cache::prefix::{BlockId, Namespace};
 use crate::errors::{Failure, Reason, Refusal, Result, broken};
+use crate::store::adapters::Adapters;
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 
@@ -31,12 +32,14 @@ pub struct StoredBooks {
     loss: Option<String>,
     /// Items of plans that were refused, by the name of the reason.
     refusals: BTreeMap<&'static str, u64>,
+    adapters: Adapters,
 }
 
 impl StoredBooks {
     /// Books of a pool in an epoch.
     pub fn new(pool: &str, epoch: i64, books: Books, store: Option<Store>) -> StoredBooks {
-        StoredBooks { pool: pool.to_string(), epoch, books, store, loss: None, refusals: BTreeMap::new() }
+        let (pool, adapters) = (pool.to_string(), Adapters::default());
+        StoredBooks { pool, epoch, books, store, loss: None, refusals: BTreeMap::new(), adapters }
     }
 
     pub fn pool(&self) -> &str {
@@ -77,6 +80,12 @@ impl StoredBooks {
             Err(error) => self.loss = Some(error),
         }
         Ok(carried)
+    }
+
+    /// Sets the adapters that admissions may have. They are the worker's, not the books': a restart does not restore
+    /// them.
+    pub fn set_adapters(&mut self, adapters: Adapters) {
+        self.adapters = adapters;
     }
 
     /// True if changes are written down.
@@ -177,7 +186,8 @@ impl StoredBooks {
 
     /// See Books::plan. Renews the lease; None if it is not open. A repeated request id gets its first answer. Refused
     /// with EPOCH_CHANGED for another epoch than that of the books, and with REQUEST_ID_REUSED if the request id
-    /// belongs to another request.
+    /// belongs to another request. Refused with INVALID_ARGUMENT for an admission with an adapter that the worker does not
+    /// have.
     pub fn plan(
         &mut self,
         lease_id: &str,
@@ -193,6 +203,9 @@ impl StoredBooks {
         }
         if let Some(known) = lease.answers.recall(key)? {
             return Ok(Some(known));
+        }
+        for admission in &request.admissions {
+            self.adapters.check(admission.seq_id, &admission.namespace.adapter)?;
         }
         let plan = match self.books.plan(lease_id, request, now, key) {
             Ok(Some(plan)) => plan,

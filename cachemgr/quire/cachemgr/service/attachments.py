@@ -197,8 +197,11 @@ class Attachments:
                 opening.set_result(None)
         elif kind == "lease_fenced":
             self._catalog.lease_fenced(pool, request.lease_fenced.lease_id)
+        elif kind == "adapters_changed":
+            pool.set_adapters(messages.decode_adapters("adapters_changed", request.adapters_changed))
         else:
-            raise CallRefused(invalid("message", kind_of(request), "step_report, lease_opened or lease_fenced"))
+            limit = "step_report, lease_opened, lease_fenced or adapters_changed"
+            raise CallRefused(invalid("message", kind_of(request), limit))
 
     def _settle(self, pool: AttachedPool, report: StepReport) -> None:
         if report.report_number <= pool.acknowledged_report:

@@ -46,6 +46,8 @@ MAX_TEXT_LENGTH = 1_024
 MAX_MEMORY_ID_LENGTH = 64
 MAX_OPEN_LEASES = 131_072
 """The most open leases in the registration of a worker."""
+MAX_ADAPTERS = 1_024
+ADAPTER_NAME = "[A-Za-z0-9._:/-]{1,128}"
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 PIN_ID = "[0-9a-f]{32}"
@@ -168,7 +170,24 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         highest_term_age_s=seconds_of(message.highest_term_age),
         memory_id=message.memory_id,
         kept_memory=decode_kept_memory(message, geometry) if message.HasField("kept_memory") else None,
+        adapters=decode_adapters("register_pool", message.adapters) if message.HasField("adapters") else None,
     )
+
+
+def decode_adapters(field: str, message: attach_pb2.PoolAdapters) -> dict[str, bytes]:
+    """Return the identities of adapters by name. Raises CallRefused (INVALID_ARGUMENT)."""
+    check_count(f"{field}.adapters", len(message.adapters), MAX_ADAPTERS)
+    adapters = {}
+    for adapter in message.adapters:
+        if not re.fullmatch(ADAPTER_NAME, adapter.name) or adapter.name in adapters:
+            limit = "1 to 128 letters, digits, '.', '_', '-', ':' and '/', each name once"
+            raise CallRefused(invalid(f"{field}.adapters.name", repr(adapter.name[:129]), limit))
+        if len(adapter.identity) != ADAPTER_BYTES:
+            raise CallRefused(
+                invalid(f"{field}.adapters.identity", f"{len(adapter.identity)} bytes", f"{ADAPTER_BYTES} bytes")
+            )
+        adapters[adapter.name] = adapter.identity
+    return adapters
 
 
 def decode_kept_memory(message: attach_pb2.RegisterPool, geometry: Geometry) -> KeptMemory:
@@ -299,6 +318,10 @@ def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
     )
     if statistics.HasField("host_block_counts"):
         message.host_block_counts.CopyFrom(statistics.host_block_counts)
+    if pool.adapters is not None:
+        named = sorted(pool.adapters.items())
+        adapters = [attach_pb2.PoolAdapter(name=name, identity=identity) for name, identity in named]
+        message.adapters.CopyFrom(attach_pb2.PoolAdapters(adapters=adapters))
     return message
 
 

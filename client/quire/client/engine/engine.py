@@ -312,15 +312,40 @@ class Engine:
 
     @property
     def model(self) -> worker_service_pb2.GetModelResponse:
-        """The worker's model, as of the beginning of the session. Raises Unavailable while there is none."""
-        if self._connection.session is None:
-            raise Unavailable("there is no session with the services right now")
-        return self._connection.session.model
+        """The worker's model, as of the session's beginning or refresh_adapters(). Raises Unavailable without one."""
+        return self._session().model
 
     @property
     def adapters(self) -> dict[str, bytes]:
         """The identities of the worker's adapters, by name; see CacheParams.adapter. Raises as model does."""
         return adapters_of(self.model)
+
+    async def refresh_adapters(self) -> None:
+        """Ask the worker for its adapters again: they may have changed while it serves. Raises Unavailable."""
+        self._requests.use_adapters(await self._session().refresh_model())
+
+    async def load_adapter(self, name: str, path: str) -> bool:
+        """Have the worker load an adapter from a folder of its machine; return False if it had it before.
+
+        Needs the role operator there. Raises InvalidRequest, OutOfRoom, AccessDenied, Unavailable.
+        """
+        loaded = await self._session().load_adapter(name, path)
+        await self.refresh_adapters()
+        return loaded.loaded
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Have the worker unload an adapter; return False if there was none. OutOfRoom: sequences have it.
+
+        Needs the role operator there. Raises OutOfRoom, AccessDenied, Unavailable.
+        """
+        unloaded = await self._session().unload_adapter(name)
+        await self.refresh_adapters()
+        return unloaded
+
+    def _session(self) -> Session:
+        if self._connection.session is None:
+            raise Unavailable("there is no session with the services right now")
+        return self._connection.session
 
     @property
     def pool(self) -> str:

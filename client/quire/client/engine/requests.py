@@ -49,6 +49,9 @@ MAX_COMPILING_PER_TENANT = 2
 """Grammars of a named tenant that the worker is asked to compile at a time: as many as it compiles at once. Others find
 places then."""
 
+_MAX_SHOWN_ADAPTERS = 8
+"""In an error."""
+
 Prompt = str | abc.Sequence[int]
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 
@@ -100,6 +103,10 @@ class Requests:
         self._limits = limits
         self._end_token_ids = tuple(model.end_token_ids)
         self._max_logprobs = model.max_logprob_count
+        self.use_adapters(model)
+
+    def use_adapters(self, model: worker_service_pb2.GetModelResponse) -> None:
+        """Set the adapters that requests can have."""
         self._adapters = adapters_of(model)
 
     def find(self, request_id: int) -> Request | None:
@@ -154,8 +161,9 @@ class Requests:
     def _check_adapter(self, cache: CacheParams) -> None:
         """Raises InvalidRequest for an adapter that the worker does not have."""
         if cache.adapter and cache.adapter not in self._adapters.values():
-            names = ", ".join(f"{name} ({identity.hex()})" for name, identity in sorted(self._adapters.items()))
-            limit = f"one of {names}" if names else "empty: the worker has no adapters"
+            shown = sorted(self._adapters.items())[:_MAX_SHOWN_ADAPTERS]
+            names = ", ".join(f"{name} ({identity.hex()})" for name, identity in shown)
+            limit = f"one of {len(self._adapters)}, like {names}" if names else "empty: the worker has no adapters"
             raise InvalidRequest.of_field("adapter", cache.adapter.hex(), limit)
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:

@@ -145,6 +145,19 @@ class Session:
         self.model = await self._worker.get_model()
         return True
 
+    async def refresh_model(self) -> worker_service_pb2.GetModelResponse:
+        """Ask the worker for its model again; return it. Its adapters may be others now."""
+        self.model = await self._worker.get_model()
+        return self.model
+
+    async def load_adapter(self, name: str, path: str) -> worker_service_pb2.LoadAdapterResponse:
+        """Have the worker load an adapter from a folder of its machine."""
+        return await self._worker.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Have the worker unload an adapter; return False if there was none."""
+        return await self._worker.unload_adapter(name)
+
     async def close(self) -> None:
         """Give the lease back; if that fails it runs out by itself."""
         self._keeper.cancel()

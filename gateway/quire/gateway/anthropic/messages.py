@@ -14,6 +14,7 @@ from quire.client.engine.sampling import MAX_STOP_STRINGS, SamplingParams
 from quire.gateway.anthropic.answers import MessageAnswer
 from quire.gateway.anthropic.conversation import read_conversation
 from quire.gateway.anthropic.errors import REQUEST_ID_HEADER, error_event
+from quire.gateway.callers import Caller
 from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
 from quire.gateway.chat.models import tokenizer_of
 from quire.gateway.fields import MAX_INT32, Fields
@@ -52,7 +53,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = read_request(gateway, request.fields)
+    asked = read_request(gateway, request.fields, request.caller)
     begun = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = MessageAnswer(request.id, asked.backend.model_names[0], begun, max_tokens=asked.max_tokens)
     headers = {REQUEST_ID_HEADER: request.id}
@@ -67,7 +68,7 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
     """Answer with the number of tokens of a conversation's prompt."""
     fields = request.fields
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), request.caller)
     _ignore_advice(fields)
     _compared_with(fields)
     conversation = replace(read_conversation(fields, KeptEnds(read_cache_options(fields))), kept=())
@@ -83,9 +84,9 @@ async def _count_tokens(gateway: Gateway, request: PostRequest) -> Response:
     return json_response({"input_tokens": len(prompt.token_ids)}, headers={REQUEST_ID_HEADER: request.id})
 
 
-def read_request(gateway: Gateway, fields: Fields) -> MessageRequest:
+def read_request(gateway: Gateway, fields: Fields, caller: Caller) -> MessageRequest:
     """Return the request that a body makes. Raises HttpError."""
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), caller)
     _refuse(fields)
     _ignore_advice(fields)
     fields.require("max_tokens")

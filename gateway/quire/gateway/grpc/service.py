@@ -36,7 +36,7 @@ from quire.gateway.grpc.messages import (
     encode_prompt_logprobs,
     messages_of,
 )
-from quire.gateway.routing.backend import Backend, Chunks
+from quire.gateway.routing.backend import AdaptedBackend, Backend, Chunks
 from quire.gateway.texts import check_countable, check_length, decode_tokens, encode_text
 from quire.serving.access import ANYBODY, Role, Roles, caller
 from quire.serving.addresses import Address
@@ -111,7 +111,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         """Streams the messages of each chunk, then the summary."""
         with self._answering():
             asking = self._caller(context)
-            asked = await self._read(request)
+            asked = await self._read(request, asking)
             tally = Tally(len(asked.prompt_token_ids), asked.received_s)
             async with contextlib.aclosing(self._chunks(asking, asked)) as chunks:
                 async for chunk in chunks:
@@ -128,7 +128,7 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             asking, limits = self._caller(context), self._gateway.limits
             if not 1 <= len(request.requests) <= limits.max_prompts:
                 raise CallEnded(invalid("requests", f"{len(request.requests)} entries", f"1 to {limits.max_prompts}"))
-            read = [await _attempt(self._read(each)) for each in request.requests]
+            read = [await _attempt(self._read(each, asking)) for each in request.requests]
             asked = [each for each in read if isinstance(each, GenerationRequest)]
             _require("samples", sum(each.params.n for each in asked), limits.max_samples)
             _require("tokens", sum(each.num_answered_tokens for each in asked), MAX_BATCH_TOKENS)
@@ -141,8 +141,8 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> engine_service_pb2.TokenizeResponse:
         """Makes tokens of a text."""
         with self._answering():
-            self._caller(context)
-            backend = self._backend(request.model)
+            asking = self._caller(context)
+            backend = self._backend(request.model, asking)
             tokenizer = _tokenizer_of(backend, "text")
             adds = not request.HasField("add_special_tokens") or request.add_special_tokens
             check_countable("text", request.text, tokenizer, max_tokens=backend.max_model_len)
@@ -154,8 +154,8 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> engine_service_pb2.DetokenizeResponse:
         """Makes a text of tokens."""
         with self._answering():
-            self._caller(context)
-            tokenizer = _tokenizer_of(self._backend(request.model), "token_ids")
+            asking = self._caller(context)
+            tokenizer = _tokenizer_of(self._backend(request.model, asking), "token_ids")
             token_ids = list(request.token_ids)
             if token_ids:
                 _check_token_ids((min(token_ids), max(token_ids)), tokenizer.vocabulary_size)
@@ -168,10 +168,10 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
     ) -> engine_service_pb2.ListModelsResponse:
         """Lists the models of a page."""
         with self._answering():
-            self._caller(context)
+            asking = self._caller(context)
             if not 0 <= request.page_size <= MAX_PAGE:
                 raise CallEnded(invalid("page_size", request.page_size, f"0 to {MAX_PAGE}"))
-            models = sorted(map(_encode_model, self._gateway.models), key=lambda model: model.name)
+            models = sorted(self._models_of(asking), key=lambda model: model.name)
             if request.page_token and request.page_token not in {model.name for model in models}:
                 raise CallEnded(invalid("page_token", request.page_token[:MAX_SHOWN], "one from an earlier answer"))
             rest = [model for model in models if model.name > request.page_token]
@@ -187,7 +187,12 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
         shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         return self._gateway.caller_of(str(shown[0]) if len(shown) == 1 else None)
 
-    def _backend(self, model: str) -> Backend:
+    def _models_of(self, asking: Caller) -> list[engine_service_pb2.Model]:
+        """The models, and the adapters that the caller may use."""
+        adapted = [each for each in self._gateway.served(asking).values() if isinstance(each, AdaptedBackend)]
+        return [_encode_model(each) for each in (*self._gateway.models, *adapted)]
+
+    def _backend(self, model: str, asking: Caller) -> Backend:
         backends = self._gateway.backends
         if not backends:
             raise CallEnded(status_of(Reason.SERVICE_AWAY, "the services of the model have not been reached yet"))
@@ -195,15 +200,15 @@ class EngineServicer(engine_service_pb2_grpc.EngineServiceServicer):
             raise CallEnded(invalid("model", "empty", f"one of {', '.join(backends)}"))
         if not model:
             return self._gateway.models[0]
-        found = self._gateway.find(model)
+        found = self._gateway.find(model, asking)
         if found is None:
-            message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(self._gateway.served())} is"
+            message = f"no model {model[:MAX_SHOWN]!r} is served; {', '.join(self._gateway.served(asking))} is"
             raise CallEnded(status_of(Reason.MODEL_NOT_FOUND, message, {"model": model[:MAX_SHOWN]}))
         return found
 
-    async def _read(self, request: engine_service_pb2.GenerateRequest) -> GenerationRequest:
+    async def _read(self, request: engine_service_pb2.GenerateRequest, asking: Caller) -> GenerationRequest:
         """A request with its prompt's tokens. Raises QuireError, HttpError, CallEnded."""
-        backend = self._backend(request.model)
+        backend = self._backend(request.model, asking)
         params, cache = decode_parameters(request.parameters), decode_cache(request.cache)
         return GenerationRequest(backend, await _prompt_of(backend, request.prompt), params, cache)
 
@@ -323,4 +328,5 @@ def _encode_model(backend: Backend) -> engine_service_pb2.Model:
         pools=backend.pools,
         has_tokenizer=backend.tokenizer is not None,
         ready=backend.is_ready,
+        parent=backend.base.model_names[0] if isinstance(backend, AdaptedBackend) else "",
     )

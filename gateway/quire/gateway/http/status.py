@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from quire.gateway.callers import NOBODY, Caller
 from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import authorization_of, json_response
@@ -39,8 +40,8 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
     async def metrics(request: Request) -> Response:
         shown = authorization_of(request.headers)
-        tenant = "" if shown is None else gateway.caller_of(shown).tenant
-        return Response(generate_latest(_registry_of(gateway, tenant)), media_type=CONTENT_TYPE_LATEST)
+        caller = NOBODY if shown is None else gateway.caller_of(shown)
+        return Response(generate_latest(_registry_of(gateway, caller)), media_type=CONTENT_TYPE_LATEST)
 
     async def show_version(request: Request) -> Response:
         return json_response({"version": version()})
@@ -54,21 +55,23 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 
 class _GatewayCollector(Collector):
-    def __init__(self, gateway: Gateway, tenant: str) -> None:
+    def __init__(self, gateway: Gateway, caller: Caller) -> None:
         self._gateway = gateway
-        self._tenant = tenant
+        self._caller = caller
 
     def collect(self) -> list[Metric]:
-        kept = kept_families(self._gateway.responses.statistics())
-        return [*self._gateway.metrics.families(self._gateway.models, tenant=self._tenant), *kept, build_family()]
+        gateway, models = self._gateway, self._gateway.models
+        adapters = gateway.adapters.families(models, shown=gateway.rate_limiter.adapters_of(self._caller))
+        kept = kept_families(gateway.responses.statistics())
+        return [*gateway.metrics.families(models, tenant=self._caller.tenant), *adapters, *kept, build_family()]
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _registry_of(gateway: Gateway, tenant: str) -> CollectorRegistry:
+def _registry_of(gateway: Gateway, caller: Caller) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
-    registry.register(_GatewayCollector(gateway, tenant))
+    registry.register(_GatewayCollector(gateway, caller))
     return registry

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.callers import Caller
 from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
 from quire.gateway.chat.conversation import Conversation, read_messages, read_tools
 from quire.gateway.chat.templates import RESERVED
@@ -53,7 +54,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = read_chat(gateway, request.fields)
+    asked = read_chat(gateway, request.fields, request.caller)
     begun = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = _ChatAnswer(asked, begun, request, gateway.token_texts(asked.backend))
     if asked.stream:
@@ -67,9 +68,9 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_chat(gateway: Gateway, fields: Fields) -> ChatCompletionRequest:
+def read_chat(gateway: Gateway, fields: Fields, caller: Caller) -> ChatCompletionRequest:
     """Return the request that a body makes. Raises HttpError."""
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), caller)
     _refuse(fields)
     kept = KeptEnds(read_cache_options(fields))
     offer, messages = read_tools(fields, kept), read_messages(fields, kept)

@@ -79,7 +79,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
 
 async def create_completion(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
-    asked = await read_completion(gateway, request.fields)
+    asked = await read_completion(gateway, request.fields, request.caller)
     streams, reports = zip(*start(gateway, request.caller, asked), strict=True)
     answer = _CompletionAnswer(asked, request, gateway.token_texts(asked.backend), reports)
     if asked.stream:
@@ -155,9 +155,9 @@ def _sent(prompt: Prompt, asked: CompletionRequest) -> tuple[Sequence[int], Samp
 # Reading.
 
 
-async def read_completion(gateway: Gateway, fields: Fields) -> CompletionRequest:
+async def read_completion(gateway: Gateway, fields: Fields, caller: Caller) -> CompletionRequest:
     """Return the request that a body makes. Raises HttpError."""
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), caller)
     stream, echo = fields.boolean("stream"), fields.boolean("echo")
     fields.refuse("suffix", "text can't be inserted, only continued", unless=("",))
     fields.refuse("best_of", "give n, and choose among the answers", unless=(1,))

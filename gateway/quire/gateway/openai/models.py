@@ -19,8 +19,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
     """Return the endpoints."""
 
     async def models(request: Request) -> Response:
-        gateway.caller_of(authorization_of(request.headers))
-        served = gateway.served()
+        served = gateway.served(gateway.caller_of(authorization_of(request.headers)))
         names = list(served)
         pages = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
         return json_response(
@@ -28,9 +27,9 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         )
 
     async def model(request: Request) -> Response:
-        gateway.caller_of(authorization_of(request.headers))
+        caller = gateway.caller_of(authorization_of(request.headers))
         name = request.path_params["model"]
-        return json_response(_card(gateway, name, gateway.backend_of(name)))
+        return json_response(_card(gateway, name, gateway.backend_of(name, caller)))
 
     return [
         Route("/v1/models", models, methods=["GET"]),
@@ -61,7 +60,7 @@ def _card(gateway: Gateway, name: str, backend: Backend) -> dict[str, Any]:
 async def tokenize(gateway: Gateway, request: PostRequest) -> Response:
     """POST /tokenize with a prompt: its tokens."""
     fields = request.fields
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), request.caller)
     prompt = text_of("prompt", fields.require("prompt"))
     add_special_tokens = fields.boolean("add_special_tokens", True)
     has_texts = fields.boolean("return_token_strs")
@@ -83,7 +82,7 @@ async def tokenize(gateway: Gateway, request: PostRequest) -> Response:
 async def detokenize(gateway: Gateway, request: PostRequest) -> Response:
     """POST /detokenize with tokens: their text."""
     fields = request.fields
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), request.caller)
     fields.require("tokens")
     token_ids = token_ids_of("tokens", fields.array("tokens", max_length=gateway.limits.max_body_bytes) or [])
     fields.end()

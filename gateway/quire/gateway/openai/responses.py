@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from quire.client.engine.outputs import Chunk
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.callers import Caller
 from quire.gateway.chat.cache_fields import KeptEnds, read_cache_options
 from quire.gateway.chat.conversation import Conversation
 from quire.gateway.chat.json_schemas import closed
@@ -120,7 +121,7 @@ def _kept(gateway: Gateway, request: Request) -> tuple[str, KeptResponse]:
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     tenant = request.caller.tenant
-    asked = read_request(gateway, request.fields, tenant=tenant)
+    asked = read_request(gateway, request.fields, request.caller, tenant=tenant)
     begun = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = _ResponsesAnswer(asked, begun, request, gateway.token_texts(asked.backend))
     if asked.shown["store"]:
@@ -137,9 +138,9 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_request(gateway: Gateway, fields: Fields, *, tenant: str) -> ResponsesRequest:
+def read_request(gateway: Gateway, fields: Fields, caller: Caller, *, tenant: str) -> ResponsesRequest:
     """Return the request that a body makes. Raises HttpError."""
-    backend = gateway.backend_of(fields.string("model"))
+    backend = gateway.backend_of(fields.string("model"), caller)
     _refuse(fields)
     instructions = fields.string("instructions")
     system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]

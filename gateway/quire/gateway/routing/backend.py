@@ -85,6 +85,10 @@ class Backend(Protocol):
         """The identities of the adapters that requests can name in place of the model, by name."""
 
     @property
+    def max_adapters(self) -> int:
+        """Most adapters that can be loaded at a time; 0: none."""
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its answer together."""
 
@@ -121,6 +125,12 @@ class Backend(Protocol):
         is_whole: bool = False,
     ) -> Chunks:
         """Chunks as Engine.generate gives them. Raises InvalidRequest at once, other errors while it is iterated."""
+
+    async def load_adapter(self, name: str, path: str) -> bool:
+        """Load an adapter from a folder of the workers' machines; return False if it was there. Raises QuireError."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Raises QuireError: OutOfRoom while a sequence has it."""
 
     def statistics(self) -> BackendStatistics:
         """Present numbers and counters."""
@@ -168,6 +178,19 @@ class EngineBackend:
         return engine_adapters(self._engine)
 
     @property
+    def max_adapters(self) -> int:
+        """The worker's limit, as of the engine's start."""
+        return self._model.max_adapter_count
+
+    async def load_adapter(self, name: str, path: str) -> bool:
+        """Load it into the worker."""
+        return await self._engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it from the worker."""
+        await self._engine.unload_adapter(name)
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens that the pool and the model hold for a sequence."""
         return self._engine.max_sequence_tokens
@@ -212,6 +235,7 @@ class EngineBackend:
             try:
                 pool = await cache.get_pool(self._pool)
                 self._is_attached, self._seen = pool.attached, pool
+                await follow_adapters(self._engine, pool)
             except QuireError:
                 self._is_attached = False
             except Exception:
@@ -243,6 +267,14 @@ def engine_adapters(engine: Engine) -> dict[str, bytes]:
         return {}
 
 
+async def follow_adapters(engine: Engine, pool: pb.Pool) -> None:
+    """Have an engine ask its worker for its adapters, if cachemgr says that these have changed. Raises QuireError."""
+    if not pool.attached or not pool.HasField("adapters"):
+        return
+    if {adapter.name: adapter.identity for adapter in pool.adapters.adapters} != engine_adapters(engine):
+        await engine.refresh_adapters()
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedBackend:
     """One adapter of a backend, as a backend: requests for it are computed with the adapter."""
@@ -260,6 +292,19 @@ class AdaptedBackend:
     def adapters(self) -> Mapping[str, bytes]:
         """None: an adapter has no adapters."""
         return {}
+
+    @property
+    def max_adapters(self) -> int:
+        """None can be loaded."""
+        return 0
+
+    async def load_adapter(self, name: str, path: str) -> bool:
+        """Load it for the base."""
+        return await self.base.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it from the base."""
+        await self.base.unload_adapter(name)
 
     @property
     def max_model_len(self) -> int:

@@ -22,7 +22,7 @@ from quire.client.engine.tracing import Tracing
 from quire.client.errors import InvalidRequest, NotFound, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import WorkerApi
 from quire.compute.v1 import worker_service_pb2
-from quire.gateway.routing.backend import BackendStatistics, statistics_of
+from quire.gateway.routing.backend import BackendStatistics, follow_adapters, statistics_of
 from quire.gateway.routing.choosing import PoolLoad, PoolUse
 
 _log = logging.getLogger(__name__)
@@ -232,6 +232,8 @@ class Members(Mapping[str, Member]):
                 self._lose_model(member)
             else:
                 member.pool, member.unlisted_at = listed[name], None
+                with contextlib.suppress(QuireError):  # a worker that is away is asked when the pools are listed next
+                    await follow_adapters(member.engine, member.pool)
         for name, pool in listed.items():
             is_ours = pool.attached and pool.geometry.model_fingerprint == self._fingerprint
             is_served = name in self._by_name and not self._by_name[name].has_stopped

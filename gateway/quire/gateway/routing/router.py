@@ -13,6 +13,7 @@ A request that fails by itself is never moved: one that breaks a worker would br
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -164,6 +165,30 @@ class Router:
         return {
             name: identity for name, identity in first.items() if all(other.get(name) == identity for other in others)
         }
+
+    @property
+    def max_adapters(self) -> int:
+        """The least of the workers' limits."""
+        return min(member.model.max_adapter_count for member in self._members.values())
+
+    async def load_adapter(self, name: str, path: str) -> bool:
+        """Load it into every pool's worker, or into none: where it was new, it is unloaded again after an error."""
+        members = list(self._members.values())
+        loads = [member.engine.load_adapter(name, path) for member in members]
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        error = next((each for each in results if isinstance(each, BaseException)), None)
+        if error is None:
+            return any(results)
+        for member, is_new in zip(members, results, strict=True):
+            if is_new is True:
+                with contextlib.suppress(QuireError):
+                    await member.engine.unload_adapter(name)
+        raise error
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it from every pool's worker. After an error it may be gone from some: then no request can name it."""
+        for member in list(self._members.values()):
+            await member.engine.unload_adapter(name)
 
     @property
     def max_model_len(self) -> int:

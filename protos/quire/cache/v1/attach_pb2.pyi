@@ -115,6 +115,7 @@ class AttachPoolRequest(_message.Message):
     STEP_REPORT_FIELD_NUMBER: _builtins.int
     LEASE_OPENED_FIELD_NUMBER: _builtins.int
     LEASE_FENCED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register_pool(self) -> Global___RegisterPool:
         """First on each stream, and again after NewEpochRequired."""
@@ -131,6 +132,10 @@ class AttachPoolRequest(_message.Message):
     def lease_fenced(self) -> Global___LeaseFenced:
         """The worker refuses the lease's steps from now on, and none is running."""
 
+    @_builtins.property
+    def adapters_changed(self) -> Global___PoolAdapters:
+        """The worker's adapters are these from now on."""
+
     def __init__(
         self,
         *,
@@ -138,12 +143,13 @@ class AttachPoolRequest(_message.Message):
         step_report: Global___StepReport | None = ...,
         lease_opened: Global___LeaseOpened | None = ...,
         lease_fenced: Global___LeaseFenced | None = ...,
+        adapters_changed: Global___PoolAdapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register_pool", "step_report", "lease_opened", "lease_fenced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register_pool", "step_report", "lease_opened", "lease_fenced", "adapters_changed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -220,6 +226,7 @@ class RegisterPool(_message.Message):
     HIGHEST_TERM_AGE_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     KEPT_MEMORY_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'."""
     epoch: _builtins.int
@@ -270,6 +277,10 @@ class RegisterPool(_message.Message):
         the epoch is attached for the first time, and only for an epoch that never was.
         """
 
+    @_builtins.property
+    def adapters(self) -> Global___PoolAdapters:
+        """The worker's adapters. Unset: unknown, so admissions may have any."""
+
     def __init__(
         self,
         *,
@@ -284,14 +295,65 @@ class RegisterPool(_message.Message):
         highest_term_age: _duration_pb2.Duration | None = ...,
         memory_id: _builtins.str = ...,
         kept_memory: Global___KeptMemory | None = ...,
+        adapters: Global___PoolAdapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "geometry", b"geometry", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory", "memory_id", b"memory_id", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "adapters", b"adapters", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory", "memory_id", b"memory_id", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterPool: _TypeAlias = RegisterPool  # noqa: Y015
+
+@_typing.final
+class PoolAdapters(_message.Message):
+    """The adapters of a pool's worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolAdapter]:
+        """The adapters, each name once, at most 1,024."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___PoolAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolAdapters: _TypeAlias = PoolAdapters  # noqa: Y015
+
+@_typing.final
+class PoolAdapter(_message.Message):
+    """A LoRA adapter of a pool's worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: 1 to 128 characters of letters, digits, '.', '_', '-', ':' and '/'."""
+    identity: _builtins.bytes
+    """The identity of its content, 32 bytes. Several names may have one."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        identity: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolAdapter: _TypeAlias = PoolAdapter  # noqa: Y015
 
 @_typing.final
 class KeptMemory(_message.Message):

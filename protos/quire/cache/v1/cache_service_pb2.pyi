@@ -872,9 +872,9 @@ class Admission(_message.Message):
     """The identity of the adapter that the sequence is computed with, for its whole
     life: Adapter.identity in the answer of the worker's GetModel, 32 bytes. Its
     forks have the same. It separates prefixes, as the salt does. Empty: the base
-    model alone. cachemgr does not know a worker's adapters: the worker refuses the
-    step of a sequence with an adapter that it does not have. Other lengths are
-    refused (INVALID_ARGUMENT).
+    model alone. INVALID_ARGUMENT for other lengths, and for one that the worker does
+    not have (Pool.adapters), with the sequence_id in the metadata. If it is unloaded
+    after that, the worker refuses the step.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1388,6 +1388,7 @@ class Pool(_message.Message):
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     epoch: _builtins.int
@@ -1414,6 +1415,10 @@ class Pool(_message.Message):
     def host_block_counts(self) -> Global___HostBlockCounts:
         """The host tier's blocks by state. Unset if the pool has no host tier."""
 
+    @_builtins.property
+    def adapters(self) -> _attach_pb2.PoolAdapters:
+        """The adapters of its worker, as it said last. Unset: unknown."""
+
     def __init__(
         self,
         *,
@@ -1427,10 +1432,11 @@ class Pool(_message.Message):
         lease_count: _builtins.int = ...,
         sequence_count: _builtins.int = ...,
         host_block_counts: Global___HostBlockCounts | None = ...,
+        adapters: _attach_pb2.PoolAdapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "geometry", b"geometry", "host_block_counts", b"host_block_counts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_counts", b"block_counts", "geometry", b"geometry", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "block_counts", b"block_counts", "epoch", b"epoch", "geometry", b"geometry", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "name", b"name", "sequence_count", b"sequence_count", "term", b"term", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attached", b"attached", "block_counts", b"block_counts", "epoch", b"epoch", "geometry", b"geometry", "host_block_counts", b"host_block_counts", "lease_count", b"lease_count", "name", b"name", "sequence_count", b"sequence_count", "term", b"term", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

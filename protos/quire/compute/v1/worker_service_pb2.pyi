@@ -49,6 +49,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The step is not the lease's next one: replayed, or one before it is missing.
     Metadata: value, limit (the number expected).
     """
+    ERROR_REASON_ADAPTERS_IN_USE: _ErrorReason.ValueType  # 22
+    """Sequences have the adapter that is to be unloaded, or all adapters that would
+    have to be unloaded for the new one. Wait for their ends. Metadata: value (the
+    adapter's name), limit.
+    """
     ERROR_REASON_EPOCH_CHANGED: _ErrorReason.ValueType  # 30
     """The grant is for another epoch of the pool. Metadata: value, epoch."""
     ERROR_REASON_PRIOR_STEP_FAILED: _ErrorReason.ValueType  # 31
@@ -105,6 +110,11 @@ Metadata: lease_id_prefix.
 ERROR_REASON_STEP_OUT_OF_ORDER: ErrorReason.ValueType  # 21
 """The step is not the lease's next one: replayed, or one before it is missing.
 Metadata: value, limit (the number expected).
+"""
+ERROR_REASON_ADAPTERS_IN_USE: ErrorReason.ValueType  # 22
+"""Sequences have the adapter that is to be unloaded, or all adapters that would
+have to be unloaded for the new one. Wait for their ends. Metadata: value (the
+adapter's name), limit.
 """
 ERROR_REASON_EPOCH_CHANGED: ErrorReason.ValueType  # 30
 """The grant is for another epoch of the pool. Metadata: value, epoch."""
@@ -175,6 +185,7 @@ class GetModelResponse(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The display name: the last part of the path, or the hub id."""
     architecture: _builtins.str
@@ -195,6 +206,8 @@ class GetModelResponse(_message.Message):
     """The limit of tokens that one step computes."""
     max_logprob_count: _builtins.int
     """The limit of log-probabilities per token in a request."""
+    max_adapter_count: _builtins.int
+    """The limit of adapters. 0: the worker takes none."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens at which generation ends."""
@@ -223,10 +236,11 @@ class GetModelResponse(_message.Message):
         max_step_tokens: _builtins.int = ...,
         max_logprob_count: _builtins.int = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        max_adapter_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_logprob_count", b"max_logprob_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_adapter_count", b"max_adapter_count", "max_logprob_count", b"max_logprob_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,6 +275,112 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """See WorkerService.LoadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in Adapter."""
+    path: _builtins.str
+    """A folder as PEFT saves it, on the worker's machine, up to 4,096 characters. A
+    relative one is searched for in the directory in which the worker was started.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """See WorkerService.LoadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    EVICTED_NAMES_FIELD_NUMBER: _builtins.int
+    loaded: _builtins.bool
+    """False if the name had this content before."""
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """The adapter."""
+
+    @_builtins.property
+    def evicted_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names that were unloaded for it."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+        loaded: _builtins.bool = ...,
+        evicted_names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "evicted_names", b"evicted_names", "loaded", b"loaded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """See WorkerService.UnloadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, 1 to 128 characters."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """See WorkerService.UnloadAdapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNLOADED_FIELD_NUMBER: _builtins.int
+    unloaded: _builtins.bool
+    """False if there was none of this name."""
+    def __init__(
+        self,
+        *,
+        unloaded: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unloaded", b"unloaded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):

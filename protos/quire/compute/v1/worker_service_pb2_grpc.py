@@ -70,6 +70,16 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksRequest.SerializeToString,
                 response_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/quire.compute.v1.WorkerService/LoadAdapter',
+                request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/quire.compute.v1.WorkerService/UnloadAdapter',
+                request_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -82,7 +92,8 @@ class WorkerServiceServicer:
     """
 
     def GetModel(self, request, context):
-        """Returns the model and the pool of the worker. Constant for an epoch.
+        """Returns the model and the pool of the worker. Constant for an epoch, but for the
+        adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +155,31 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter from a folder of the worker's machine, under a name that
+        sequences can use when it answers. The adapter is read, checked, and compared
+        with the model's own attention; steps run meanwhile, between the parts of the
+        comparison. If the worker has as many adapters as it may, those that were
+        unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+        error all adapters stay. Idempotent: a name with the same content stays.
+        INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+        name) if the name is that of the model, or of an adapter with other content.
+        One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+        was preempted or offloaded is none of these: the step with which it would come
+        back is refused. Cached blocks stay, and are found again if the same content is
+        loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +212,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ChecksumBlocks,
                     request_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksRequest.FromString,
                     response_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -346,6 +392,60 @@ class WorkerService:
             '/quire.compute.v1.WorkerService/ChecksumBlocks',
             quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksRequest.SerializeToString,
             quire_dot_compute_dot_v1_dot_worker__service__pb2.ChecksumBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.compute.v1.WorkerService/LoadAdapter',
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterRequest.SerializeToString,
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.compute.v1.WorkerService/UnloadAdapter',
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterRequest.SerializeToString,
+            quire_dot_compute_dot_v1_dot_worker__service__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,9 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]
-    """Returns the model and the pool of the worker. Constant for an epoch."""
+    """Returns the model and the pool of the worker. Constant for an epoch, but for the
+    adapters.
+    """
     CheckGrammar: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]
     """Compiles a grammar and caches it, so that a later step with this grammar does
     not wait for its compilation. Then makes the mask of the token behind
@@ -76,6 +78,23 @@ class WorkerServiceStub:
     blocks in slices, between the steps. For audits and tests. Reasons:
     BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.LoadAdapterRequest, _worker_service_pb2.LoadAdapterResponse]
+    """Loads an adapter from a folder of the worker's machine, under a name that
+    sequences can use when it answers. The adapter is read, checked, and compared
+    with the model's own attention; steps run meanwhile, between the parts of the
+    comparison. If the worker has as many adapters as it may, those that were
+    unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+    error all adapters stay. Idempotent: a name with the same content stays.
+    INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+    name) if the name is that of the model, or of an adapter with other content.
+    One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.UnloadAdapterRequest, _worker_service_pb2.UnloadAdapterResponse]
+    """Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+    was preempted or offloaded is none of these: the step with which it would come
+    back is refused. Cached blocks stay, and are found again if the same content is
+    loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -89,7 +108,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetModelRequest, _worker_service_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Returns the model and the pool of the worker. Constant for an epoch."""
+    """Returns the model and the pool of the worker. Constant for an epoch, but for the
+    adapters.
+    """
     CheckGrammar: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.CheckGrammarRequest, _worker_service_pb2.CheckGrammarResponse]  # type: ignore[assignment]
     """Compiles a grammar and caches it, so that a later step with this grammar does
     not wait for its compilation. Then makes the mask of the token behind
@@ -125,6 +146,23 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     blocks in slices, between the steps. For audits and tests. Reasons:
     BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.LoadAdapterRequest, _worker_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter from a folder of the worker's machine, under a name that
+    sequences can use when it answers. The adapter is read, checked, and compared
+    with the model's own attention; steps run meanwhile, between the parts of the
+    comparison. If the worker has as many adapters as it may, those that were
+    unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+    error all adapters stay. Idempotent: a name with the same content stays.
+    INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+    name) if the name is that of the model, or of an adapter with other content.
+    One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.UnloadAdapterRequest, _worker_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+    was preempted or offloaded is none of these: the step with which it would come
+    back is refused. Cached blocks stay, and are found again if the same content is
+    loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Runs batched steps of one model on one pool of KV blocks. Decides nothing about
@@ -141,7 +179,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetModelResponse, _abc.Awaitable[_worker_service_pb2.GetModelResponse]]:
-        """Returns the model and the pool of the worker. Constant for an epoch."""
+        """Returns the model and the pool of the worker. Constant for an epoch, but for the
+        adapters.
+        """
 
     @_abc_1.abstractmethod
     def CheckGrammar(
@@ -206,6 +246,35 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns checksums of the content of blocks, over all layers, K and V. Reads the
         blocks in slices, between the steps. For audits and tests. Reasons:
         BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_service_pb2.LoadAdapterResponse]]:
+        """Loads an adapter from a folder of the worker's machine, under a name that
+        sequences can use when it answers. The adapter is read, checked, and compared
+        with the model's own attention; steps run meanwhile, between the parts of the
+        comparison. If the worker has as many adapters as it may, those that were
+        unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+        error all adapters stay. Idempotent: a name with the same content stays.
+        INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+        name) if the name is that of the model, or of an adapter with other content.
+        One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_service_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+        was preempted or offloaded is none of these: the step with which it would come
+        back is refused. Cached blocks stay, and are found again if the same content is
+        loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

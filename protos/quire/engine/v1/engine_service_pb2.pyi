@@ -1210,6 +1210,7 @@ class Model(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its first name, at least one character."""
     max_sequence_tokens: _builtins.int
@@ -1222,6 +1223,10 @@ class Model(_message.Message):
     """
     ready: _builtins.bool
     """True if a request would be computed now; false if it would wait for a service."""
+    parent: _builtins.str
+    """If it is an adapter: the first name of the model that it is for. Empty: it is
+    none.
+    """
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Its other names."""
@@ -1240,10 +1245,11 @@ class Model(_message.Message):
         pools: _abc.Iterable[_builtins.str] | None = ...,
         has_tokenizer: _builtins.bool = ...,
         ready: _builtins.bool = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "has_tokenizer", b"has_tokenizer", "max_logprob_count", b"max_logprob_count", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "pools", b"pools", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "has_tokenizer", b"has_tokenizer", "max_logprob_count", b"max_logprob_count", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "parent", b"parent", "pools", b"pools", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

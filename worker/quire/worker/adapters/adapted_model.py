@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter, Update
+from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter, Update
 from quire.worker.adapters.lora_linear import LoraLinear, Routing
 from quire.worker.memory.step_batch import AdapterTokens
 
@@ -44,11 +44,11 @@ class AdaptedModel:
         self._layers: dict[bytes, list[LoraLinear]] = {}
         self._next_numbers = itertools.count()
 
-    def prepare(self, adapter: Adapter) -> PreparedAdapter:
+    def prepare(self, adapter: Adapter, bounds: AdapterBounds | None = None) -> PreparedAdapter:
         """Compare an adapter with the model, and convert its weights; the model stays as it is. In any thread.
 
-        Raises UnsupportedAdapter if it is not of this model. The output layer is left as it is: an adapter for it is
-        refused.
+        Raises UnsupportedAdapter if it is not of this model, or has more bytes than the bounds allow. The output layer is
+        left as it is: an adapter for it is refused.
         """
         weights = {}
         for name, update in adapter.updates.items():
@@ -57,7 +57,11 @@ class AdaptedModel:
             if not all(torch.isfinite(part).all() for part in weights[name]):
                 reason = f"its update of {name}, times its scaling {update.scaling}, is beyond {self._model.dtype}"
                 raise UnsupportedAdapter(adapter.name, reason)
-        return PreparedAdapter(adapter.name, adapter.identity(), weights)
+        prepared = PreparedAdapter(adapter.name, adapter.identity(), weights)
+        if bounds is not None and prepared.num_bytes > bounds.max_bytes:
+            reason = f"its weights take {prepared.num_bytes} bytes; --lora-memory is {bounds.max_bytes}"
+            raise UnsupportedAdapter(adapter.name, reason)
+        return prepared
 
     def add(self, adapter: PreparedAdapter) -> None:
         """Put an adapter into its layers, between two forwards. No effect if its content is there."""

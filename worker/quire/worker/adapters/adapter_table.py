@@ -64,9 +64,6 @@ class AdapterTable:
         """
         num_bytes = 0 if self.has(identity) else num_bytes
         bounds, left = self.bounds, dict(self._names)
-        if num_bytes > bounds.max_bytes:
-            message = f"it has {num_bytes} bytes, more than the worker keeps of all adapters, {bounds.max_bytes}"
-            raise NoAdapterRoomError(message, f"--lora-memory {bounds.max_bytes}")
         idle = [name for name, each in self._names.items() if each != identity and not is_used(each)]
         idle.sort(key=lambda name: self._last_use[self._names[name]])
         gone = []

@@ -171,6 +171,10 @@ def num_drafts(grant: grant_pb2.StepGrant, run: int) -> int:
     return grant.run_draft_counts[run] if grant.run_draft_counts else 0
 
 
+MAX_SHOWN_ADAPTERS = 8
+"""Adapters that an error names."""
+
+
 def check_adapters(grant: grant_pb2.StepGrant, adapters: Mapping[str, bytes]) -> None:
     """Raises Refused (INVALID_ARGUMENT) for a run with an adapter that this worker does not have."""
     numbers, num_runs = grant.run_adapters, len(grant.run_sequence_ids)
@@ -185,8 +189,11 @@ def check_adapters(grant: grant_pb2.StepGrant, adapters: Mapping[str, bytes]) ->
         if not 0 <= number <= len(grant.adapters):
             raise invalid("grant.run_adapters", f"{number} for sequence {seq_id}", f"0 to {len(grant.adapters)}")
         if number and (identity := adapter_of(grant, run)) not in known:
-            names = ", ".join(f"{each.hex()} ({name})" for name, each in sorted(adapters.items()))
-            limit = f"one of this worker's adapters: {names}" if names else "empty: this worker has no adapters"
+            shown = sorted(adapters.items())[:MAX_SHOWN_ADAPTERS]
+            names = ", ".join(f"{each.hex()} ({name})" for name, each in shown)
+            limit = f"one of this worker's {len(adapters)} adapters, like {names}"
+            if not names:
+                limit = "empty: this worker has no adapters"
             raise invalid("adapter", identity.hex(), limit, sequence_id=seq_id)
 
 

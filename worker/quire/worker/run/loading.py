@@ -241,7 +241,7 @@ def load_adapters(config: WorkerConfig, model: PagedModel) -> AdapterTable:
     if config.lora and (why := why_no_adapters(config, model)) is not None:
         raise ValueError(f"--lora: {why}")
     for name, path in config.lora:
-        adapter = model.adapters.prepare(read_adapter(name, path, bounds))
+        adapter = model.adapters.prepare(read_adapter(name, path, bounds), bounds)
         try:
             table.find_room(adapter.identity, adapter.num_bytes, is_used=lambda identity: True)
         except NoAdapterRoomError as error:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
@@ -59,7 +59,11 @@ class Attachment:
         self._attached_at = 0.0
         self._highest_term, self._highest_term_since = 0, 0.0
         self._call: AttachCall | None = None
+        self._registered: Mapping[str, bytes] = {}
+        """The adapters that the cachemgr of this stream knows."""
+        self._tell_adapters: Callable[[], None] = lambda: None
         steps.on_damage = self._break
+        steps.adapters.on_change = lambda: self._tell_adapters()
 
     @property
     def is_attached(self) -> bool:
@@ -111,6 +115,7 @@ class Attachment:
             return "the pool begins a new epoch"
         finally:
             self._steps.reports.send = lambda report: None
+            self._tell_adapters = lambda: None
             self._call = None
         return "cachemgr ended the stream"
 
@@ -133,7 +138,9 @@ class Attachment:
                 for lease_id, next_step in gate.next_steps.items()
             ],
             acknowledged_report_number=self._steps.reports.acknowledged,
+            adapters=pool_adapters(self._steps.adapters.names),
         )
+        self._registered = dict(self._steps.adapters.names)
         if self._kept is not None:
             registration.memory_id = self._kept.memory_id
         if self._content is not None:
@@ -175,9 +182,17 @@ class Attachment:
         for report in reports.kept():
             outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
         reports.send = lambda report: outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
+        self._tell_adapters = lambda: self._send_adapters(outbox)
+        if self._registered != self._steps.adapters.names:
+            self._tell_adapters()
         self._is_attached, self._attached_at = True, time.monotonic()
         self._first_attached.set()
         log.info("attached address=%s term=%d epoch=%d", self._address, attached.term, gate.epoch)
+
+    def _send_adapters(self, outbox: Outbox) -> None:
+        self._registered = dict(self._steps.adapters.names)
+        changed = pool_adapters(self._registered)
+        outbox.put_nowait(attach_pb2.AttachPoolRequest(adapters_changed=changed))
 
     def _note_term(self) -> None:
         """Keeps when the highest term was obeyed first."""
@@ -187,6 +202,12 @@ class Attachment:
     def _fence(self, lease_id: str, outbox: Outbox) -> None:
         fenced = attach_pb2.AttachPoolRequest(lease_fenced=attach_pb2.LeaseFenced(lease_id=lease_id))
         self._steps.fence_lease(lease_id).add_done_callback(lambda _: outbox.put_nowait(fenced))
+
+
+def pool_adapters(names: Mapping[str, bytes]) -> attach_pb2.PoolAdapters:
+    """Return adapters, given the identity of each name, for cachemgr."""
+    adapters = [attach_pb2.PoolAdapter(name=name, identity=identity) for name, identity in sorted(names.items())]
+    return attach_pb2.PoolAdapters(adapters=adapters)
 
 
 def kept_memory(content: KeptContent) -> attach_pb2.KeptMemory:

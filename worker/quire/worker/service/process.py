@@ -21,12 +21,13 @@ from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
 from quire.worker.memory.kept_pool import KeptContent, KeptPool
 from quire.worker.model.paged_model import PagedModel
-from quire.worker.run.loading import load_warm, make_executor
+from quire.worker.run.loading import load_warm, make_executor, why_no_adapters
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import ONE_RANK
 from quire.worker.run.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
 from quire.worker.sampling.grammars import Grammars
 from quire.worker.sampling.parameters import MAX_LOGPROBS
+from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import describe_model, describe_pool
 from quire.worker.service.metrics import metric_families
@@ -90,7 +91,10 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             read = partial(metric_families, steps, attachment, model.modes, pool=config.pool, model=config.model_name)
             health = partial(health_lines, model)
             stack.enter_context(MetricsPage(config.server.metrics_listen, read, security=security, health=health))
-        servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry)
+        loader = AdapterLoader(
+            model, steps, thread, model_name=config.model_name, excluded=why_no_adapters(config, model)
+        )
+        servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry, loader)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
         server.run_alongside(attachment.run())

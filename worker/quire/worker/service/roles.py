@@ -21,6 +21,8 @@ ROLES: dict[str, Roles] = {
     f"{SERVICE}RunSteps": CLIENT,
     f"{SERVICE}GetStatistics": OPERATOR,
     f"{SERVICE}ChecksumBlocks": OPERATOR,
+    f"{SERVICE}LoadAdapter": OPERATOR,
+    f"{SERVICE}UnloadAdapter": OPERATOR,
 }
 
 # Bytes of a request. Methods that are not here take ids, names and numbers: SMALL_MESSAGE_BYTES.

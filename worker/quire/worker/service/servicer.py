@@ -15,6 +15,7 @@ from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 from quire.serving.errors import answering, to_message
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.run.executor import Outcome, StepResult
+from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import ModelDescription
 from quire.worker.service.steps import EndedStep, Steps
@@ -35,9 +36,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """Steps behind gRPC."""
 
     def __init__(
-        self, steps: Steps, attachment: Attachment, model: ModelDescription, geometry: attach_pb2.PoolGeometry
+        self,
+        steps: Steps,
+        attachment: Attachment,
+        model: ModelDescription,
+        geometry: attach_pb2.PoolGeometry,
+        adapters: AdapterLoader,
     ) -> None:
         self._steps = steps
+        self._adapters = adapters
         self._attachment = attachment
         self._model = model
         self._geometry = geometry
@@ -71,6 +78,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 worker_service_pb2.Adapter(name=name, identity=identity)
                 for name, identity in sorted(self._steps.adapters.names.items())
             ],
+            max_adapter_count=self._adapters.max_adapters,
         )
 
     @refusing
@@ -184,6 +192,23 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         epoch, block_ids = self._steps.gate.epoch, list(request.block_ids)
         checksums = await self._steps.checksum_blocks(block_ids, block_bytes=self._geometry.block_bytes)
         return worker_service_pb2.ChecksumBlocksResponse(checksums=checksums, epoch=epoch)
+
+    @refusing
+    async def LoadAdapter(  # noqa: N802
+        self, request: worker_service_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_service_pb2.LoadAdapterResponse:
+        loaded = await self._adapters.load(request.name, request.path)
+        return worker_service_pb2.LoadAdapterResponse(
+            adapter=worker_service_pb2.Adapter(name=request.name, identity=loaded.identity),
+            loaded=loaded.is_new,
+            evicted_names=loaded.evicted,
+        )
+
+    @refusing
+    async def UnloadAdapter(  # noqa: N802
+        self, request: worker_service_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_service_pb2.UnloadAdapterResponse:
+        return worker_service_pb2.UnloadAdapterResponse(unloaded=await self._adapters.unload(request.name))
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:

@@ -150,6 +150,7 @@ type AttachPoolRequest struct {
 	//	*AttachPoolRequest_StepReport
 	//	*AttachPoolRequest_LeaseOpened
 	//	*AttachPoolRequest_LeaseFenced
+	//	*AttachPoolRequest_AdaptersChanged
 	Message       isAttachPoolRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -228,6 +229,15 @@ func (x *AttachPoolRequest) GetLeaseFenced() *LeaseFenced {
 	return nil
 }
 
+func (x *AttachPoolRequest) GetAdaptersChanged() *PoolAdapters {
+	if x != nil {
+		if x, ok := x.Message.(*AttachPoolRequest_AdaptersChanged); ok {
+			return x.AdaptersChanged
+		}
+	}
+	return nil
+}
+
 type isAttachPoolRequest_Message interface {
 	isAttachPoolRequest_Message()
 }
@@ -252,6 +262,11 @@ type AttachPoolRequest_LeaseFenced struct {
 	LeaseFenced *LeaseFenced `protobuf:"bytes,4,opt,name=lease_fenced,json=leaseFenced,proto3,oneof"`
 }
 
+type AttachPoolRequest_AdaptersChanged struct {
+	// The worker's adapters are these from now on.
+	AdaptersChanged *PoolAdapters `protobuf:"bytes,5,opt,name=adapters_changed,json=adaptersChanged,proto3,oneof"`
+}
+
 func (*AttachPoolRequest_RegisterPool) isAttachPoolRequest_Message() {}
 
 func (*AttachPoolRequest_StepReport) isAttachPoolRequest_Message() {}
@@ -259,6 +274,8 @@ func (*AttachPoolRequest_StepReport) isAttachPoolRequest_Message() {}
 func (*AttachPoolRequest_LeaseOpened) isAttachPoolRequest_Message() {}
 
 func (*AttachPoolRequest_LeaseFenced) isAttachPoolRequest_Message() {}
+
+func (*AttachPoolRequest_AdaptersChanged) isAttachPoolRequest_Message() {}
 
 // From cachemgr.
 type AttachPoolResponse struct {
@@ -436,7 +453,9 @@ type RegisterPool struct {
 	MemoryId string `protobuf:"bytes,10,opt,name=memory_id,json=memoryId,proto3" json:"memory_id,omitempty"`
 	// The worker has found this memory and has begun a new process on it. Set until
 	// the epoch is attached for the first time, and only for an epoch that never was.
-	KeptMemory    *KeptMemory `protobuf:"bytes,11,opt,name=kept_memory,json=keptMemory,proto3" json:"kept_memory,omitempty"`
+	KeptMemory *KeptMemory `protobuf:"bytes,11,opt,name=kept_memory,json=keptMemory,proto3" json:"kept_memory,omitempty"`
+	// The worker's adapters. Unset: unknown, so admissions may have any.
+	Adapters      *PoolAdapters `protobuf:"bytes,12,opt,name=adapters,proto3" json:"adapters,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -548,6 +567,114 @@ func (x *RegisterPool) GetKeptMemory() *KeptMemory {
 	return nil
 }
 
+func (x *RegisterPool) GetAdapters() *PoolAdapters {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
+// The adapters of a pool's worker.
+type PoolAdapters struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The adapters, each name once, at most 1,024.
+	Adapters      []*PoolAdapter `protobuf:"bytes,1,rep,name=adapters,proto3" json:"adapters,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PoolAdapters) Reset() {
+	*x = PoolAdapters{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PoolAdapters) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PoolAdapters) ProtoMessage() {}
+
+func (x *PoolAdapters) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PoolAdapters.ProtoReflect.Descriptor instead.
+func (*PoolAdapters) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PoolAdapters) GetAdapters() []*PoolAdapter {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
+}
+
+// A LoRA adapter of a pool's worker.
+type PoolAdapter struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name: 1 to 128 characters of letters, digits, '.', '_', '-', ':' and '/'.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The identity of its content, 32 bytes. Several names may have one.
+	Identity      []byte `protobuf:"bytes,2,opt,name=identity,proto3" json:"identity,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PoolAdapter) Reset() {
+	*x = PoolAdapter{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PoolAdapter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PoolAdapter) ProtoMessage() {}
+
+func (x *PoolAdapter) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PoolAdapter.ProtoReflect.Descriptor instead.
+func (*PoolAdapter) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *PoolAdapter) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *PoolAdapter) GetIdentity() []byte {
+	if x != nil {
+		return x.Identity
+	}
+	return nil
+}
+
 // Memory that outlived its worker. The leases, sequences and steps of the worker
 // are forgotten. If cachemgr's books are those of this memory, they go on: the
 // blocks that were published are cached, all others are free. Otherwise the pool
@@ -571,7 +698,7 @@ type KeptMemory struct {
 
 func (x *KeptMemory) Reset() {
 	*x = KeptMemory{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -583,7 +710,7 @@ func (x *KeptMemory) String() string {
 func (*KeptMemory) ProtoMessage() {}
 
 func (x *KeptMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[3]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -596,7 +723,7 @@ func (x *KeptMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeptMemory.ProtoReflect.Descriptor instead.
 func (*KeptMemory) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{3}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *KeptMemory) GetEpoch() int64 {
@@ -640,7 +767,7 @@ type LeaseProgress struct {
 
 func (x *LeaseProgress) Reset() {
 	*x = LeaseProgress{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -652,7 +779,7 @@ func (x *LeaseProgress) String() string {
 func (*LeaseProgress) ProtoMessage() {}
 
 func (x *LeaseProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[4]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -665,7 +792,7 @@ func (x *LeaseProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseProgress.ProtoReflect.Descriptor instead.
 func (*LeaseProgress) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *LeaseProgress) GetLeaseId() string {
@@ -698,7 +825,7 @@ type LayerGroup struct {
 
 func (x *LayerGroup) Reset() {
 	*x = LayerGroup{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -710,7 +837,7 @@ func (x *LayerGroup) String() string {
 func (*LayerGroup) ProtoMessage() {}
 
 func (x *LayerGroup) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[5]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -723,7 +850,7 @@ func (x *LayerGroup) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroup.ProtoReflect.Descriptor instead.
 func (*LayerGroup) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{5}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *LayerGroup) GetKind() LayerGroupKind {
@@ -787,7 +914,7 @@ type PoolGeometry struct {
 
 func (x *PoolGeometry) Reset() {
 	*x = PoolGeometry{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -799,7 +926,7 @@ func (x *PoolGeometry) String() string {
 func (*PoolGeometry) ProtoMessage() {}
 
 func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[6]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -812,7 +939,7 @@ func (x *PoolGeometry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolGeometry.ProtoReflect.Descriptor instead.
 func (*PoolGeometry) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{6}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PoolGeometry) GetBlockSizeTokens() int32 {
@@ -916,7 +1043,7 @@ type Attached struct {
 
 func (x *Attached) Reset() {
 	*x = Attached{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -928,7 +1055,7 @@ func (x *Attached) String() string {
 func (*Attached) ProtoMessage() {}
 
 func (x *Attached) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[7]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -941,7 +1068,7 @@ func (x *Attached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Attached.ProtoReflect.Descriptor instead.
 func (*Attached) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{7}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Attached) GetTerm() int64 {
@@ -983,7 +1110,7 @@ type NewEpochRequired struct {
 
 func (x *NewEpochRequired) Reset() {
 	*x = NewEpochRequired{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -995,7 +1122,7 @@ func (x *NewEpochRequired) String() string {
 func (*NewEpochRequired) ProtoMessage() {}
 
 func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[8]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1008,7 +1135,7 @@ func (x *NewEpochRequired) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NewEpochRequired.ProtoReflect.Descriptor instead.
 func (*NewEpochRequired) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{8}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *NewEpochRequired) GetTerm() int64 {
@@ -1029,7 +1156,7 @@ type OpenLease struct {
 
 func (x *OpenLease) Reset() {
 	*x = OpenLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1041,7 +1168,7 @@ func (x *OpenLease) String() string {
 func (*OpenLease) ProtoMessage() {}
 
 func (x *OpenLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[9]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1054,7 +1181,7 @@ func (x *OpenLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenLease.ProtoReflect.Descriptor instead.
 func (*OpenLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{9}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *OpenLease) GetLeaseId() string {
@@ -1075,7 +1202,7 @@ type FenceLease struct {
 
 func (x *FenceLease) Reset() {
 	*x = FenceLease{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1087,7 +1214,7 @@ func (x *FenceLease) String() string {
 func (*FenceLease) ProtoMessage() {}
 
 func (x *FenceLease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[10]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1100,7 +1227,7 @@ func (x *FenceLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FenceLease.ProtoReflect.Descriptor instead.
 func (*FenceLease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{10}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *FenceLease) GetLeaseId() string {
@@ -1121,7 +1248,7 @@ type ReportsAcknowledged struct {
 
 func (x *ReportsAcknowledged) Reset() {
 	*x = ReportsAcknowledged{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1133,7 +1260,7 @@ func (x *ReportsAcknowledged) String() string {
 func (*ReportsAcknowledged) ProtoMessage() {}
 
 func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[11]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1146,7 +1273,7 @@ func (x *ReportsAcknowledged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportsAcknowledged.ProtoReflect.Descriptor instead.
 func (*ReportsAcknowledged) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{11}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReportsAcknowledged) GetReportNumber() int64 {
@@ -1167,7 +1294,7 @@ type LeaseOpened struct {
 
 func (x *LeaseOpened) Reset() {
 	*x = LeaseOpened{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1179,7 +1306,7 @@ func (x *LeaseOpened) String() string {
 func (*LeaseOpened) ProtoMessage() {}
 
 func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[12]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1192,7 +1319,7 @@ func (x *LeaseOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseOpened.ProtoReflect.Descriptor instead.
 func (*LeaseOpened) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{12}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *LeaseOpened) GetLeaseId() string {
@@ -1214,7 +1341,7 @@ type LeaseFenced struct {
 
 func (x *LeaseFenced) Reset() {
 	*x = LeaseFenced{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1226,7 +1353,7 @@ func (x *LeaseFenced) String() string {
 func (*LeaseFenced) ProtoMessage() {}
 
 func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[13]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1239,7 +1366,7 @@ func (x *LeaseFenced) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseFenced.ProtoReflect.Descriptor instead.
 func (*LeaseFenced) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{13}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *LeaseFenced) GetLeaseId() string {
@@ -1279,7 +1406,7 @@ type StepReport struct {
 
 func (x *StepReport) Reset() {
 	*x = StepReport{}
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1291,7 +1418,7 @@ func (x *StepReport) String() string {
 func (*StepReport) ProtoMessage() {}
 
 func (x *StepReport) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_attach_proto_msgTypes[14]
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1304,7 +1431,7 @@ func (x *StepReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepReport.ProtoReflect.Descriptor instead.
 func (*StepReport) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{14}
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StepReport) GetReportNumber() int64 {
@@ -1374,13 +1501,14 @@ var File_quire_cache_v1_attach_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\n" +
-	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa6\x02\n" +
+	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xf1\x02\n" +
 	"\x11AttachPoolRequest\x12C\n" +
 	"\rregister_pool\x18\x01 \x01(\v2\x1c.quire.cache.v1.RegisterPoolH\x00R\fregisterPool\x12=\n" +
 	"\vstep_report\x18\x02 \x01(\v2\x1a.quire.cache.v1.StepReportH\x00R\n" +
 	"stepReport\x12@\n" +
 	"\flease_opened\x18\x03 \x01(\v2\x1b.quire.cache.v1.LeaseOpenedH\x00R\vleaseOpened\x12@\n" +
-	"\flease_fenced\x18\x04 \x01(\v2\x1b.quire.cache.v1.LeaseFencedH\x00R\vleaseFencedB\t\n" +
+	"\flease_fenced\x18\x04 \x01(\v2\x1b.quire.cache.v1.LeaseFencedH\x00R\vleaseFenced\x12I\n" +
+	"\x10adapters_changed\x18\x05 \x01(\v2\x1c.quire.cache.v1.PoolAdaptersH\x00R\x0fadaptersChangedB\t\n" +
 	"\amessage\"\xfe\x02\n" +
 	"\x12AttachPoolResponse\x126\n" +
 	"\battached\x18\x01 \x01(\v2\x18.quire.cache.v1.AttachedH\x00R\battached\x12P\n" +
@@ -1390,7 +1518,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\vfence_lease\x18\x04 \x01(\v2\x1a.quire.cache.v1.FenceLeaseH\x00R\n" +
 	"fenceLease\x12X\n" +
 	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledgedB\t\n" +
-	"\amessage\"\xfe\x03\n" +
+	"\amessage\"\xb8\x04\n" +
 	"\fRegisterPool\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12!\n" +
@@ -1405,7 +1533,13 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\tmemory_id\x18\n" +
 	" \x01(\tR\bmemoryId\x12;\n" +
 	"\vkept_memory\x18\v \x01(\v2\x1a.quire.cache.v1.KeptMemoryR\n" +
-	"keptMemory\"\x9a\x01\n" +
+	"keptMemory\x128\n" +
+	"\badapters\x18\f \x01(\v2\x1c.quire.cache.v1.PoolAdaptersR\badapters\"G\n" +
+	"\fPoolAdapters\x127\n" +
+	"\badapters\x18\x01 \x03(\v2\x1b.quire.cache.v1.PoolAdapterR\badapters\"=\n" +
+	"\vPoolAdapter\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
+	"\bidentity\x18\x02 \x01(\fR\bidentity\"\x9a\x01\n" +
 	"\n" +
 	"KeptMemory\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12#\n" +
@@ -1492,49 +1626,54 @@ func file_quire_cache_v1_attach_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(LayerGroupKind)(0),         // 0: quire.cache.v1.LayerGroupKind
 	(StepOutcome)(0),            // 1: quire.cache.v1.StepOutcome
 	(*AttachPoolRequest)(nil),   // 2: quire.cache.v1.AttachPoolRequest
 	(*AttachPoolResponse)(nil),  // 3: quire.cache.v1.AttachPoolResponse
 	(*RegisterPool)(nil),        // 4: quire.cache.v1.RegisterPool
-	(*KeptMemory)(nil),          // 5: quire.cache.v1.KeptMemory
-	(*LeaseProgress)(nil),       // 6: quire.cache.v1.LeaseProgress
-	(*LayerGroup)(nil),          // 7: quire.cache.v1.LayerGroup
-	(*PoolGeometry)(nil),        // 8: quire.cache.v1.PoolGeometry
-	(*Attached)(nil),            // 9: quire.cache.v1.Attached
-	(*NewEpochRequired)(nil),    // 10: quire.cache.v1.NewEpochRequired
-	(*OpenLease)(nil),           // 11: quire.cache.v1.OpenLease
-	(*FenceLease)(nil),          // 12: quire.cache.v1.FenceLease
-	(*ReportsAcknowledged)(nil), // 13: quire.cache.v1.ReportsAcknowledged
-	(*LeaseOpened)(nil),         // 14: quire.cache.v1.LeaseOpened
-	(*LeaseFenced)(nil),         // 15: quire.cache.v1.LeaseFenced
-	(*StepReport)(nil),          // 16: quire.cache.v1.StepReport
-	(*durationpb.Duration)(nil), // 17: google.protobuf.Duration
+	(*PoolAdapters)(nil),        // 5: quire.cache.v1.PoolAdapters
+	(*PoolAdapter)(nil),         // 6: quire.cache.v1.PoolAdapter
+	(*KeptMemory)(nil),          // 7: quire.cache.v1.KeptMemory
+	(*LeaseProgress)(nil),       // 8: quire.cache.v1.LeaseProgress
+	(*LayerGroup)(nil),          // 9: quire.cache.v1.LayerGroup
+	(*PoolGeometry)(nil),        // 10: quire.cache.v1.PoolGeometry
+	(*Attached)(nil),            // 11: quire.cache.v1.Attached
+	(*NewEpochRequired)(nil),    // 12: quire.cache.v1.NewEpochRequired
+	(*OpenLease)(nil),           // 13: quire.cache.v1.OpenLease
+	(*FenceLease)(nil),          // 14: quire.cache.v1.FenceLease
+	(*ReportsAcknowledged)(nil), // 15: quire.cache.v1.ReportsAcknowledged
+	(*LeaseOpened)(nil),         // 16: quire.cache.v1.LeaseOpened
+	(*LeaseFenced)(nil),         // 17: quire.cache.v1.LeaseFenced
+	(*StepReport)(nil),          // 18: quire.cache.v1.StepReport
+	(*durationpb.Duration)(nil), // 19: google.protobuf.Duration
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	4,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
-	16, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
-	14, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
-	15, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
-	9,  // 4: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
-	10, // 5: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
-	11, // 6: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
-	12, // 7: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
-	13, // 8: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
-	8,  // 9: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	6,  // 10: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
-	17, // 11: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
-	5,  // 12: quire.cache.v1.RegisterPool.kept_memory:type_name -> quire.cache.v1.KeptMemory
-	0,  // 13: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
-	7,  // 14: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
-	1,  // 15: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	16, // [16:16] is the sub-list for method output_type
-	16, // [16:16] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	18, // 1: quire.cache.v1.AttachPoolRequest.step_report:type_name -> quire.cache.v1.StepReport
+	16, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
+	17, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
+	5,  // 4: quire.cache.v1.AttachPoolRequest.adapters_changed:type_name -> quire.cache.v1.PoolAdapters
+	11, // 5: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
+	12, // 6: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
+	13, // 7: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
+	14, // 8: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
+	15, // 9: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
+	10, // 10: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	8,  // 11: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
+	19, // 12: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
+	7,  // 13: quire.cache.v1.RegisterPool.kept_memory:type_name -> quire.cache.v1.KeptMemory
+	5,  // 14: quire.cache.v1.RegisterPool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	6,  // 15: quire.cache.v1.PoolAdapters.adapters:type_name -> quire.cache.v1.PoolAdapter
+	0,  // 16: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
+	9,  // 17: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
+	1,  // 18: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	19, // [19:19] is the sub-list for method output_type
+	19, // [19:19] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }
@@ -1547,6 +1686,7 @@ func file_quire_cache_v1_attach_proto_init() {
 		(*AttachPoolRequest_StepReport)(nil),
 		(*AttachPoolRequest_LeaseOpened)(nil),
 		(*AttachPoolRequest_LeaseFenced)(nil),
+		(*AttachPoolRequest_AdaptersChanged)(nil),
 	}
 	file_quire_cache_v1_attach_proto_msgTypes[1].OneofWrappers = []any{
 		(*AttachPoolResponse_Attached)(nil),
@@ -1561,7 +1701,7 @@ func file_quire_cache_v1_attach_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_attach_proto_rawDesc), len(file_quire_cache_v1_attach_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   15,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1429,9 +1429,9 @@ type Admission struct {
 	// The identity of the adapter that the sequence is computed with, for its whole
 	// life: Adapter.identity in the answer of the worker's GetModel, 32 bytes. Its
 	// forks have the same. It separates prefixes, as the salt does. Empty: the base
-	// model alone. cachemgr does not know a worker's adapters: the worker refuses the
-	// step of a sequence with an adapter that it does not have. Other lengths are
-	// refused (INVALID_ARGUMENT).
+	// model alone. INVALID_ARGUMENT for other lengths, and for one that the worker does
+	// not have (Pool.adapters), with the sequence_id in the metadata. If it is unloaded
+	// after that, the worker refuses the step.
 	Adapter       []byte `protobuf:"bytes,13,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2414,8 +2414,10 @@ type Pool struct {
 	SequenceCount int32 `protobuf:"varint,9,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
 	// The host tier's blocks by state. Unset if the pool has no host tier.
 	HostBlockCounts *HostBlockCounts `protobuf:"bytes,10,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The adapters of its worker, as it said last. Unset: unknown.
+	Adapters      *PoolAdapters `protobuf:"bytes,11,opt,name=adapters,proto3" json:"adapters,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Pool) Reset() {
@@ -2514,6 +2516,13 @@ func (x *Pool) GetSequenceCount() int32 {
 func (x *Pool) GetHostBlockCounts() *HostBlockCounts {
 	if x != nil {
 		return x.HostBlockCounts
+	}
+	return nil
+}
+
+func (x *Pool) GetAdapters() *PoolAdapters {
+	if x != nil {
+		return x.Adapters
 	}
 	return nil
 }
@@ -6391,7 +6400,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x0eGetPoolRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\";\n" +
 	"\x0fGetPoolResponse\x12(\n" +
-	"\x04pool\x18\x01 \x01(\v2\x14.quire.cache.v1.PoolR\x04pool\"\x96\x03\n" +
+	"\x04pool\x18\x01 \x01(\v2\x14.quire.cache.v1.PoolR\x04pool\"\xd0\x03\n" +
 	"\x04Pool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x12\n" +
@@ -6404,7 +6413,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"leaseCount\x12%\n" +
 	"\x0esequence_count\x18\t \x01(\x05R\rsequenceCount\x12K\n" +
 	"\x11host_block_counts\x18\n" +
-	" \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\"N\n" +
+	" \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fhostBlockCounts\x128\n" +
+	"\badapters\x18\v \x01(\v2\x1c.quire.cache.v1.PoolAdaptersR\badapters\"N\n" +
 	"\x10ListPoolsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -6888,8 +6898,9 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*PoolGeometry)(nil),             // 77: quire.cache.v1.PoolGeometry
 	(*Error)(nil),                    // 78: quire.cache.v1.Error
 	(*SignedGrant)(nil),              // 79: quire.cache.v1.SignedGrant
-	(*AttachPoolRequest)(nil),        // 80: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 81: quire.cache.v1.AttachPoolResponse
+	(*PoolAdapters)(nil),             // 80: quire.cache.v1.PoolAdapters
+	(*AttachPoolRequest)(nil),        // 81: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 82: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
 	75, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
@@ -6925,93 +6936,94 @@ var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
 	77, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
 	24, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
 	25, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	30, // 33: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	2,  // 34: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	35, // 35: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	2,  // 36: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	75, // 37: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	76, // 38: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	38, // 39: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	0,  // 40: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	39, // 41: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	38, // 42: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 43: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 44: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	42, // 45: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	47, // 46: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	76, // 47: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	50, // 48: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 49: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	42, // 50: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 51: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	76, // 52: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	76, // 53: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	18, // 54: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	55, // 55: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	78, // 56: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	24, // 57: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	75, // 58: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	76, // 59: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	62, // 60: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	76, // 61: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	65, // 62: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	24, // 63: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	72, // 64: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	24, // 65: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	25, // 66: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	74, // 67: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	73, // 68: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	6,  // 69: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	8,  // 70: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	10, // 71: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	12, // 72: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	26, // 73: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	80, // 74: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	28, // 75: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	31, // 76: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	33, // 77: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	36, // 78: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	40, // 79: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	43, // 80: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	45, // 81: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	48, // 82: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	63, // 83: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	51, // 84: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	53, // 85: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	56, // 86: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	58, // 87: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	60, // 88: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	66, // 89: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	68, // 90: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	70, // 91: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	7,  // 92: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	9,  // 93: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	11, // 94: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	22, // 95: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	27, // 96: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	81, // 97: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	29, // 98: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	32, // 99: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	34, // 100: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	37, // 101: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	41, // 102: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	44, // 103: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	46, // 104: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	49, // 105: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	64, // 106: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	52, // 107: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	54, // 108: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	57, // 109: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	59, // 110: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	61, // 111: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	67, // 112: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	69, // 113: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	71, // 114: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	92, // [92:115] is the sub-list for method output_type
-	69, // [69:92] is the sub-list for method input_type
-	69, // [69:69] is the sub-list for extension type_name
-	69, // [69:69] is the sub-list for extension extendee
-	0,  // [0:69] is the sub-list for field type_name
+	80, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	30, // 34: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	2,  // 35: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	35, // 36: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	2,  // 37: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	75, // 38: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	76, // 39: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	38, // 40: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	0,  // 41: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	39, // 42: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	38, // 43: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 44: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 45: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	42, // 46: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	47, // 47: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	76, // 48: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	50, // 49: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 50: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	42, // 51: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 52: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	76, // 53: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	76, // 54: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	18, // 55: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	55, // 56: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	78, // 57: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	24, // 58: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	75, // 59: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	76, // 60: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	62, // 61: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	76, // 62: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	65, // 63: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	24, // 64: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	72, // 65: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	24, // 66: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	25, // 67: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	74, // 68: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	73, // 69: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	6,  // 70: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	8,  // 71: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	10, // 72: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	12, // 73: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	26, // 74: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	81, // 75: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	28, // 76: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	31, // 77: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	33, // 78: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	36, // 79: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	40, // 80: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	43, // 81: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	45, // 82: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	48, // 83: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	63, // 84: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	51, // 85: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	53, // 86: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	56, // 87: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	58, // 88: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	60, // 89: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	66, // 90: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	68, // 91: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	70, // 92: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	7,  // 93: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	9,  // 94: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	11, // 95: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	22, // 96: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	27, // 97: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	82, // 98: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	29, // 99: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	32, // 100: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	34, // 101: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	37, // 102: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	41, // 103: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	44, // 104: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	46, // 105: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	49, // 106: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	64, // 107: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	52, // 108: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	54, // 109: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	57, // 110: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	59, // 111: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	61, // 112: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	67, // 113: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	69, // 114: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	71, // 115: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	93, // [93:116] is the sub-list for method output_type
+	70, // [70:93] is the sub-list for method input_type
+	70, // [70:70] is the sub-list for extension type_name
+	70, // [70:70] is the sub-list for extension extendee
+	0,  // [0:70] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }

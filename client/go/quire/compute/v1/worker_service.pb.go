@@ -45,6 +45,10 @@ const (
 	// The step is not the lease's next one: replayed, or one before it is missing.
 	// Metadata: value, limit (the number expected).
 	ErrorReason_ERROR_REASON_STEP_OUT_OF_ORDER ErrorReason = 21
+	// Sequences have the adapter that is to be unloaded, or all adapters that would
+	// have to be unloaded for the new one. Wait for their ends. Metadata: value (the
+	// adapter's name), limit.
+	ErrorReason_ERROR_REASON_ADAPTERS_IN_USE ErrorReason = 22
 	// The grant is for another epoch of the pool. Metadata: value, epoch.
 	ErrorReason_ERROR_REASON_EPOCH_CHANGED ErrorReason = 30
 	// An earlier step of the lease failed after this one was planned. The tables
@@ -82,6 +86,7 @@ var (
 		10: "ERROR_REASON_BAD_SIGNATURE",
 		20: "ERROR_REASON_LEASE_FENCED",
 		21: "ERROR_REASON_STEP_OUT_OF_ORDER",
+		22: "ERROR_REASON_ADAPTERS_IN_USE",
 		30: "ERROR_REASON_EPOCH_CHANGED",
 		31: "ERROR_REASON_PRIOR_STEP_FAILED",
 		40: "ERROR_REASON_STEP_FAILED",
@@ -100,6 +105,7 @@ var (
 		"ERROR_REASON_BAD_SIGNATURE":       10,
 		"ERROR_REASON_LEASE_FENCED":        20,
 		"ERROR_REASON_STEP_OUT_OF_ORDER":   21,
+		"ERROR_REASON_ADAPTERS_IN_USE":     22,
 		"ERROR_REASON_EPOCH_CHANGED":       30,
 		"ERROR_REASON_PRIOR_STEP_FAILED":   31,
 		"ERROR_REASON_STEP_FAILED":         40,
@@ -204,9 +210,11 @@ type GetModelResponse struct {
 	// The limit of log-probabilities per token in a request.
 	MaxLogprobCount int32 `protobuf:"varint,12,opt,name=max_logprob_count,json=maxLogprobCount,proto3" json:"max_logprob_count,omitempty"`
 	// The adapters that the worker has for the model, by name.
-	Adapters      []*Adapter `protobuf:"bytes,13,rep,name=adapters,proto3" json:"adapters,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Adapters []*Adapter `protobuf:"bytes,13,rep,name=adapters,proto3" json:"adapters,omitempty"`
+	// The limit of adapters. 0: the worker takes none.
+	MaxAdapterCount int32 `protobuf:"varint,14,opt,name=max_adapter_count,json=maxAdapterCount,proto3" json:"max_adapter_count,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *GetModelResponse) Reset() {
@@ -330,6 +338,13 @@ func (x *GetModelResponse) GetAdapters() []*Adapter {
 	return nil
 }
 
+func (x *GetModelResponse) GetMaxAdapterCount() int32 {
+	if x != nil {
+		return x.MaxAdapterCount
+	}
+	return 0
+}
+
 // A LoRA adapter of a worker's model.
 type Adapter struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -387,6 +402,218 @@ func (x *Adapter) GetIdentity() []byte {
 	return nil
 }
 
+// See WorkerService.LoadAdapter.
+type LoadAdapterRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in Adapter.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// A folder as PEFT saves it, on the worker's machine, up to 4,096 characters. A
+	// relative one is searched for in the directory in which the worker was started.
+	Path          string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadAdapterRequest) Reset() {
+	*x = LoadAdapterRequest{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadAdapterRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadAdapterRequest) ProtoMessage() {}
+
+func (x *LoadAdapterRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadAdapterRequest.ProtoReflect.Descriptor instead.
+func (*LoadAdapterRequest) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *LoadAdapterRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *LoadAdapterRequest) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+// See WorkerService.LoadAdapter.
+type LoadAdapterResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The adapter.
+	Adapter *Adapter `protobuf:"bytes,1,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// False if the name had this content before.
+	Loaded bool `protobuf:"varint,2,opt,name=loaded,proto3" json:"loaded,omitempty"`
+	// The names that were unloaded for it.
+	EvictedNames  []string `protobuf:"bytes,3,rep,name=evicted_names,json=evictedNames,proto3" json:"evicted_names,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadAdapterResponse) Reset() {
+	*x = LoadAdapterResponse{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadAdapterResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadAdapterResponse) ProtoMessage() {}
+
+func (x *LoadAdapterResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadAdapterResponse.ProtoReflect.Descriptor instead.
+func (*LoadAdapterResponse) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *LoadAdapterResponse) GetAdapter() *Adapter {
+	if x != nil {
+		return x.Adapter
+	}
+	return nil
+}
+
+func (x *LoadAdapterResponse) GetLoaded() bool {
+	if x != nil {
+		return x.Loaded
+	}
+	return false
+}
+
+func (x *LoadAdapterResponse) GetEvictedNames() []string {
+	if x != nil {
+		return x.EvictedNames
+	}
+	return nil
+}
+
+// See WorkerService.UnloadAdapter.
+type UnloadAdapterRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name, 1 to 128 characters.
+	Name          string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnloadAdapterRequest) Reset() {
+	*x = UnloadAdapterRequest{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadAdapterRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadAdapterRequest) ProtoMessage() {}
+
+func (x *UnloadAdapterRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadAdapterRequest.ProtoReflect.Descriptor instead.
+func (*UnloadAdapterRequest) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *UnloadAdapterRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// See WorkerService.UnloadAdapter.
+type UnloadAdapterResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// False if there was none of this name.
+	Unloaded      bool `protobuf:"varint,1,opt,name=unloaded,proto3" json:"unloaded,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnloadAdapterResponse) Reset() {
+	*x = UnloadAdapterResponse{}
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadAdapterResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadAdapterResponse) ProtoMessage() {}
+
+func (x *UnloadAdapterResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadAdapterResponse.ProtoReflect.Descriptor instead.
+func (*UnloadAdapterResponse) Descriptor() ([]byte, []int) {
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *UnloadAdapterResponse) GetUnloaded() bool {
+	if x != nil {
+		return x.Unloaded
+	}
+	return false
+}
+
 // The form of a sequence's text, from its first generated token to the end token.
 // Only tokens that can continue such a text are chosen, and the model's end tokens
 // when the text is complete. The text of the grammar has at most 65,536 bytes of
@@ -410,7 +637,7 @@ type Grammar struct {
 
 func (x *Grammar) Reset() {
 	*x = Grammar{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +649,7 @@ func (x *Grammar) String() string {
 func (*Grammar) ProtoMessage() {}
 
 func (x *Grammar) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[3]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +662,7 @@ func (x *Grammar) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grammar.ProtoReflect.Descriptor instead.
 func (*Grammar) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Grammar) GetGrammar() isGrammar_Grammar {
@@ -558,7 +785,7 @@ type GrammarChoice struct {
 
 func (x *GrammarChoice) Reset() {
 	*x = GrammarChoice{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -570,7 +797,7 @@ func (x *GrammarChoice) String() string {
 func (*GrammarChoice) ProtoMessage() {}
 
 func (x *GrammarChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[4]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -583,7 +810,7 @@ func (x *GrammarChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrammarChoice.ProtoReflect.Descriptor instead.
 func (*GrammarChoice) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GrammarChoice) GetTexts() []string {
@@ -607,7 +834,7 @@ type CheckGrammarRequest struct {
 
 func (x *CheckGrammarRequest) Reset() {
 	*x = CheckGrammarRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -619,7 +846,7 @@ func (x *CheckGrammarRequest) String() string {
 func (*CheckGrammarRequest) ProtoMessage() {}
 
 func (x *CheckGrammarRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[5]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -632,7 +859,7 @@ func (x *CheckGrammarRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckGrammarRequest.ProtoReflect.Descriptor instead.
 func (*CheckGrammarRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{5}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CheckGrammarRequest) GetGrammar() *Grammar {
@@ -661,7 +888,7 @@ type CheckGrammarResponse struct {
 
 func (x *CheckGrammarResponse) Reset() {
 	*x = CheckGrammarResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -673,7 +900,7 @@ func (x *CheckGrammarResponse) String() string {
 func (*CheckGrammarResponse) ProtoMessage() {}
 
 func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[6]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -686,7 +913,7 @@ func (x *CheckGrammarResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckGrammarResponse.ProtoReflect.Descriptor instead.
 func (*CheckGrammarResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{6}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CheckGrammarResponse) GetMaskTime() *durationpb.Duration {
@@ -775,7 +1002,7 @@ type SamplingParameters struct {
 
 func (x *SamplingParameters) Reset() {
 	*x = SamplingParameters{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -787,7 +1014,7 @@ func (x *SamplingParameters) String() string {
 func (*SamplingParameters) ProtoMessage() {}
 
 func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[7]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -800,7 +1027,7 @@ func (x *SamplingParameters) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingParameters.ProtoReflect.Descriptor instead.
 func (*SamplingParameters) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{7}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SamplingParameters) GetTemperature() float32 {
@@ -947,7 +1174,7 @@ type TokenSequence struct {
 
 func (x *TokenSequence) Reset() {
 	*x = TokenSequence{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -959,7 +1186,7 @@ func (x *TokenSequence) String() string {
 func (*TokenSequence) ProtoMessage() {}
 
 func (x *TokenSequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[8]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -972,7 +1199,7 @@ func (x *TokenSequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenSequence.ProtoReflect.Descriptor instead.
 func (*TokenSequence) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{8}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TokenSequence) GetTokenIds() []int32 {
@@ -1007,7 +1234,7 @@ type SequenceInput struct {
 
 func (x *SequenceInput) Reset() {
 	*x = SequenceInput{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1019,7 +1246,7 @@ func (x *SequenceInput) String() string {
 func (*SequenceInput) ProtoMessage() {}
 
 func (x *SequenceInput) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[9]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1032,7 +1259,7 @@ func (x *SequenceInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SequenceInput.ProtoReflect.Descriptor instead.
 func (*SequenceInput) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{9}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SequenceInput) GetSequenceId() int32 {
@@ -1087,7 +1314,7 @@ type RunStepRequest struct {
 
 func (x *RunStepRequest) Reset() {
 	*x = RunStepRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1099,7 +1326,7 @@ func (x *RunStepRequest) String() string {
 func (*RunStepRequest) ProtoMessage() {}
 
 func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[10]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1112,7 +1339,7 @@ func (x *RunStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepRequest.ProtoReflect.Descriptor instead.
 func (*RunStepRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{10}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RunStepRequest) GetGrant() *v1.SignedGrant {
@@ -1178,7 +1405,7 @@ type RunStepResponse struct {
 
 func (x *RunStepResponse) Reset() {
 	*x = RunStepResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1190,7 +1417,7 @@ func (x *RunStepResponse) String() string {
 func (*RunStepResponse) ProtoMessage() {}
 
 func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[11]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1203,7 +1430,7 @@ func (x *RunStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepResponse.ProtoReflect.Descriptor instead.
 func (*RunStepResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{11}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RunStepResponse) GetStepNumber() int64 {
@@ -1311,7 +1538,7 @@ type PromptLogprobs struct {
 
 func (x *PromptLogprobs) Reset() {
 	*x = PromptLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1323,7 +1550,7 @@ func (x *PromptLogprobs) String() string {
 func (*PromptLogprobs) ProtoMessage() {}
 
 func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[12]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1336,7 +1563,7 @@ func (x *PromptLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptLogprobs.ProtoReflect.Descriptor instead.
 func (*PromptLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{12}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PromptLogprobs) GetSequenceId() int32 {
@@ -1387,7 +1614,7 @@ type GrammarFailure struct {
 
 func (x *GrammarFailure) Reset() {
 	*x = GrammarFailure{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1626,7 @@ func (x *GrammarFailure) String() string {
 func (*GrammarFailure) ProtoMessage() {}
 
 func (x *GrammarFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[13]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1639,7 @@ func (x *GrammarFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrammarFailure.ProtoReflect.Descriptor instead.
 func (*GrammarFailure) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{13}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GrammarFailure) GetSequenceId() int32 {
@@ -1446,7 +1673,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1458,7 +1685,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[14]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1471,7 +1698,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{14}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TokenLogprobs) GetSequenceId() int32 {
@@ -1524,7 +1751,7 @@ type StepTimings struct {
 
 func (x *StepTimings) Reset() {
 	*x = StepTimings{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1536,7 +1763,7 @@ func (x *StepTimings) String() string {
 func (*StepTimings) ProtoMessage() {}
 
 func (x *StepTimings) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[15]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1549,7 +1776,7 @@ func (x *StepTimings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepTimings.ProtoReflect.Descriptor instead.
 func (*StepTimings) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{15}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StepTimings) GetQueue() *durationpb.Duration {
@@ -1605,7 +1832,7 @@ type RunStepsRequest struct {
 
 func (x *RunStepsRequest) Reset() {
 	*x = RunStepsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1617,7 +1844,7 @@ func (x *RunStepsRequest) String() string {
 func (*RunStepsRequest) ProtoMessage() {}
 
 func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[16]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1630,7 +1857,7 @@ func (x *RunStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsRequest.ProtoReflect.Descriptor instead.
 func (*RunStepsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{16}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RunStepsRequest) GetStep() *RunStepRequest {
@@ -1656,7 +1883,7 @@ type RunStepsResponse struct {
 
 func (x *RunStepsResponse) Reset() {
 	*x = RunStepsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1668,7 +1895,7 @@ func (x *RunStepsResponse) String() string {
 func (*RunStepsResponse) ProtoMessage() {}
 
 func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[17]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1681,7 +1908,7 @@ func (x *RunStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RunStepsResponse.ProtoReflect.Descriptor instead.
 func (*RunStepsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{17}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RunStepsResponse) GetAnswer() isRunStepsResponse_Answer {
@@ -1736,7 +1963,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1748,7 +1975,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[18]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1761,7 +1988,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{18}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{22}
 }
 
 // See WorkerService.GetStatistics. Counters since the process started.
@@ -1811,7 +2038,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1823,7 +2050,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[19]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1836,7 +2063,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{19}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetStatisticsResponse) GetEpoch() int64 {
@@ -1990,7 +2217,7 @@ type StepPart struct {
 
 func (x *StepPart) Reset() {
 	*x = StepPart{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2002,7 +2229,7 @@ func (x *StepPart) String() string {
 func (*StepPart) ProtoMessage() {}
 
 func (x *StepPart) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[20]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2015,7 +2242,7 @@ func (x *StepPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StepPart.ProtoReflect.Descriptor instead.
 func (*StepPart) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{20}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *StepPart) GetPart() string {
@@ -2050,7 +2277,7 @@ type ChecksumBlocksRequest struct {
 
 func (x *ChecksumBlocksRequest) Reset() {
 	*x = ChecksumBlocksRequest{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2062,7 +2289,7 @@ func (x *ChecksumBlocksRequest) String() string {
 func (*ChecksumBlocksRequest) ProtoMessage() {}
 
 func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[21]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2075,7 +2302,7 @@ func (x *ChecksumBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{21}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ChecksumBlocksRequest) GetBlockIds() []int32 {
@@ -2098,7 +2325,7 @@ type ChecksumBlocksResponse struct {
 
 func (x *ChecksumBlocksResponse) Reset() {
 	*x = ChecksumBlocksResponse{}
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2110,7 +2337,7 @@ func (x *ChecksumBlocksResponse) String() string {
 func (*ChecksumBlocksResponse) ProtoMessage() {}
 
 func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[22]
+	mi := &file_quire_compute_v1_worker_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2123,7 +2350,7 @@ func (x *ChecksumBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChecksumBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ChecksumBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{22}
+	return file_quire_compute_v1_worker_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ChecksumBlocksResponse) GetChecksums() []int64 {
@@ -2145,7 +2372,7 @@ var File_quire_compute_v1_worker_service_proto protoreflect.FileDescriptor
 const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\n" +
 	"%quire/compute/v1/worker_service.proto\x12\x10quire.compute.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bquire/cache/v1/attach.proto\x1a\x1aquire/cache/v1/error.proto\x1a\x1aquire/cache/v1/grant.proto\"\x11\n" +
-	"\x0fGetModelRequest\"\xc6\x03\n" +
+	"\x0fGetModelRequest\"\xf2\x03\n" +
 	"\x10GetModelResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1c\n" +
@@ -2160,10 +2387,22 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	" \x01(\v2\x1c.quire.cache.v1.PoolGeometryR\bgeometry\x12&\n" +
 	"\x0fmax_step_tokens\x18\v \x01(\x05R\rmaxStepTokens\x12*\n" +
 	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\x125\n" +
-	"\badapters\x18\r \x03(\v2\x19.quire.compute.v1.AdapterR\badapters\"9\n" +
+	"\badapters\x18\r \x03(\v2\x19.quire.compute.v1.AdapterR\badapters\x12*\n" +
+	"\x11max_adapter_count\x18\x0e \x01(\x05R\x0fmaxAdapterCount\"9\n" +
 	"\aAdapter\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
-	"\bidentity\x18\x02 \x01(\fR\bidentity\"\xd9\x01\n" +
+	"\bidentity\x18\x02 \x01(\fR\bidentity\"<\n" +
+	"\x12LoadAdapterRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\"\x87\x01\n" +
+	"\x13LoadAdapterResponse\x123\n" +
+	"\aadapter\x18\x01 \x01(\v2\x19.quire.compute.v1.AdapterR\aadapter\x12\x16\n" +
+	"\x06loaded\x18\x02 \x01(\bR\x06loaded\x12#\n" +
+	"\revicted_names\x18\x03 \x03(\tR\fevictedNames\"*\n" +
+	"\x14UnloadAdapterRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\"3\n" +
+	"\x15UnloadAdapterResponse\x12\x1a\n" +
+	"\bunloaded\x18\x01 \x01(\bR\bunloaded\"\xd9\x01\n" +
 	"\aGrammar\x12!\n" +
 	"\vjson_schema\x18\x01 \x01(\tH\x00R\n" +
 	"jsonSchema\x12!\n" +
@@ -2302,7 +2541,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\tblock_ids\x18\x01 \x03(\x05R\bblockIds\"L\n" +
 	"\x16ChecksumBlocksResponse\x12\x1c\n" +
 	"\tchecksums\x18\x01 \x03(\x03R\tchecksums\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\x9c\x05\n" +
+	"\x05epoch\x18\x02 \x01(\x03R\x05epoch*\xc4\x05\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12&\n" +
@@ -2311,7 +2550,8 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x1aERROR_REASON_BAD_SIGNATURE\x10\n" +
 	"\x1a\x04\x88\xb5\x18\a\x12#\n" +
 	"\x19ERROR_REASON_LEASE_FENCED\x10\x14\x1a\x04\x88\xb5\x18\t\x12(\n" +
-	"\x1eERROR_REASON_STEP_OUT_OF_ORDER\x10\x15\x1a\x04\x88\xb5\x18\t\x12$\n" +
+	"\x1eERROR_REASON_STEP_OUT_OF_ORDER\x10\x15\x1a\x04\x88\xb5\x18\t\x12&\n" +
+	"\x1cERROR_REASON_ADAPTERS_IN_USE\x10\x16\x1a\x04\x88\xb5\x18\t\x12$\n" +
 	"\x1aERROR_REASON_EPOCH_CHANGED\x10\x1e\x1a\x04\x88\xb5\x18\n" +
 	"\x12(\n" +
 	"\x1eERROR_REASON_PRIOR_STEP_FAILED\x10\x1f\x1a\x04\x88\xb5\x18\n" +
@@ -2322,14 +2562,16 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x17ERROR_REASON_OVERLOADED\x104\x1a\b\x88\xb5\x18\b\x90\xb5\x18d\x12*\n" +
 	" ERROR_REASON_CREDENTIALS_MISSING\x10<\x1a\x04\x88\xb5\x18\x10\x12%\n" +
 	"\x1bERROR_REASON_TOKEN_REJECTED\x10=\x1a\x04\x88\xb5\x18\x10\x12#\n" +
-	"\x19ERROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\a\x1a\x15\x8a\xb5\x18\x11compute.quire.dev2\xaf\x04\n" +
+	"\x19ERROR_REASON_ROLE_MISSING\x10>\x1a\x04\x88\xb5\x18\a\x1a\x15\x8a\xb5\x18\x11compute.quire.dev2\xed\x05\n" +
 	"\rWorkerService\x12Q\n" +
 	"\bGetModel\x12!.quire.compute.v1.GetModelRequest\x1a\".quire.compute.v1.GetModelResponse\x12]\n" +
 	"\fCheckGrammar\x12%.quire.compute.v1.CheckGrammarRequest\x1a&.quire.compute.v1.CheckGrammarResponse\x12N\n" +
 	"\aRunStep\x12 .quire.compute.v1.RunStepRequest\x1a!.quire.compute.v1.RunStepResponse\x12U\n" +
 	"\bRunSteps\x12!.quire.compute.v1.RunStepsRequest\x1a\".quire.compute.v1.RunStepsResponse(\x010\x01\x12`\n" +
 	"\rGetStatistics\x12&.quire.compute.v1.GetStatisticsRequest\x1a'.quire.compute.v1.GetStatisticsResponse\x12c\n" +
-	"\x0eChecksumBlocks\x12'.quire.compute.v1.ChecksumBlocksRequest\x1a(.quire.compute.v1.ChecksumBlocksResponseB@Z>github.com/quire-kv/quire/client/go/quire/compute/v1;computev1b\x06proto3"
+	"\x0eChecksumBlocks\x12'.quire.compute.v1.ChecksumBlocksRequest\x1a(.quire.compute.v1.ChecksumBlocksResponse\x12Z\n" +
+	"\vLoadAdapter\x12$.quire.compute.v1.LoadAdapterRequest\x1a%.quire.compute.v1.LoadAdapterResponse\x12`\n" +
+	"\rUnloadAdapter\x12&.quire.compute.v1.UnloadAdapterRequest\x1a'.quire.compute.v1.UnloadAdapterResponseB@Z>github.com/quire-kv/quire/client/go/quire/compute/v1;computev1b\x06proto3"
 
 var (
 	file_quire_compute_v1_worker_service_proto_rawDescOnce sync.Once
@@ -2344,85 +2586,94 @@ func file_quire_compute_v1_worker_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_compute_v1_worker_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_quire_compute_v1_worker_service_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_quire_compute_v1_worker_service_proto_goTypes = []any{
 	(ErrorReason)(0),               // 0: quire.compute.v1.ErrorReason
 	(*GetModelRequest)(nil),        // 1: quire.compute.v1.GetModelRequest
 	(*GetModelResponse)(nil),       // 2: quire.compute.v1.GetModelResponse
 	(*Adapter)(nil),                // 3: quire.compute.v1.Adapter
-	(*Grammar)(nil),                // 4: quire.compute.v1.Grammar
-	(*GrammarChoice)(nil),          // 5: quire.compute.v1.GrammarChoice
-	(*CheckGrammarRequest)(nil),    // 6: quire.compute.v1.CheckGrammarRequest
-	(*CheckGrammarResponse)(nil),   // 7: quire.compute.v1.CheckGrammarResponse
-	(*SamplingParameters)(nil),     // 8: quire.compute.v1.SamplingParameters
-	(*TokenSequence)(nil),          // 9: quire.compute.v1.TokenSequence
-	(*SequenceInput)(nil),          // 10: quire.compute.v1.SequenceInput
-	(*RunStepRequest)(nil),         // 11: quire.compute.v1.RunStepRequest
-	(*RunStepResponse)(nil),        // 12: quire.compute.v1.RunStepResponse
-	(*PromptLogprobs)(nil),         // 13: quire.compute.v1.PromptLogprobs
-	(*GrammarFailure)(nil),         // 14: quire.compute.v1.GrammarFailure
-	(*TokenLogprobs)(nil),          // 15: quire.compute.v1.TokenLogprobs
-	(*StepTimings)(nil),            // 16: quire.compute.v1.StepTimings
-	(*RunStepsRequest)(nil),        // 17: quire.compute.v1.RunStepsRequest
-	(*RunStepsResponse)(nil),       // 18: quire.compute.v1.RunStepsResponse
-	(*GetStatisticsRequest)(nil),   // 19: quire.compute.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),  // 20: quire.compute.v1.GetStatisticsResponse
-	(*StepPart)(nil),               // 21: quire.compute.v1.StepPart
-	(*ChecksumBlocksRequest)(nil),  // 22: quire.compute.v1.ChecksumBlocksRequest
-	(*ChecksumBlocksResponse)(nil), // 23: quire.compute.v1.ChecksumBlocksResponse
-	nil,                            // 24: quire.compute.v1.SamplingParameters.LogitBiasEntry
-	nil,                            // 25: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	(*v1.PoolGeometry)(nil),        // 26: quire.cache.v1.PoolGeometry
-	(*durationpb.Duration)(nil),    // 27: google.protobuf.Duration
-	(*v1.SignedGrant)(nil),         // 28: quire.cache.v1.SignedGrant
-	(*v1.Error)(nil),               // 29: quire.cache.v1.Error
+	(*LoadAdapterRequest)(nil),     // 4: quire.compute.v1.LoadAdapterRequest
+	(*LoadAdapterResponse)(nil),    // 5: quire.compute.v1.LoadAdapterResponse
+	(*UnloadAdapterRequest)(nil),   // 6: quire.compute.v1.UnloadAdapterRequest
+	(*UnloadAdapterResponse)(nil),  // 7: quire.compute.v1.UnloadAdapterResponse
+	(*Grammar)(nil),                // 8: quire.compute.v1.Grammar
+	(*GrammarChoice)(nil),          // 9: quire.compute.v1.GrammarChoice
+	(*CheckGrammarRequest)(nil),    // 10: quire.compute.v1.CheckGrammarRequest
+	(*CheckGrammarResponse)(nil),   // 11: quire.compute.v1.CheckGrammarResponse
+	(*SamplingParameters)(nil),     // 12: quire.compute.v1.SamplingParameters
+	(*TokenSequence)(nil),          // 13: quire.compute.v1.TokenSequence
+	(*SequenceInput)(nil),          // 14: quire.compute.v1.SequenceInput
+	(*RunStepRequest)(nil),         // 15: quire.compute.v1.RunStepRequest
+	(*RunStepResponse)(nil),        // 16: quire.compute.v1.RunStepResponse
+	(*PromptLogprobs)(nil),         // 17: quire.compute.v1.PromptLogprobs
+	(*GrammarFailure)(nil),         // 18: quire.compute.v1.GrammarFailure
+	(*TokenLogprobs)(nil),          // 19: quire.compute.v1.TokenLogprobs
+	(*StepTimings)(nil),            // 20: quire.compute.v1.StepTimings
+	(*RunStepsRequest)(nil),        // 21: quire.compute.v1.RunStepsRequest
+	(*RunStepsResponse)(nil),       // 22: quire.compute.v1.RunStepsResponse
+	(*GetStatisticsRequest)(nil),   // 23: quire.compute.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),  // 24: quire.compute.v1.GetStatisticsResponse
+	(*StepPart)(nil),               // 25: quire.compute.v1.StepPart
+	(*ChecksumBlocksRequest)(nil),  // 26: quire.compute.v1.ChecksumBlocksRequest
+	(*ChecksumBlocksResponse)(nil), // 27: quire.compute.v1.ChecksumBlocksResponse
+	nil,                            // 28: quire.compute.v1.SamplingParameters.LogitBiasEntry
+	nil,                            // 29: quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	(*v1.PoolGeometry)(nil),        // 30: quire.cache.v1.PoolGeometry
+	(*durationpb.Duration)(nil),    // 31: google.protobuf.Duration
+	(*v1.SignedGrant)(nil),         // 32: quire.cache.v1.SignedGrant
+	(*v1.Error)(nil),               // 33: quire.cache.v1.Error
 }
 var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
-	26, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	30, // 0: quire.compute.v1.GetModelResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
 	3,  // 1: quire.compute.v1.GetModelResponse.adapters:type_name -> quire.compute.v1.Adapter
-	5,  // 2: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
-	4,  // 3: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
-	27, // 4: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
-	24, // 5: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
-	9,  // 6: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
-	4,  // 7: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
-	8,  // 8: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
-	28, // 9: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
-	10, // 10: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
-	15, // 11: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
-	16, // 12: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	13, // 13: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
-	14, // 14: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
-	27, // 15: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	27, // 16: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	27, // 17: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	27, // 18: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	27, // 19: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	27, // 20: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	11, // 21: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	12, // 22: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	29, // 23: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	25, // 24: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	27, // 25: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	27, // 26: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	21, // 27: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
-	1,  // 28: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	6,  // 29: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
-	11, // 30: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	17, // 31: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	19, // 32: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	22, // 33: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	2,  // 34: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	7,  // 35: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
-	12, // 36: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	18, // 37: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	20, // 38: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	23, // 39: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	34, // [34:40] is the sub-list for method output_type
-	28, // [28:34] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	3,  // 2: quire.compute.v1.LoadAdapterResponse.adapter:type_name -> quire.compute.v1.Adapter
+	9,  // 3: quire.compute.v1.Grammar.choice:type_name -> quire.compute.v1.GrammarChoice
+	8,  // 4: quire.compute.v1.CheckGrammarRequest.grammar:type_name -> quire.compute.v1.Grammar
+	31, // 5: quire.compute.v1.CheckGrammarResponse.mask_time:type_name -> google.protobuf.Duration
+	28, // 6: quire.compute.v1.SamplingParameters.logit_bias:type_name -> quire.compute.v1.SamplingParameters.LogitBiasEntry
+	13, // 7: quire.compute.v1.SamplingParameters.bad_words:type_name -> quire.compute.v1.TokenSequence
+	8,  // 8: quire.compute.v1.SamplingParameters.grammar:type_name -> quire.compute.v1.Grammar
+	12, // 9: quire.compute.v1.SequenceInput.sampling:type_name -> quire.compute.v1.SamplingParameters
+	32, // 10: quire.compute.v1.RunStepRequest.grant:type_name -> quire.cache.v1.SignedGrant
+	14, // 11: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
+	19, // 12: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
+	20, // 13: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
+	17, // 14: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	18, // 15: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
+	31, // 16: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	31, // 17: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	31, // 18: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	31, // 19: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	31, // 20: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	31, // 21: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	15, // 22: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	16, // 23: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	33, // 24: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	29, // 25: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	31, // 26: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	31, // 27: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	25, // 28: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
+	1,  // 29: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	10, // 30: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	15, // 31: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	21, // 32: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	23, // 33: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	26, // 34: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	4,  // 35: quire.compute.v1.WorkerService.LoadAdapter:input_type -> quire.compute.v1.LoadAdapterRequest
+	6,  // 36: quire.compute.v1.WorkerService.UnloadAdapter:input_type -> quire.compute.v1.UnloadAdapterRequest
+	2,  // 37: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	11, // 38: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	16, // 39: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	22, // 40: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	24, // 41: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	27, // 42: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	5,  // 43: quire.compute.v1.WorkerService.LoadAdapter:output_type -> quire.compute.v1.LoadAdapterResponse
+	7,  // 44: quire.compute.v1.WorkerService.UnloadAdapter:output_type -> quire.compute.v1.UnloadAdapterResponse
+	37, // [37:45] is the sub-list for method output_type
+	29, // [29:37] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }
@@ -2430,7 +2681,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 	if File_quire_compute_v1_worker_service_proto != nil {
 		return
 	}
-	file_quire_compute_v1_worker_service_proto_msgTypes[3].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[7].OneofWrappers = []any{
 		(*Grammar_JsonSchema)(nil),
 		(*Grammar_JsonObject)(nil),
 		(*Grammar_Regex)(nil),
@@ -2438,9 +2689,9 @@ func file_quire_compute_v1_worker_service_proto_init() {
 		(*Grammar_Ebnf)(nil),
 		(*Grammar_Choice)(nil),
 	}
-	file_quire_compute_v1_worker_service_proto_msgTypes[7].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[9].OneofWrappers = []any{}
-	file_quire_compute_v1_worker_service_proto_msgTypes[17].OneofWrappers = []any{
+	file_quire_compute_v1_worker_service_proto_msgTypes[11].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[13].OneofWrappers = []any{}
+	file_quire_compute_v1_worker_service_proto_msgTypes[21].OneofWrappers = []any{
 		(*RunStepsResponse_Step)(nil),
 		(*RunStepsResponse_Error)(nil),
 	}
@@ -2450,7 +2701,7 @@ func file_quire_compute_v1_worker_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_compute_v1_worker_service_proto_rawDesc), len(file_quire_compute_v1_worker_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -25,6 +25,8 @@ const (
 	WorkerService_RunSteps_FullMethodName       = "/quire.compute.v1.WorkerService/RunSteps"
 	WorkerService_GetStatistics_FullMethodName  = "/quire.compute.v1.WorkerService/GetStatistics"
 	WorkerService_ChecksumBlocks_FullMethodName = "/quire.compute.v1.WorkerService/ChecksumBlocks"
+	WorkerService_LoadAdapter_FullMethodName    = "/quire.compute.v1.WorkerService/LoadAdapter"
+	WorkerService_UnloadAdapter_FullMethodName  = "/quire.compute.v1.WorkerService/UnloadAdapter"
 )
 
 // WorkerServiceClient is the client API for WorkerService service.
@@ -38,7 +40,8 @@ const (
 // Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
 // drains. Each method lists only its other reasons.
 type WorkerServiceClient interface {
-	// Returns the model and the pool of the worker. Constant for an epoch.
+	// Returns the model and the pool of the worker. Constant for an epoch, but for the
+	// adapters.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
 	// Compiles a grammar and caches it, so that a later step with this grammar does
 	// not wait for its compilation. Then makes the mask of the token behind
@@ -71,6 +74,21 @@ type WorkerServiceClient interface {
 	// blocks in slices, between the steps. For audits and tests. Reasons:
 	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(ctx context.Context, in *ChecksumBlocksRequest, opts ...grpc.CallOption) (*ChecksumBlocksResponse, error)
+	// Loads an adapter from a folder of the worker's machine, under a name that
+	// sequences can use when it answers. The adapter is read, checked, and compared
+	// with the model's own attention; steps run meanwhile, between the parts of the
+	// comparison. If the worker has as many adapters as it may, those that were
+	// unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+	// error all adapters stay. Idempotent: a name with the same content stays.
+	// INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+	// name) if the name is that of the model, or of an adapter with other content.
+	// One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+	LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error)
+	// Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+	// was preempted or offloaded is none of these: the step with which it would come
+	// back is refused. Cached blocks stay, and are found again if the same content is
+	// loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
+	UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error)
 }
 
 type workerServiceClient struct {
@@ -144,6 +162,26 @@ func (c *workerServiceClient) ChecksumBlocks(ctx context.Context, in *ChecksumBl
 	return out, nil
 }
 
+func (c *workerServiceClient) LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LoadAdapterResponse)
+	err := c.cc.Invoke(ctx, WorkerService_LoadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *workerServiceClient) UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnloadAdapterResponse)
+	err := c.cc.Invoke(ctx, WorkerService_UnloadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // WorkerServiceServer is the server API for WorkerService service.
 // All implementations must embed UnimplementedWorkerServiceServer
 // for forward compatibility.
@@ -155,7 +193,8 @@ func (c *workerServiceClient) ChecksumBlocks(ctx context.Context, in *ChecksumBl
 // Any call may fail with INVALID_ARGUMENT, and with SHUTTING_DOWN while the server
 // drains. Each method lists only its other reasons.
 type WorkerServiceServer interface {
-	// Returns the model and the pool of the worker. Constant for an epoch.
+	// Returns the model and the pool of the worker. Constant for an epoch, but for the
+	// adapters.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
 	// Compiles a grammar and caches it, so that a later step with this grammar does
 	// not wait for its compilation. Then makes the mask of the token behind
@@ -188,6 +227,21 @@ type WorkerServiceServer interface {
 	// blocks in slices, between the steps. For audits and tests. Reasons:
 	// BLOCK_OUT_OF_RANGE, EPOCH_CHANGED.
 	ChecksumBlocks(context.Context, *ChecksumBlocksRequest) (*ChecksumBlocksResponse, error)
+	// Loads an adapter from a folder of the worker's machine, under a name that
+	// sequences can use when it answers. The adapter is read, checked, and compared
+	// with the model's own attention; steps run meanwhile, between the parts of the
+	// comparison. If the worker has as many adapters as it may, those that were
+	// unused the longest are unloaded for it, and none that a sequence has. Atomic: on
+	// error all adapters stay. Idempotent: a name with the same content stays.
+	// INVALID_ARGUMENT (field path) if the folder has no adapter for this model; (field
+	// name) if the name is that of the model, or of an adapter with other content.
+	// One call runs at a time, others wait. Reasons: ADAPTERS_IN_USE.
+	LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error)
+	// Unloads an adapter. Refused while a sequence at the worker has it. A sequence that
+	// was preempted or offloaded is none of these: the step with which it would come
+	// back is refused. Cached blocks stay, and are found again if the same content is
+	// loaded. Idempotent: an adapter that is not there is OK. Reasons: ADAPTERS_IN_USE.
+	UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error)
 	mustEmbedUnimplementedWorkerServiceServer()
 }
 
@@ -215,6 +269,12 @@ func (UnimplementedWorkerServiceServer) GetStatistics(context.Context, *GetStati
 }
 func (UnimplementedWorkerServiceServer) ChecksumBlocks(context.Context, *ChecksumBlocksRequest) (*ChecksumBlocksResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ChecksumBlocks not implemented")
+}
+func (UnimplementedWorkerServiceServer) LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method LoadAdapter not implemented")
+}
+func (UnimplementedWorkerServiceServer) UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnloadAdapter not implemented")
 }
 func (UnimplementedWorkerServiceServer) mustEmbedUnimplementedWorkerServiceServer() {}
 func (UnimplementedWorkerServiceServer) testEmbeddedByValue()                       {}
@@ -334,6 +394,42 @@ func _WorkerService_ChecksumBlocks_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _WorkerService_LoadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(WorkerServiceServer).LoadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: WorkerService_LoadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(WorkerServiceServer).LoadAdapter(ctx, req.(*LoadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _WorkerService_UnloadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnloadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(WorkerServiceServer).UnloadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: WorkerService_UnloadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(WorkerServiceServer).UnloadAdapter(ctx, req.(*UnloadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // WorkerService_ServiceDesc is the grpc.ServiceDesc for WorkerService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -360,6 +456,14 @@ var WorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ChecksumBlocks",
 			Handler:    _WorkerService_ChecksumBlocks_Handler,
+		},
+		{
+			MethodName: "LoadAdapter",
+			Handler:    _WorkerService_LoadAdapter_Handler,
+		},
+		{
+			MethodName: "UnloadAdapter",
+			Handler:    _WorkerService_UnloadAdapter_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -2080,7 +2080,10 @@ type Model struct {
 	// text.
 	HasTokenizer bool `protobuf:"varint,6,opt,name=has_tokenizer,json=hasTokenizer,proto3" json:"has_tokenizer,omitempty"`
 	// True if a request would be computed now; false if it would wait for a service.
-	Ready         bool `protobuf:"varint,7,opt,name=ready,proto3" json:"ready,omitempty"`
+	Ready bool `protobuf:"varint,7,opt,name=ready,proto3" json:"ready,omitempty"`
+	// If it is an adapter: the first name of the model that it is for. Empty: it is
+	// none.
+	Parent        string `protobuf:"bytes,8,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2162,6 +2165,13 @@ func (x *Model) GetReady() bool {
 		return x.Ready
 	}
 	return false
+}
+
+func (x *Model) GetParent() string {
+	if x != nil {
+		return x.Parent
+	}
+	return ""
 }
 
 var File_quire_engine_v1_engine_service_proto protoreflect.FileDescriptor
@@ -2317,7 +2327,7 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"l\n" +
 	"\x12ListModelsResponse\x12.\n" +
 	"\x06models\x18\x01 \x03(\v2\x16.quire.engine.v1.ModelR\x06models\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe2\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xfa\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaliases\x18\x02 \x03(\tR\aaliases\x12.\n" +
@@ -2325,7 +2335,8 @@ const file_quire_engine_v1_engine_service_proto_rawDesc = "" +
 	"\x11max_logprob_count\x18\x04 \x01(\x05R\x0fmaxLogprobCount\x12\x14\n" +
 	"\x05pools\x18\x05 \x03(\tR\x05pools\x12#\n" +
 	"\rhas_tokenizer\x18\x06 \x01(\bR\fhasTokenizer\x12\x14\n" +
-	"\x05ready\x18\a \x01(\bR\x05ready*\x9f\x05\n" +
+	"\x05ready\x18\a \x01(\bR\x05ready\x12\x16\n" +
+	"\x06parent\x18\b \x01(\tR\x06parent*\x9f\x05\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12'\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x1a\x04\x88\xb5\x18\x03\x12#\n" +
