@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import lora_zoo
 import pytest
 from certificates import sha256
 from conformance.foreign import CACHE, WORKER, Grpcurl, Refused, status_of
 from deadlines import DEADLINE_S
 from integration.protocol_client import FAULTY_WORKER, MAX_SEQUENCES, NUM_BLOCKS, WORKER_ARGS, await_that
-from model_zoo import save
+from model_zoo import build, save
 
 from quire.cache.v1 import cache_service_pb2, cache_service_pb2_grpc, error_pb2, grant_pb2
 from quire.cache.v1 import reasons as cache_reasons
@@ -369,6 +370,15 @@ def worker_step_out_of_order(both: Both) -> None:
     plan = both.lease().admit(PROMPT)
     both.run(plan, *PROMPT)
     both.run(plan, *PROMPT)
+
+
+def worker_adapters_in_use(both: Both) -> None:
+    folder = lora_zoo.save(build("llama"), both.services.runtime_dir / "adapter", seed=1, rank=1)
+    loaded = both.worker.call(f"{WORKER}/LoadAdapter", {"name": "used", "path": str(folder)})
+    admission = {"sequence_id": 1, "token_ids": PROMPT, "adapter": loaded["adapter"]["identity"]}
+    await_that("cachemgr knows it", lambda: both.ask("GetPool")["pool"]["adapters"], timeout_s=DEADLINE_S)
+    both.run(both.lease().plan(admissions=[admission]), *PROMPT)
+    both.worker.call(f"{WORKER}/UnloadAdapter", {"name": "used"})
 
 
 def worker_epoch_changed(both: Both) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,27 @@ import model_zoo as zoo
 import pytest
 import text_model
 import transformers
-from gateway.conftest import MODEL, Gateway
+from gateway.conftest import MODEL, Gateway, key_lines
+from integration.protocol_client import LeaseHolder, Pair, RefusedError, ask, await_that
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.launch import LocalServices
 from quire.client import CacheClient, CacheParams, Engine, EngineConfig, InvalidRequest, SamplingParams
+from quire.compute.v1 import worker_service_pb2
 
 PROMPT = [5, 9, 2, 11, 3, 8] * 6
 NEW_TOKENS = 12
 SEEDS = {"first": 1, "second": 2}
+LATER = {"third": 3, "fourth": 4}
+"""Adapters that are loaded while the services run; the worker has three at a time."""
+KEYS = {"ops": "o-key", "alice": "a-key"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("adapted")
     model = load(text_model.save(folder / "model"))
-    for name, seed in SEEDS.items():
+    for name, seed in (SEEDS | LATER).items():
         lora_zoo.save(model, folder / name, seed=seed)
     return folder
 
@@ -39,16 +45,36 @@ def services(folder: Path) -> Iterator[LocalServices]:
     with LocalServices.start(
         model=folder / "model",
         num_blocks=64,
-        extra_worker_args=("--dtype", "float32", "--block-size", "4", "--host-memory", "1M", *adapters),
+        extra_worker_args=(
+            "--dtype",
+            "float32",
+            "--block-size",
+            "4",
+            "--host-memory",
+            "1M",
+            "--max-loras",
+            "3",
+            *adapters,
+        ),
     ) as services:
         yield services
 
 
 @pytest.fixture(scope="module")
 def adapted_gateway(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    gateway = Gateway(services.cachemgr_address, log=tmp_path_factory.mktemp("gateway") / "log")
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "keys").write_text(
+        key_lines({"ops": KEYS["ops"]}, "client,operator") + key_lines({"alice": KEYS["alice"]})
+    )
+    (folder / "limits").write_text('[tenants.alice]\nadapters = ["first", "third"]\n')
+    flags = ("--api-keys", str(folder / "keys"), "--tenant-limits", str(folder / "limits"))
+    gateway = Gateway(services.cachemgr_address, *flags, log=folder / "log")
     yield gateway
     gateway.close()
+
+
+def client_of(gateway: Gateway, name: str = "ops") -> httpx.Client:
+    return gateway.client(headers={"Authorization": f"Bearer {KEYS[name]}"})
 
 
 def load(folder: Path) -> Any:
@@ -59,7 +85,7 @@ def load(folder: Path) -> Any:
 def expected_of(folder: Path) -> dict[str, list[int]]:
     """Return the new tokens of the base, under "", and of each adapter."""
     expected = {"": zoo.generate(load(folder / "model"), PROMPT, NEW_TOKENS)[len(PROMPT) :]}
-    for name, seed in SEEDS.items():
+    for name, seed in (SEEDS | LATER).items():
         model = load(folder / "model")
         merged = lora_zoo.merge(model, lora_zoo.draw_weights(model, seed=seed), scaling=2.0)
         expected[name] = zoo.generate(merged, PROMPT, NEW_TOKENS)[len(PROMPT) :]
@@ -68,7 +94,7 @@ def expected_of(folder: Path) -> dict[str, list[int]]:
 
 def test_requests_of_several_adapters_share_steps_and_no_blocks(services: LocalServices, folder: Path) -> None:
     """Few blocks, so that sequences are preempted; a second time each finds its own prefix alone."""
-    expected = expected_of(folder)
+    expected = {name: tokens for name, tokens in expected_of(folder).items() if name not in LATER}
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, n=2)
 
     async def run() -> None:
@@ -98,7 +124,7 @@ def test_requests_of_several_adapters_share_steps_and_no_blocks(services: LocalS
 
 def test_a_model_is_named_by_its_adapters(adapted_gateway: Gateway, folder: Path) -> None:
     expected = expected_of(folder)
-    with adapted_gateway.client() as client:
+    with client_of(adapted_gateway) as client:
         cards = client.get("/v1/models").json()["data"]
         assert [(card["id"], card["parent"]) for card in cards] == [(MODEL, None), ("first", MODEL), ("second", MODEL)]
         assert client.get("/v1/models/second").json()["parent"] == MODEL
@@ -115,3 +141,93 @@ def complete(client: httpx.Client, model: str) -> list[int]:
     assert answer.json()["model"] == model
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
+
+
+def change(client: httpx.Client, verb: str, name: str, **fields: object) -> httpx.Response:
+    return client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": name, **fields})
+
+
+def names_of(client: httpx.Client) -> list[str]:
+    return [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+
+def test_a_tenant_has_its_adapters_and_others_do_not_exist_for_it(adapted_gateway: Gateway) -> None:
+    with client_of(adapted_gateway, "alice") as client:
+        assert names_of(client) == [MODEL, "first"]
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        errors = []
+        for name in ("second", "absent"):
+            assert client.get(f"/v1/models/{name}").status_code == 404
+            answer = client.post("/v1/completions", json={**body, "model": name})
+            errors.append((answer.status_code, answer.json()["error"]["message"].replace(name, "NAME")))
+        assert errors[0] == errors[1] == (404, f"model 'NAME' is not served here; '{MODEL}', 'first' is")
+        assert client.post("/v1/completions", json={**body, "model": "first"}).status_code == 200
+
+
+def test_what_can_not_be_loaded_is_refused_and_changes_nothing(
+    adapted_gateway: Gateway, folder: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(folder / "third", tmp_path / "damaged")
+    weights = damaged / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    path = str(folder / "third")
+    refusals = {
+        400: [
+            ({"name": "bad", "lora_path": str(damaged)}, "is damaged"),
+            ({"name": "bad"}, "lora_path is missing"),
+            ({"name": MODEL, "lora_path": path}, "a model has it here"),
+            ({"name": "model", "lora_path": path}, "name is model; must be another name: this is the model's"),
+            ({"name": "first", "lora_path": path}, "it has other content"),
+            ({"name": "a b", "lora_path": path}, "must be 1 to 128 letters"),
+        ]
+    }
+    with client_of(adapted_gateway) as client, client_of(adapted_gateway, "alice") as alice:
+        before = names_of(client)
+        for status, cases in refusals.items():
+            for fields, message in cases:
+                answer = change(client, "load", **fields)  # type: ignore[arg-type]
+                assert (answer.status_code, message in answer.text) == (status, True), answer.text
+        assert change(client, "unload", "absent").status_code == 404
+        for verb, fields in (("load", {"lora_path": path}), ("unload", {})):
+            denied = change(alice, verb, "first", **fields)
+            assert (denied.status_code, denied.json()["error"]["code"]) == (403, "role_missing")
+        assert names_of(client) == before
+
+
+def test_adapters_come_and_go_while_others_are_used(
+    adapted_gateway: Gateway, services: LocalServices, folder: Path
+) -> None:
+    """One that a sequence has is neither unloaded nor evicted; the one unused the longest goes for a fourth."""
+    expected, pair = expected_of(folder), Pair(services)
+    with client_of(adapted_gateway) as client:
+        loaded = change(client, "load", "third", lora_path=str(folder / "third"))
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'third' added successfully.")
+        assert complete(client, "third") == expected["third"]
+        adapters = {
+            each.name: each.identity
+            for each in ask(pair.worker.GetModel, worker_service_pb2.GetModelRequest()).adapters
+        }
+        await_that("cachemgr knows it", lambda: len(pair.pool().adapters.adapters) == 3)
+        lease = LeaseHolder.create(pair)
+        lease.run(lease.admit((1, PROMPT), adapter=adapters["first"]))
+        in_use = change(client, "unload", "first")
+        assert (in_use.status_code, in_use.json()["error"]["code"]) == (409, "adapters_in_use")
+        complete(client, "third")  # so that second is the one unused the longest
+        assert change(client, "load", "fourth", lora_path=str(folder / "fourth")).status_code == 200
+        assert names_of(client) == [MODEL, "first", "fourth", "third"]
+        assert complete(client, "fourth") == expected["fourth"]
+        await_that("cachemgr knows it", lambda: "second" not in {each.name for each in pair.pool().adapters.adapters})
+        with pytest.raises(RefusedError) as unknown:
+            lease.admit((2, PROMPT), adapter=adapters["second"])
+        assert unknown.value.metadata["field"] == "admissions.adapter"
+        assert unknown.value.metadata["sequence_id"] == "2"
+        lease.delete()
+        await_that("the lease is fenced", lambda: not pair.has_lease(lease.lease_id))
+        removed = change(client, "unload", "fourth")
+        assert (removed.status_code, removed.text) == (200, "Success: LoRA adapter 'fourth' removed successfully.")
+        assert client.post("/v1/completions", json={"model": "fourth", "prompt": PROMPT}).status_code == 404
+        assert change(client, "load", "again", lora_path=str(folder / "fourth")).status_code == 200
+        body = {"model": "again", "prompt": PROMPT, "max_tokens": 1}
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "the same content finds its blocks under any name"
+    pair.close()

@@ -7,7 +7,8 @@ same role.
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from quire.client.errors import QuireError
+from quire.client.channel import RetryPolicy, retried
+from quire.client.errors import OutOfRoom, QuireError
 from quire.compute.v1.reasons import Reason
 from quire.gateway.callers import Caller
 from quire.gateway.errors import HttpError, http_error_of, invalid
@@ -15,6 +16,8 @@ from quire.gateway.fields import Fields
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import PostRequest, post
 
+# A request has its last token before the worker has released its sequences.
+_RELEASES = RetryPolicy(max_attempts=8)
 _NAMES = {"name": "lora_name", "path": "lora_path"}
 
 
@@ -53,7 +56,7 @@ async def _unload(gateway: Gateway, request: PostRequest) -> Response:
     gateway.adapters.leaving.add(name)
     try:
         await gateway.adapters.ended(name)
-        await backend.unload_adapter(name)
+        await retried(lambda: backend.unload_adapter(name), _RELEASES, after=OutOfRoom)
     except QuireError as error:
         raise _http_error_of(error) from error
     finally:
