@@ -41,21 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(folder: Path) -> Iterator[LocalServices]:
-    adapters = [argument for name in SEEDS for argument in ("--lora", f"{name}={folder / name}")]
+    adapters = ["--max-loras", "3"]
+    adapters += [argument for name in SEEDS for argument in ("--lora", f"{name}={folder / name}")]
     with LocalServices.start(
         model=folder / "model",
         num_blocks=64,
-        extra_worker_args=(
-            "--dtype",
-            "float32",
-            "--block-size",
-            "4",
-            "--host-memory",
-            "1M",
-            "--max-loras",
-            "3",
-            *adapters,
-        ),
+        extra_worker_args=(*("--dtype", "float32", "--block-size", "4", "--host-memory", "1M"), *adapters),
     ) as services:
         yield services
 
@@ -63,9 +54,8 @@ def services(folder: Path) -> Iterator[LocalServices]:
 @pytest.fixture(scope="module")
 def adapted_gateway(services: LocalServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    (folder / "keys").write_text(
-        key_lines({"ops": KEYS["ops"]}, "client,operator") + key_lines({"alice": KEYS["alice"]})
-    )
+    keys = key_lines({"ops": KEYS["ops"]}, "client,operator") + key_lines({"alice": KEYS["alice"]})
+    (folder / "keys").write_text(keys)
     (folder / "limits").write_text('[tenants.alice]\nadapters = ["first", "third"]\n')
     flags = ("--api-keys", str(folder / "keys"), "--tenant-limits", str(folder / "limits"))
     gateway = Gateway(services.cachemgr_address, *flags, log=folder / "log")
@@ -203,10 +193,8 @@ def test_adapters_come_and_go_while_others_are_used(
         loaded = change(client, "load", "third", lora_path=str(folder / "third"))
         assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'third' added successfully.")
         assert complete(client, "third") == expected["third"]
-        adapters = {
-            each.name: each.identity
-            for each in ask(pair.worker.GetModel, worker_service_pb2.GetModelRequest()).adapters
-        }
+        model = ask(pair.worker.GetModel, worker_service_pb2.GetModelRequest())
+        adapters = {each.name: each.identity for each in model.adapters}
         await_that("cachemgr knows it", lambda: len(pair.pool().adapters.adapters) == 3)
         lease = LeaseHolder.create(pair)
         lease.run(lease.admit((1, PROMPT), adapter=adapters["first"]))

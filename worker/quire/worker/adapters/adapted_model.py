@@ -47,8 +47,8 @@ class AdaptedModel:
     def prepare(self, adapter: Adapter, bounds: AdapterBounds | None = None) -> PreparedAdapter:
         """Compare an adapter with the model, and convert its weights; the model stays as it is. In any thread.
 
-        Raises UnsupportedAdapter if it is not of this model, or has more bytes than the bounds allow. The output layer is
-        left as it is: an adapter for it is refused.
+        Raises UnsupportedAdapter if it is not of this model, or has more bytes than the bounds allow. The output layer
+        is left as it is: an adapter for it is refused.
         """
         weights = {}
         for name, update in adapter.updates.items():
