@@ -18,6 +18,7 @@ from quire.cli.snapshot import REACH_TIMEOUT_S, UnreachableError, answering, as_
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.adapters import named_adapter
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.client.worker_client import WorkerClient
@@ -39,9 +40,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prompt and the salt that it is cached under.
+    """A prompt, and the salt and the adapter that it is cached under.
 
     prompt      text; or token ids, if are_token_ids
+    adapter     its name, or its identity in 64 hex digits; "": none
     tokenizer   where it is; None: as the worker says
     """
 
@@ -49,6 +51,7 @@ class Prefix:
     are_token_ids: bool = False
     salt: str = ""
     tokenizer: str | None = None
+    adapter: str = ""
 
 
 def run_leases(place: Place, *, as_json: bool) -> None:
@@ -69,7 +72,8 @@ def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: boo
 
     async def look(cache: CacheClient) -> tuple[pb.LookupPrefixResponse, list[str]]:
         token_ids = await _tokens_of(place, prefix)
-        answer = await cache.lookup_prefix(token_ids, pool=place.pool, salt=prefix.salt.encode(), tenant=tenant)
+        salt, adapter = prefix.salt.encode(), await _adapter_of(cache, place.pool, prefix.adapter)
+        answer = await cache.lookup_prefix(token_ids, pool=place.pool, salt=salt, adapter=adapter, tenant=tenant)
         notes = await _never_admitted(cache, token_ids, pool=place.pool)
         if answer.matches and not any(match.cached_token_count for match in answer.matches):
             notes.append(await _why_nothing(cache, answer.matches[0].pool, len(token_ids)))
@@ -107,8 +111,8 @@ def run_explain(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bo
 
     async def look(cache: CacheClient) -> tuple[pb.ExplainPrefixResponse, pb.Pool, list[str]]:
         token_ids = await _tokens_of(place, prefix)
-        salt = prefix.salt.encode()
-        answer = await cache.explain_prefix(token_ids, pool=place.pool, salt=salt, tenant=tenant)
+        salt, adapter = prefix.salt.encode(), await _adapter_of(cache, place.pool, prefix.adapter)
+        answer = await cache.explain_prefix(token_ids, pool=place.pool, salt=salt, adapter=adapter, tenant=tenant)
         return answer, await cache.get_pool(answer.pool), await _never_admitted(cache, token_ids, pool=answer.pool)
 
     answer, pool, notes = _ask(place, look)
@@ -137,8 +141,10 @@ def run_pin(place: Place, prefix: Prefix, *, tenant: str | None, ttl_s: float | 
 
     async def pin(cache: CacheClient) -> pb.PinPrefixResponse:
         token_ids = await _tokens_of(place, prefix)
-        salt = prefix.salt.encode()
-        return await cache.pin_prefix(token_ids, pool=place.pool, salt=salt, ttl_s=ttl_s, tenant=tenant)
+        salt, adapter = prefix.salt.encode(), await _adapter_of(cache, place.pool, prefix.adapter)
+        return await cache.pin_prefix(
+            token_ids, pool=place.pool, salt=salt, adapter=adapter, ttl_s=ttl_s, tenant=tenant
+        )
 
     answer = _ask(place, pin)
     table = Table.grid("", "", padding=(0, 2))
@@ -179,19 +185,33 @@ def run_unpin(place: Place, pin_id: str, *, tenant: str | None) -> None:
     _ask(place, lambda cache: cache.unpin_prefix(pin_id, pool=place.pool, tenant=tenant))
 
 
-def run_reset(place: Place, prefix: Prefix | None, *, tenant: str | None, salt: str | None, as_json: bool) -> None:
-    """Make cached content unfindable, and print how much: of a prefix, a salt, a tenant, or with none of them all."""
+def run_reset(
+    place: Place, prefix: Prefix | None, *, tenant: str | None, salt: str | None, adapter: str, as_json: bool
+) -> None:
+    """Make cached content unfindable, and print how much: of a prefix, a salt, an adapter, a tenant, or with none of
+    them all."""
 
     async def reset(cache: CacheClient) -> pb.ResetPrefixCacheResponse:
         token_ids = None if prefix is None else await _tokens_of(place, prefix)
         salt_bytes = None if salt is None else salt.encode()
-        return await cache.reset_prefix_cache(place.pool, tenant=tenant, salt=salt_bytes, token_ids=token_ids)
+        identity = await _adapter_of(cache, place.pool, adapter)
+        return await cache.reset_prefix_cache(
+            place.pool, tenant=tenant, salt=salt_bytes, adapter=identity, token_ids=token_ids
+        )
 
     answer = _ask(place, reset)
     table = Table.grid("", "", padding=(0, 2))
     table.add_row("dropped blocks", str(answer.dropped_block_count))
     table.add_row("dropped pins", str(answer.dropped_pin_count))
     _print(answer, table, as_json=as_json)
+
+
+async def _adapter_of(cache: CacheClient, pool: str, adapter: str) -> bytes:
+    """Return an adapter's identity, given that or a name of the pool's worker; b"" for none. Raises InvalidRequest."""
+    if not adapter or re.fullmatch("[0-9a-f]{64}", adapter):
+        return bytes.fromhex(adapter)
+    known = {each.name: each.identity for each in (await cache.get_pool(pool)).adapters.adapters}
+    return named_adapter(known, adapter)
 
 
 def run_audit(place: Place, *, as_json: bool) -> bool:

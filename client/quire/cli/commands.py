@@ -304,7 +304,7 @@ def generate(
     _require("client", *(() if otlp_endpoint is None else ("otel",)))
     from quire.cli.generate import Target, run_generate
 
-    target = Target(cachemgr, worker, pool, tokenizer, credentials, speculative_config)
+    target = Target(cachemgr, worker, pool, tokenizer, credentials, speculative_config, request["adapter"])
     try:
         params, cache = request_of(request)
         run_generate(_read_prompt(prompt), params, cache, target, as_json=as_json, otlp_endpoint=otlp_endpoint)
@@ -398,15 +398,17 @@ def _prefix_options(command: Any) -> Any:
         _require("client")
         from quire.cli.administer import Prefix
 
-        given = {name: values.pop(name) for name in ("are_token_ids", "salt", "tokenizer")}
+        given = {name: values.pop(name) for name in ("are_token_ids", "salt", "adapter", "tokenizer")}
         return command(*args, prefix=None if prompt is None else Prefix(_read_prompt(prompt), **given), **values)
 
     return _prompt_options(with_prefix)
 
 
 def _prompt_options(command: Any) -> Any:
-    """Adds how a prompt is to be read, and its salt."""
+    """Adds how a prompt is to be read, its salt and its adapter."""
     decorated = command
+    text = "The adapter of the admissions that it is about: its name, or its identity in hex."
+    decorated = option("--adapter", metavar="NAME", default="", show_default="none", help=text)(decorated)
     text = "The tokenizer. Default: the worker's."
     decorated = option("--tokenizer", metavar="PATH_OR_HUB_ID", help=text)(decorated)
     text = "The salt of the admissions that it is about."
@@ -525,13 +527,14 @@ def reset(
     prompt: str | None,
     are_token_ids: bool,
     salt: str,
+    adapter: str,
     tokenizer: str | None,
     tenant: str | None,
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Remove content from the prefix cache: content that begins with PROMPT, content under a salt, a tenant's, or
-    all.
+    """Remove content from the prefix cache: content that begins with PROMPT, content under a salt or of an adapter, a
+    tenant's, or all.
 
     Only the full blocks of PROMPT count. Running sequences keep their blocks.
 
@@ -539,16 +542,17 @@ def reset(
     Examples:
       quire reset "Once upon a time"
       quire reset --salt s1
+      quire reset --adapter sql
       quire reset --tenant team-a
       quire reset --all
     """
     from quire.cli.administer import Prefix, run_reset
 
-    is_part = prompt is not None or bool(salt) or tenant is not None
+    is_part = prompt is not None or bool(salt or adapter) or tenant is not None
     if is_part == everything:
-        raise click.UsageError("give a scope to reset: PROMPT, --salt or --tenant; or --all")
-    prefix = None if prompt is None else Prefix(_read_prompt(prompt), are_token_ids, salt, tokenizer)
-    run_reset(place, prefix, tenant=tenant, salt=salt or None, as_json=as_json)
+        raise click.UsageError("give a scope to reset: PROMPT, --salt, --adapter or --tenant; or --all")
+    prefix = None if prompt is None else Prefix(_read_prompt(prompt), are_token_ids, salt, tokenizer, adapter)
+    run_reset(place, prefix, tenant=tenant, salt=salt or None, adapter=adapter, as_json=as_json)
 
 
 @quire.command()

@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -28,6 +28,7 @@ from quire.cli.snapshot import (
 )
 from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.adapters import named_adapter
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
@@ -55,6 +56,7 @@ class Target:
     tokenizer    path or hub id; None: the worker's
     credentials  for both services
     speculative  how the engine drafts; None: no drafts
+    adapter      the name of one of the worker's; "": none
     """
 
     cachemgr: str
@@ -63,6 +65,7 @@ class Target:
     tokenizer: str | None = None
     credentials: Credentials = NO_CREDENTIALS
     speculative: SpeculativeConfig | None = None
+    adapter: str = ""
 
 
 def run_generate(
@@ -113,6 +116,8 @@ async def _generate(
             raise UnreachableError(
                 f"the tokenizer at {engine.model.tokenizer} can't be read here: give its path with --tokenizer."
             )
+        if target.adapter:
+            cache = replace(cache, adapter=named_adapter(engine.adapters, target.adapter))
         async with contextlib.aclosing(engine.generate(prompt, params, cache=cache)) as chunks:
             if as_json:
                 completion = complete(tokenizer.encode(prompt), [chunk async for chunk in chunks])

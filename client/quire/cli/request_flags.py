@@ -166,6 +166,7 @@ SECTIONS: Mapping[str, Sequence[Flag]] = {
             default=CACHE_USES[0],
             help="Use of the prefix cache: find prompt blocks in it, and publish them in it.",
         ),
+        option("--adapter", default="", metavar="NAME", help="Compute the request with this adapter of the worker."),
         option("--salt", default="", metavar="TEXT", help="Share prefix blocks only with requests of the same salt."),
         option(
             "--retention",
@@ -215,11 +216,15 @@ def flag_names(values: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def request_of(values: Mapping[str, Any]) -> tuple[SamplingParams, CacheParams]:
-    """Return the parameters that the values of REQUEST_FLAGS describe. Raises InvalidRequest, click.ClickException."""
+    """Return the parameters that the values of REQUEST_FLAGS describe, without the adapter, which the worker names.
+
+    Raises InvalidRequest, click.ClickException.
+    """
     from quire.client.engine.caching import CacheParams, CacheUse, Retention
     from quire.client.engine.sampling import SamplingParams
 
     fields = {_RENAMED.get(name, name): value for name, value in values.items() if name not in _GRAMMARS}
+    del fields["adapter"]
     cache = {name: fields.pop(name) for name in ("salt", "retention", "expected_back_s", "reserve")}
     cache["salt"] = os.fsencode(cache["salt"])
     cache["retention"] = tuple(Retention(*each) for each in cache["retention"])

@@ -221,6 +221,7 @@ class CacheClient:
         *,
         pool: str = "",
         salt: bytes = b"",
+        adapter: bytes = b"",
         ttl_s: float | None = None,
         tenant: str | None = None,
     ) -> pb.PinPrefixResponse:
@@ -229,7 +230,9 @@ class CacheClient:
         tenant None is the caller's. Raises NotFound, OutOfRoom, InvalidRequest, AccessDenied.
         """
         ttl = None if ttl_s is None else _duration_of(ttl_s)
-        request = pb.PinPrefixRequest(pool=pool, token_ids=token_ids, salt=salt, ttl=ttl, tenant=tenant)
+        request = pb.PinPrefixRequest(
+            pool=pool, token_ids=token_ids, salt=salt, adapter=adapter, ttl=ttl, tenant=tenant
+        )
         return await self._call(self._stub.PinPrefix, request)
 
     async def unpin_prefix(self, pin_id: str, *, pool: str = "", tenant: str | None = None) -> None:
@@ -248,13 +251,17 @@ class CacheClient:
         *,
         tenant: str | None = None,
         salt: bytes | None = None,
+        adapter: bytes = b"",
         token_ids: Iterable[int] | None = None,
     ) -> pb.ResetPrefixCacheResponse:
-        """See CacheService.ResetPrefixCache: of the pool, a tenant, a salt, or prompts that begin with tokens.
+        """See CacheService.ResetPrefixCache: of the pool, a tenant, a salt, an adapter, or prompts that begin with
+        tokens.
 
         Raises NotFound, InvalidRequest (also for tokens that are none: they would reset the pool), AccessDenied.
         """
-        request = pb.ResetPrefixCacheRequest(pool=pool, tenant=tenant, salt=salt, token_ids=token_ids or ())
+        request = pb.ResetPrefixCacheRequest(
+            pool=pool, tenant=tenant, salt=salt, adapter=adapter, token_ids=token_ids or ()
+        )
         if token_ids is not None and not request.token_ids:
             raise InvalidRequest.of_field("token_ids", [], "at least a full block of tokens", reason="EMPTY_PROMPT")
         return await self._call(self._stub.ResetPrefixCache, request)
