@@ -91,6 +91,7 @@ UNSHOWN = {
     # For routers, which read them of each gateway.
     "vllm:cache_config_info",
     "vllm:kv_cache_usage_perc",
+    "vllm:lora_requests_info",
 }
 ALERTS = {rule["alert"]: rule for rule in rules("alerts.yml")}
 BOARDS = dashboards()

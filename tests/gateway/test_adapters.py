@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ import model_zoo as zoo
 import pytest
 import text_model
 import transformers
+from click.testing import CliRunner
 from gateway.conftest import MODEL, Gateway, key_lines
 from integration.protocol_client import LeaseHolder, Pair, RefusedError, ask, await_that
 
 from quire.cache.v1 import cache_service_pb2 as pb
+from quire.cli.commands import quire
 from quire.cli.launch import LocalServices
 from quire.client import CacheClient, CacheParams, Engine, EngineConfig, InvalidRequest, SamplingParams
 from quire.compute.v1 import worker_service_pb2
@@ -152,6 +155,28 @@ def test_a_tenant_has_its_adapters_and_others_do_not_exist_for_it(adapted_gatewa
             errors.append((answer.status_code, answer.json()["error"]["message"].replace(name, "NAME")))
         assert errors[0] == errors[1] == (404, f"model 'NAME' is not served here; '{MODEL}', 'first' is")
         assert client.post("/v1/completions", json={**body, "model": "first"}).status_code == 200
+
+
+def test_commands_take_an_adapter_by_its_name(adapted_gateway: Gateway, services: LocalServices) -> None:
+    with client_of(adapted_gateway) as client:
+        complete(client, "first")
+
+    def ask_quire(command: str, *arguments: str) -> dict[str, Any]:
+        scope = ("--tenant", "ops", "--cachemgr", services.cachemgr_address, "--json")
+        result = CliRunner().invoke(quire, [command, *arguments, *scope])
+        assert result.exit_code == 0, result.output
+        answer: dict[str, Any] = json.loads(result.stdout)
+        return answer
+
+    prompt = ("--token-ids", ",".join(map(str, PROMPT)))
+    assert ask_quire("explain", *prompt, "--adapter", "first")["cached_token_count"] == len(PROMPT) - 4
+    assert ask_quire("pin", *prompt, "--adapter", "first")["pinned_token_count"] == len(PROMPT) - 4
+    assert ask_quire("lookup", *prompt, "--adapter", "f" * 64)["matches"][0]["cached_token_count"] == 0
+    assert int(ask_quire("reset", "--adapter", "first")["dropped_block_count"]) > 0
+    assert ask_quire("explain", *prompt, "--adapter", "first")["reason"] == "MISS_REASON_RESET"
+    unknown = CliRunner().invoke(quire, ["reset", "--adapter", "none", "--cachemgr", services.cachemgr_address])
+    assert unknown.exit_code == 2
+    assert "must be one of the worker's" in " ".join(unknown.output.split())
 
 
 def test_what_can_not_be_loaded_is_refused_and_changes_nothing(

@@ -36,3 +36,31 @@ impl Adapters {
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(adapters: &Adapters, adapter: &[u8]) -> Option<Vec<(String, String)>> {
+        match adapters.check(7, adapter) {
+            Err(Failure::Refused(refusal)) => {
+                Some(refusal.metadata.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
+            }
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn an_adapter_is_refused_if_the_worker_says_that_it_has_others() {
+        assert_eq!(refused(&Adapters::default(), b"any"), None);
+        let known = Adapters::known(vec![(vec![1], "one".into()), (vec![2], "two".into())]);
+        assert_eq!(refused(&known, b""), None);
+        assert_eq!(refused(&known, &[2]), None);
+        let metadata = refused(&known, &[3]).expect("it is not there");
+        assert!(metadata.contains(&("sequence_id".into(), "7".into())));
+        assert!(metadata.contains(&("value".into(), "03".into())));
+        let limit = "one of the 2 adapters of the pool's worker, like one (01), two (02)";
+        assert!(metadata.contains(&("limit".into(), limit.into())));
+        assert!(refused(&Adapters::known(Vec::new()), &[3]).is_some());
+    }
+}
