@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.__main__ import main
+from quire.worker.adapters import lora_linear
 from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter
 from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.grant.adapter_users import AdapterUsers
 from quire.worker.grant.decoding import check_adapters
 from quire.worker.grant.errors import Refused
-from quire.worker.memory.step_batch import tokens_of_adapters
+from quire.worker.memory.step_batch import AdapterTokens, tokens_of_adapters
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Outcome
@@ -91,6 +92,37 @@ def test_tokens_are_those_of_merged_weights(model: PagedModel) -> None:
     assert forked == [expected[i] for i in driver.FORKED]
     without = [zoo.generate(plain[""], prompt, NEW_TOKENS) for prompt in driver.make_prompts()]
     assert [tokens == others for tokens, others in zip(found, without, strict=True)] == [not name for name in ADAPTED]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_both_ways_to_add_updates_are_the_formula(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three adapters of several ranks, of which two are in the step; what a token overflows in is its own alone."""
+    monkeypatch.setattr(lora_linear, "MAX_TOKENS_AT_ONCE", 64 if at_once else 0)
+    generator = torch.Generator().manual_seed(5)
+    base, routing = torch.nn.Linear(6, 5).requires_grad_(False), lora_linear.Routing()
+    layer = lora_linear.LoraLinear(base, routing)
+    pairs = {
+        number: (torch.randn(rank, 6, generator=generator), torch.randn(5, rank, generator=generator))
+        for number, rank in ((7, 2), (8, 1), (9, 3))
+    }
+    for number, (a, b) in pairs.items():
+        layer.add(number, a, b)
+    layer.remove(8)
+    layer.add(8, torch.full((1, 6), 3e38), torch.zeros(5, 1))
+    input = torch.randn(1, 4, 6, generator=generator)
+    groups = (AdapterTokens(9, slice(0, 1)), AdapterTokens(7, torch.tensor([1, 3])))
+    with routing.routed(groups, 4):
+        found = layer(input)[0]
+    expected = base(input)[0]
+    for token, number in {0: 9, 1: 7, 3: 7}.items():
+        a, b = pairs[number]
+        expected[token] += b @ a @ input[0, token]
+    torch.testing.assert_close(found, expected)
+    layer.remove(7)
+    layer.remove(8)
+    layer.remove(9)
+    with routing.routed(groups, 4):
+        torch.testing.assert_close(layer(input), base(input))
 
 
 def test_a_sequence_with_an_adapter_comes_back_from_the_host_tier(model: PagedModel) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class AdaptedModel:
         self.routing = Routing()
         self.numbers: dict[bytes, int] = {}
         self._model = model
-        self._layers: dict[bytes, list[LoraLinear]] = {}
+        self._placed: dict[bytes, tuple[int, tuple[str, ...]]] = {}  # the number and the layers of each
         self._next_numbers = itertools.count()
 
     def prepare(self, adapter: Adapter, bounds: AdapterBounds | None = None) -> PreparedAdapter:
@@ -65,19 +66,37 @@ class AdaptedModel:
 
     def add(self, adapter: PreparedAdapter) -> None:
         """Put an adapter into its layers, between two forwards. No effect if its content is there."""
-        if adapter.identity in self.numbers:
-            return
-        number = next(self._next_numbers)
-        layers = self._layers[adapter.identity] = [self._make_adaptable(name) for name in adapter.weights]
-        for layer, (a, b) in zip(layers, adapter.weights.values(), strict=True):
-            layer.add(number, a, b)
-        self.numbers[adapter.identity] = number
+        for part in self.adding(adapter):
+            part()
+
+    def adding(self, adapter: PreparedAdapter) -> list[Callable[[], None]]:
+        """Return the parts of add(), about one for each layer, each to be run between two forwards, in this order.
+
+        Each copies the updates of all adapters of its layer. The adapter has a number when all have run.
+        """
+        identity = adapter.identity
+        if identity in self._placed:
+            return []
+        number, names = self._placed[identity] = next(self._next_numbers), tuple(adapter.weights)
+
+        def add_to(name: str) -> None:
+            self._make_adaptable(name).add(number, *adapter.weights[name])
+
+        return [*(partial(add_to, name) for name in names), partial(self.numbers.__setitem__, identity, number)]
 
     def remove(self, identity: bytes) -> None:
         """Take an adapter out of its layers, between two forwards."""
-        number = self.numbers.pop(identity)
-        for layer in self._layers.pop(identity):
-            layer.remove(number)
+        for part in self.removing(identity):
+            part()
+
+    def removing(self, identity: bytes) -> list[Callable[[], None]]:
+        """Return the parts of remove(), as those of add(). All of adding() have run or are queued before them."""
+        number, names = self._placed.pop(identity)
+
+        def remove_from(name: str) -> None:
+            self._make_adaptable(name).remove(number)
+
+        return [partial(self.numbers.pop, identity), *(partial(remove_from, name) for name in names)]
 
     @contextmanager
     def everywhere(self, identity: bytes) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """Loads and unloads adapters while steps run.
 
     read, compare with the model, convert       on a thread of its own
-    put into the layers                         on the model thread, between two steps
+    put into the layers, one by one             on the model thread, between two steps
     each forward of the self-check              likewise: a step waits for one of them at most
     evict for it, serve its name                on the event loop, at once
 
@@ -106,7 +106,8 @@ class AdapterLoader:
         try:
             evicted = self._find_room(adapter)  # sequences may have come meanwhile
         except Refused:
-            await self._forget(adapter.identity)
+            if not table.has(adapter.identity):
+                self._take_out(adapter.identity)
             raise
         for each in evicted:
             self._remove(each, is_evicted=True)
@@ -130,7 +131,6 @@ class AdapterLoader:
 
     async def _check(self, adapter: PreparedAdapter) -> None:
         """Put an adapter into the layers, and check it there. Raises UnsupportedAdapter; then it is out again."""
-        await self._thread.submit(lambda: self._model.adapters.add(adapter))
         loop = asyncio.get_running_loop()
 
         def between_steps(forward: Callable[[], Tensor]) -> Tensor:
@@ -139,18 +139,21 @@ class AdapterLoader:
 
             return asyncio.run_coroutine_threadsafe(submitted(), loop).result()
 
+        placing = [self._thread.submit(part) for part in self._model.adapters.adding(adapter)]
         try:
+            await asyncio.gather(*placing)
             await asyncio.to_thread(self._model.check_adapter, adapter, run=between_steps)
         except BaseException:
-            await self._forget(adapter.identity)
+            self._take_out(adapter.identity)
             raise
 
-    async def _forget(self, identity: bytes) -> None:
-        if not self._steps.adapters.has(identity):
-            await self._thread.submit(lambda: self._model.adapters.remove(identity))
-
     def _remove(self, name: str, *, is_evicted: bool = False) -> None:
-        """Serve a name no longer. Its weights leave the layers behind the steps that were accepted before."""
+        """Serve a name no longer."""
         identity = self._steps.adapters.remove(name, is_evicted=is_evicted)
         if identity is not None:
-            self._thread.submit(lambda: self._model.adapters.remove(identity))
+            self._take_out(identity)
+
+    def _take_out(self, identity: bytes) -> None:
+        """Take an adapter out of its layers, behind all steps and forwards that were submitted."""
+        for part in self._model.adapters.removing(identity):
+            self._thread.submit(part)
