@@ -24,7 +24,7 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step draws", "step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "control-plane kept-memory", "start", "serve-gpu", "pipeline", "drafts"),
+    *("control-plane worker", "control-plane kept-memory", "start", "serve-gpu", "pipeline", "drafts", "lora"),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -469,3 +469,12 @@ def test_drafts_come_true_where_a_text_is_written_again(tmp_path: Path) -> None:
     assert all(0 <= row["accepted"] <= 1 <= row["tokens_a_step"] <= 9 for row in rows.values())
     assert rows["tiny", "quoted text"]["accepted"] > 0.5, "each byte is a token, and the grammar allows one text"
     assert "asked again" in printed
+
+
+@pytest.mark.night
+def test_adapters_are_measured_beside_their_base(tmp_path: Path) -> None:
+    written, printed = run_quick("lora", tmp_path)
+    [row] = written["rows"]
+    assert row["rank"] == 8
+    assert min(row["base"], row["adapted"], row["processor_part"], *row["parts"]) > 0
+    assert "bytes of the adapters" in printed

@@ -28,6 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "start": (),
     "pipeline": (),
     "drafts": (),
+    "lora": (),
 }
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _RESULTS = Path("build", "bench")
