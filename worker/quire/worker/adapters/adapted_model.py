@@ -93,10 +93,13 @@ class AdaptedModel:
         """Return the parts of remove(), as those of add(). All of adding() have run or are queued before them."""
         number, names = self._placed.pop(identity)
 
+        def forget() -> None:
+            del self.numbers[identity]
+
         def remove_from(name: str) -> None:
             self._make_adaptable(name).remove(number)
 
-        return [partial(self.numbers.pop, identity), *(partial(remove_from, name) for name in names)]
+        return [forget, *(partial(remove_from, name) for name in names)]
 
     @contextmanager
     def everywhere(self, identity: bytes) -> Iterator[int]:

@@ -102,7 +102,8 @@ class LoraLinear(nn.Module):
         self._layout = tuple((number, len(a)) for number, (a, _) in updates.items())
         self._a, self._b = (torch.cat(parts) for parts in zip(*updates.values(), strict=True))
         ranks = [rank for _, rank in self._layout]
-        self._updates = dict(zip(updates, zip(self._a.split(ranks), self._b.split(ranks), strict=True), strict=True))
+        laid_out = zip(torch.split(self._a, ranks), torch.split(self._b, ranks), strict=True)
+        self._updates = dict(zip(updates, laid_out, strict=True))
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.base(input)
