@@ -109,7 +109,8 @@ ENVIRONMENT = {
     "QUIRE_VERIFY": "1",
 }
 CARGO = ["--locked", "--lib", "--profile", "mutant"]
-TEST_CARGO = [*CARGO, "--no-default-features"]
+TEST_CARGO = ["--locked", "--lib", "--no-default-features"]
+"""With the profile of `make test`, which has built the dependencies."""
 BUILD_TIMEOUT_S = 600
 CONTROL_SCHEDULES = 20
 """Without a bug: thousands of them are tests of their own."""
@@ -163,9 +164,9 @@ class Workshop:
         self.crate = folder / "core"
         self.target = folder / "target"
         shutil.copytree(CRATE, self.crate, ignore=shutil.ignore_patterns("target"))
-        built = cargo_target() / "mutant"
-        if built.exists():
-            shutil.copytree(built, self.target / "mutant", ignore=shutil.ignore_patterns("incremental"))
+        for profile in ("mutant", "debug"):
+            if (built := cargo_target() / profile).exists():
+                shutil.copytree(built, self.target / profile, ignore=shutil.ignore_patterns("incremental", "*_core-*"))
 
     def seed(self, seed: Seed) -> None:
         """Puts a bug into the crate in place of the last one. Writes only files that differ: cargo looks at times."""
