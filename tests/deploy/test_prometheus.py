@@ -66,6 +66,10 @@ UNSHOWN = {
     # Of drafts: the engine that sends them decides by its own counts.
     "quire_cache_accepted_draft_tokens_total",
     "quire_cache_drafted_tokens_total",
+    # Of copies of evicted blocks, which are off by default: the hit ratio contains what they find.
+    "quire_cache_blocks_evicted_from_host_total",
+    "quire_cache_blocks_kept_in_host_total",
+    "quire_cache_host_hit_tokens_total",
     # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
     "quire_cache_kept_blocks_evicted_total",
     "quire_cache_prefix_written_tokens_total",

@@ -35,6 +35,7 @@ class HostBlockCounts(NamedTuple):
     free: int
     held: int
     retired: int
+    cached: int = 0
 
 
 class StepOutcome(Enum):
@@ -362,7 +363,7 @@ def host_block_counts(message: pb.PlanStepResponse | pb.PoolStatistics) -> HostB
     counts = message.host_block_counts
     if not message.HasField("host_block_counts"):
         return None
-    return HostBlockCounts(counts.free_count, counts.held_count, counts.retired_count)
+    return HostBlockCounts(counts.free_count, counts.held_count, counts.retired_count, counts.cached_count)
 
 
 def counts_of(ledger: Ledger) -> BlockCounts:

@@ -331,6 +331,10 @@ class Explanation:
         """Number of leading blocks that are found."""
 
     @property
+    def num_in_host(self) -> int:
+        """Of these, the last ones, which are in the host tier."""
+
+    @property
     def missing(self) -> tuple[int, int, bytes] | None:
         """Index, layer group and prefix hash of the block without which no more is found."""
 
@@ -591,6 +595,9 @@ class Inspector:
     def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b"") -> int:
         """Tokens that an admission would find in the cache; takes nothing."""
 
+    def cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b"") -> tuple[int, int]:
+        """The same in the pool, and behind that in the host tier."""
+
     def counts(self) -> bytes:
         """A serialised BlockCounts."""
 
@@ -672,6 +679,9 @@ class Probe:
 
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash of a block."""
+
+    def host_copies(self) -> list[tuple[int, bytes, str, bool]]:
+        """The copies of evicted blocks: host block, prefix hash, tenant, and whether a step in flight copies to it."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""

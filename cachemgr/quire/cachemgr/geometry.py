@@ -41,6 +41,8 @@ class Geometry:
     """The full ones first. Empty: one full group with all layers."""
     max_drafts: int = 0
     """The limit of drafts of a sequence in a step; 0: the worker verifies none."""
+    host_cached_limit: int = 0
+    """The limit of host blocks with copies of evicted blocks; 0: none are made."""
 
     @property
     def max_tokens(self) -> int:

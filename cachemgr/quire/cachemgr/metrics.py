@@ -18,7 +18,7 @@ from quire.serving.interceptor import CallStatistics
 Statistics = dict[str, PoolStatistics]
 """By pool."""
 
-HOST_STATES = ("free", "held", "retired")
+HOST_STATES = ("free", "held", "retired", "cached")
 COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_step_count),
     "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admission_count),
@@ -64,6 +64,18 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     "quire_cache_restores": ("Sequences brought back from the host tier.", lambda pool: pool.restore_count),
     "quire_cache_blocks_offloaded": ("Blocks copied to the host tier.", lambda pool: pool.offloaded_block_count),
     "quire_cache_blocks_restored": ("Blocks copied back from the host tier.", lambda pool: pool.restored_block_count),
+    "quire_cache_blocks_kept_in_host": (
+        "Evicted blocks copied to the host tier, so that they can be found there.",
+        lambda pool: pool.kept_in_host_block_count,
+    ),
+    "quire_cache_blocks_evicted_from_host": (
+        "Copies of evicted blocks that were evicted from the host tier.",
+        lambda pool: pool.evicted_from_host_block_count,
+    ),
+    "quire_cache_host_hit_tokens": (
+        "Tokens of admissions of both kinds that were found in the host tier.",
+        lambda pool: pool.found_in_host_token_count,
+    ),
     "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.allocated_block_count),
     "quire_cache_blocks_evicted": (
         "Blocks that lost their content to make room.",

@@ -270,9 +270,11 @@ def _block_numbers(statistics: pb.PoolStatistics) -> Text:
     if statistics.kept_block_count:
         parts.append(f", {statistics.kept_block_count:,} kept")
     host = statistics.host_block_counts
-    if num_host_blocks := host.free_count + host.held_count + host.retired_count:
+    if num_host_blocks := host.free_count + host.held_count + host.retired_count + host.cached_count:
         used = ratio(num_host_blocks - host.free_count, num_host_blocks)
         parts.append(f"   {statistics.offloaded_sequence_count:,} in the host tier, {format_ratio(used)} full")
+    if host.cached_count:
+        parts.append(f", {host.cached_count:,} cached there")
     return Text.assemble(*parts)
 
 

@@ -447,7 +447,8 @@ class Harness:
         arguments = ["--advertise", self._at(f"{STEPS_LINK}{slot}")]
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
-        arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--max-num-seqs", "16"]
+        arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--host-cache-share", "0.5"]
+        arguments += ["--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         arguments += ["--holder", self._at(HOLDER), "--verify-kept-blocks"] if self.has_holder else []
         return arguments
@@ -717,7 +718,8 @@ class Harness:
             await self._is_attached()
             and not any(tenant.held_block_count or tenant.reserved_block_count for tenant in tenants)
             and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
-            and pool.host_block_counts.free_count == pool.geometry.host_block_count
+            and pool.host_block_counts.free_count + pool.host_block_counts.cached_count
+            == pool.geometry.host_block_count
             and not (pool.lease_count or pool.sequence_count)
             and not (worker.open_lease_count or worker.sequence_count or worker.step_in_flight_count)
             and not worker.unacknowledged_report_count

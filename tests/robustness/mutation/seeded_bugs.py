@@ -870,6 +870,64 @@ BUGS = [
         "what steps in flight compute is lost with an offload",
         ("offload", "step.hand_over(row, heir, num_tokens);", "step.join(row, heir, num_tokens);"),
     ),
+    rust(
+        "host tier",
+        "a copy of an evicted block makes room while a step copies it back",
+        ("bring_back", "self.host.begin_use(&copies); self.step.host_holds.push(copies);", "drop(copies);"),
+    ),
+    rust(
+        "host tier",
+        "a copy of an evicted block is found before the step that makes it has ended",
+        ("keep_evicted", "self.step.host_arriving.push(copy);", "self.host.arrive(&[copy]);"),
+    ),
+    rust(
+        "host tier",
+        "a copy is found that the step of a fenced lease may not have made",
+        ("close_lease", "self.host.drop_copies(&step.host_arriving);", ""),
+    ),
+    rust(
+        "host tier",
+        "a sequence is offloaded to a host block that is still found as a copy of an evicted block",
+        ("allocate", "self.evict(copy);", "self.free.push(copy);"),
+    ),
+    rust(
+        "host tier",
+        "a copy is found by the hash of the block before it",
+        ("lose", "Evicted { block, hash: *hash,", "Evicted { block, hash: self.index.origin(block).parent,"),
+    ),
+    rust(
+        "host tier",
+        "a copy behind a block that is gone is found",
+        (
+            "find",
+            "self.index.find(hashes).into_iter().map(|number| number - 1).collect()",
+            "hashes.iter().filter_map(|hash| Some(self.index.lookup(hash)? - 1)).collect()",
+        ),
+    ),
+    rust(
+        "host tier",
+        "a reset forgets the copies of evicted blocks",
+        (
+            "withhold_for",
+            "self.host.begin_reset(tenant, self.pool.records.journal.num_changes());",
+            "",
+        ),
+    ),
+    rust(
+        "host tier",
+        "a block is copied to the host tier when it is evicted during the reset that is about it",
+        ("begin_reset", "self.reset_at[tenant as usize] = num_changes;", "let _ = num_changes;"),
+    ),
+    rust(
+        "host tier",
+        "a sequence publishes a copy from the host tier that a reset was about",
+        ("withhold", "self.cache_use.writes() && num_computed > self.num_published", "num_computed > self.num_tokens"),
+    ),
+    rust(
+        "host tier",
+        "a released sequence publishes a block from the host tier that a fork writes on",
+        ("forget_claims", "table.get_mut(row).limit_computed(index * block_size);", ""),
+    ),
     # -- request ids
     rust(
         "request ids",

@@ -130,6 +130,7 @@ class Cluster:
             block_size=features.block_size,
             num_blocks=features.num_blocks,
             num_host_blocks=features.num_host_blocks,
+            host_cache_share=features.host_cache_share,
             max_num_seqs=features.max_num_seqs,
             max_step_tokens=features.max_step_tokens,
             mean_step_s=features.step_s,

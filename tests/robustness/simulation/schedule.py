@@ -79,6 +79,7 @@ class Features:
     block_size: int = 4
     num_blocks: int = 80
     num_host_blocks: int = 0
+    host_cache_share: float = 0.0
     max_num_seqs: int = 8
     max_step_tokens: int = 48
     runs_ahead: bool = False
@@ -120,6 +121,7 @@ class Features:
             f"policy: {self.policy}",
             *(name.replace("_", " ") for name in flags if getattr(self, name)),
             *(["host tier"] if self.num_host_blocks else []),
+            *(["copies of evicted blocks"] if self.host_cache_share else []),
             *(["small windows"] if self.window_bytes < WINDOW_BYTES else []),
             *(["late answers"] if self.call_timeout_s > 1.0 else []),
             *([f"{self.num_ranks} ranks"] if self.num_ranks > 1 else []),
@@ -184,11 +186,14 @@ def draw_features(generator: random.Random) -> Features:
     block_size = generator.choice((2, 4, 4, 8))
     num_groups = 2 if model in (ModelKind.BOTH, ModelKind.CHUNKS) else 1
     least = num_groups * -(-66 // block_size) + 2
+    num_blocks = least + int(least * generator.choice((0.0, 0.3, 1.0, 3.0)))
+    num_host_blocks = generator.choice((0, 0, least, 3 * least))
     return Features(
         model=model,
         block_size=block_size,
-        num_blocks=least + int(least * generator.choice((0.0, 0.3, 1.0, 3.0))),
-        num_host_blocks=generator.choice((0, 0, least, 3 * least)),
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        host_cache_share=0.5 if num_host_blocks == least else 0.0,
         max_num_seqs=generator.choice((3, 8, 16)),
         max_step_tokens=generator.choice((8, 16, 48, 256, 256)),
         runs_ahead=generator.random() < 0.5,

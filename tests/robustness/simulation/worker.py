@@ -68,6 +68,7 @@ class WorkerSettings:
     block_size: int = 4
     num_blocks: int = 24
     num_host_blocks: int = 0
+    host_cache_share: float = 0.0
     max_num_seqs: int = 8
     max_step_tokens: int = 64
     max_draft_tokens: int = 8
@@ -287,6 +288,7 @@ def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:
         num_blocks=settings.num_blocks,
         kv_cache_memory_bytes=None,
         host_memory_bytes=0,
+        host_cache_share=settings.host_cache_share,
         holder=None,
         verify_kept_blocks=False,
         memory_share=None,

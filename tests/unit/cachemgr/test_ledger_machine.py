@@ -410,6 +410,8 @@ class BookStep:
     touched: set[int]
     num_released: int
     host_touched: set[int] = field(default_factory=set)
+    arriving: dict[int, tuple] = field(default_factory=dict)
+    """Host blocks to which it copies evicted blocks, with tag and tokens, as long as no reset was about these."""
     is_doomed: bool = False
     let_go: list[int] = field(default_factory=list)
     """Blocks that left a table while it was the last step in flight."""
@@ -491,6 +493,11 @@ class Books:
         """By id."""
         self.sealed: set[int] = set()
         self.lru: list[int] = []
+        self.copies: dict[int, tuple] = {}
+        """Tag and tokens of the evicted blocks that can be found in the host tier, by host block."""
+        self.published_at: dict[int, int] = {}
+        self.reset_at: dict[int, int] = {}
+        """By tenant: content that was published before is not copied to the host tier any more."""
         self.new: set[int] = set()
         """Blocks that were published since a reset was begun."""
         self.generations: Counter[int] = Counter()
@@ -537,8 +544,14 @@ class Books:
         assert len(set(held)) == len(held), "a host block is of two sequences"
         steps = [step for lease in self.leases.values() for step in lease.steps]
         touched = set(self.host_touched_now).union(*(step.host_touched for step in steps))
-        state = lambda block: "held" if block in held else "retired" if block in touched else "free"  # noqa: E731
-        return {block: state(block) for block in range(self.geometry.num_host_blocks)}
+        assert not set(held) & self.copies.keys(), "a host block is of a sequence, and a copy of an evicted block"
+        states = dict.fromkeys(range(self.geometry.num_host_blocks), "free")
+        states |= dict.fromkeys(touched, "retired") | dict.fromkeys(self.copies, "cached") | dict.fromkeys(held, "held")
+        return states
+
+    def evictable_copies(self) -> set[int]:
+        steps = [step for lease in self.leases.values() for step in lease.steps]
+        return self.copies.keys() - set(self.host_touched_now).union(*(step.host_touched for step in steps))
 
     def rest(self) -> None:
         """After every event: what became evictable goes to the recent end, in the order of release."""
@@ -760,6 +773,7 @@ class Books:
         (key,) = [key for key, b in self.index.items() if b == block]
         del self.index[key]
         self.evicted += 1
+        self.evicted_now.append((block, key[1:]))
         lost = self.groups[key[0]]
         for number, group in enumerate(self.groups):
             if (lost == FULL or group == lost) and (number, *key[1:]) in self.index:
@@ -785,10 +799,22 @@ class Books:
     # resets
 
     def withhold(self, tags: Collection[int]) -> None:
-        """Sequences in the host tier will not publish their computed blocks."""
+        """Sequences in the host tier, and those that have come from there or got copies from there, will not publish
+        their computed blocks. The copies of the tenants are dropped."""
         for sequence in (s for lease in self.leases.values() for s in lease.sequences.values()):
-            if sequence.host is not None and sequence.tag in tags:
-                sequence.withheld = sequence.computed // self.size
+            computed = min(sequence.computed, sequence.known) // self.size
+            if sequence.tag not in tags:
+                continue
+            if sequence.host is not None:
+                sequence.withheld = computed
+            elif sequence.cache_use is not CacheUse.NONE and computed > sequence.published:
+                sequence.withheld = sequence.published = computed
+        tenants = {tag // len(NAMESPACES) for tag in tags}
+        is_left = lambda prefix: prefix[0] // len(NAMESPACES) not in tenants  # noqa: E731
+        self.copies = {block: prefix for block, prefix in self.copies.items() if is_left(prefix)}
+        for step in (step for lease in self.leases.values() for step in lease.steps):
+            step.arriving = {block: prefix for block, prefix in step.arriving.items() if is_left(prefix)}
+        self.reset_at |= dict.fromkeys(tenants, next(self.ticks))
 
     def begins_with(self, prefix: tuple, stem: tuple) -> bool:
         """True if content continues the stem, or if a block between them is gone."""
@@ -849,6 +875,7 @@ class Books:
         self.expected_restores: list[tuple[int, int]] = []
         self.expected_passes: list[tuple[int, int, int]] = []
         self.expected_written: list[int] = []
+        self.evicted_now: list[tuple[int, tuple]] = []
         self.leasts: list[int] = []
         """The least positions that the items with a position out of range name."""
         self.touched_now, self.host_touched_now = set(), set()
@@ -893,6 +920,7 @@ class Books:
         tables = [table for sequence in lease.sequences.values() for table in sequence.tables]
         self.step.touched = {block for table in tables for block in held(table)} | self.touched_now
         in_host = {block for s in lease.sequences.values() for blocks in s.host or () for block in blocks}
+        self.keep_evicted()
         self.step.host_touched = in_host | self.host_touched_now
         self.touched_now = self.host_touched_now = frozenset()
         lease.steps.append(self.step)
@@ -969,15 +997,20 @@ class Books:
         end, states = max(1, self.num_blocks_for(old.scheduled)), self.host_states()
         sources = [held(table[:end]) for table in old.tables]
         count = sum(map(len, sources))
-        if count > sum(state == "free" for state in states.values()):
+        num_free, evictable = sum(state == "free" for state in states.values()), self.evictable_copies()
+        if count > num_free + len(evictable):
             return Reason.OUT_OF_HOST_BLOCKS
         copies, self.writes.offloads = self.writes.offloads[:count], self.writes.offloads[count:]
         assert [source for source, _ in copies] == [block for blocks in sources for block in blocks]
         targets = iter([target for _, target in copies])
         host = [list(itertools.islice(targets, len(blocks))) for blocks in sources]
         for _, block in copies:
-            assert states[block] == "free", f"host block {block} handed out, {states[block]}"
+            is_there = states[block] == "free" or block in evictable
+            assert is_there, f"host block {block} handed out, {states[block]}"
+            self.copies.pop(block, None)
             self.generations[-1 - block] += 1
+        num_evicted = sum(states[block] == "cached" for _, block in copies)
+        assert num_evicted == max(0, count - num_free), "a copy was evicted while a host block was free"
         tables = [[0] * num_passed(table) for table in old.tables]
         heir = replace(old, tables=tables, published=0, sampled_at=None, host=host, promised=0)
         is_dropped = lambda block: block in self.sealed and block not in self.index.values()  # noqa: E731
@@ -993,6 +1026,32 @@ class Books:
         self.touched_now = {*self.touched_now, *blocks}
         self.drop(blocks, [self.step])
         return None
+
+    def keep_evicted(self) -> None:
+        """The blocks that this plan has evicted are copied to the host tier, where there is room for a copy."""
+        most = self.geometry.host_cached_limit
+        for block, prefix in self.evicted_now if most else ():
+            states, evictable = self.host_states(), self.evictable_copies()
+            states |= dict.fromkeys(self.step.arriving, "retired")
+            tenant = prefix[0] // len(NAMESPACES)
+            source, target = self.writes.offloads[0] if self.writes.offloads else (0, 0)
+            if prefix in self.copies.values() or self.published_at[block] <= self.reset_at.get(tenant, -1):
+                assert source != block, f"block {block} was copied to the host tier, which has it or must not"
+                continue
+            steps = [self.step, *(step for lease in self.leases.values() for step in lease.steps)]
+            num_copies = len(self.copies) + sum(len(step.arriving) for step in steps)
+            is_room = num_copies < most and "free" in states.values()
+            if source != block:
+                has_floors = any(share.floor for share in self.shares)
+                assert not is_room, f"block {block} was evicted and not copied to the host tier"
+                assert has_floors or not evictable, f"no copy was evicted for that of block {block}"
+                continue
+            self.writes.offloads.pop(0)
+            assert states[target] == "free" if is_room else target in evictable, f"a copy to host block {target}"
+            self.copies.pop(target, None)
+            self.generations[-1 - target] += 1
+            self.step.arriving[target] = prefix
+            self.host_touched_now = {*self.host_touched_now, target}
 
     def restore(self, restore: Restore, reserve: int) -> Reason | int:
         sequence = self.lease.sequences.get(restore.seq_id)
@@ -1229,8 +1288,8 @@ class Books:
                 tables = run.sequence.tables if run.sequence.released else ()
                 for table in (table for table in tables if block in table):
                     covers = table.index(block) * self.size
-                    if covers < run.covers:
-                        run.covers = covers
+                    run.covers = min(run.covers, covers)
+                    run.sequence.computed = min(run.sequence.computed, covers)
 
     def run(self, sequence: BookSequence, count: int, *, given: bool) -> None:
         start, end = sequence.scheduled, sequence.scheduled + count
@@ -1277,7 +1336,9 @@ class Books:
             return Reason.TOKEN_BUDGET_SPENT
         tag = tenant * len(NAMESPACES) + NAMESPACES.index((admission.salt, admission.adapter))
         length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
-        cached = length * self.size
+        prefixes = self.prefixes(tag, tokens, len(tokens) - 1) if admission.cache_use is CacheUse.READ_AND_WRITE else []
+        copies = self.find_copies(prefixes[length:]) if length == published else []
+        cached = (length + len(copies)) * self.size
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         ends = self.ends_of_tables(len(tokens), cached + count)
         found = [block for table in tables for block in held(table)]
@@ -1289,16 +1350,18 @@ class Books:
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
         is_written = admission.cache_use is not CacheUse.NONE
-        unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length:]
+        unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length + len(copies) :]
         is_new = lambda prefix: any((number, *prefix) not in self.index for number in range(len(self.groups)))  # noqa: E731
         self.expected_written.append(self.size * sum(map(is_new, unfound)))
+        self.host_touched_now = {*self.host_touched_now, *copies}
         tables = self.take_blocks(admission.seq_id, tables, ends, tenant)
+        self.expected_restores += zip(copies, tables[0][length:], strict=False)
         sequence = BookSequence(
             admission.seq_id,
             tag,
             [Token(value) for value in tokens],
             tables,
-            computed=published * self.size,
+            computed=(published + len(copies)) * self.size,
             scheduled=cached,
             published=published,
             reserved_tokens=admission.reserved_tokens,
@@ -1343,6 +1406,11 @@ class Books:
                 table.append(block)
             length += 1
         return length, published, tables
+
+    def find_copies(self, prefixes: list[tuple]) -> list[int]:
+        """The host blocks with the first of these, as far as there are any."""
+        found = {prefix: block for block, prefix in self.copies.items()}
+        return [found[prefix] for prefix in itertools.takewhile(found.__contains__, prefixes)]
 
     def pending(self) -> dict[tuple, int]:
         """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first. It is 0
@@ -1391,6 +1459,9 @@ class Books:
                 sequence.scheduled, sequence.num_drafts = sequence.computed, 0
                 if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
                     sequence.sampled_at = None
+        for block, prefix in step.arriving.items():
+            if prefix not in self.copies.values():
+                self.copies[block] = prefix
         self.promise(*lease.sequences.values())
         self.rest()
 
@@ -1423,6 +1494,7 @@ class Books:
         if standing == block:
             self.sealed.add(block)
             self.new.add(block)
+            self.published_at[block] = next(self.ticks)
         elif not sequence.released and self.num_parked([standing]) <= self.num_room() - self.num_promised():
             sequence.tables[number][index] = standing
             lease.changes.append((sequence, number, index))
@@ -1491,6 +1563,8 @@ class LedgerMachine(RuleBasedStateMachine):
     policy = "lru"
     keeps = False
     """True if half of the admissions have breakpoints, at least."""
+    is_tiered = False
+    """True if evicted blocks are copied to the host tier, and sequences come and go."""
 
     @initialize(
         groups=st.sampled_from(LAYER_GROUPS),
@@ -1510,6 +1584,7 @@ class LedgerMachine(RuleBasedStateMachine):
         keeping=st.sampled_from([0.0, 0.5, 0.8]),
         keep_limits=st.sampled_from([(None, None), (3, 2), (None, 1), (0, 4)]),
         speculating=st.sampled_from([0.3, 0.0, 0.8]),
+        num_copies=st.sampled_from([12, 3, 0, 1]),
     )
     def start(
         self,
@@ -1530,10 +1605,14 @@ class LedgerMachine(RuleBasedStateMachine):
         keeping,
         keep_limits,
         speculating,
+        num_copies,
     ):
         if self.keeps:
             groups, keeping, expecting, max_sequences = (FULL,), max(keeping, 0.5), 0.0, 8
             num_usable, max_tokens, reserving = max(num_usable, 6), 24, 0.0
+        if self.is_tiered:
+            groups, keeping, expecting, max_sequences, max_tokens, reserving = (FULL,), 0.0, 0.0, 8, 24, 0.0
+            num_usable, num_host, num_copies = max(num_usable, 5), max(num_host, 6), max(num_copies, 3)
         num_usable += 3 * (len(groups) - 1)
         num_host += 3 * (len(groups) - 1) * (num_host > 0)
         self.geometry = Geometry(
@@ -1548,6 +1627,7 @@ class LedgerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host,
             layer_groups=groups,
             max_drafts=MAX_DRAFTS,
+            host_cached_limit=min(num_copies, num_host) if groups == (FULL,) else 0,
         )
         self.epoch = EPOCH
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
@@ -1607,7 +1687,7 @@ class LedgerMachine(RuleBasedStateMachine):
         drafts: dict[int, list[int]] = {}
         for _ in range(num_items):
             weights = [8, 2 if len(ids) < 3 else 4, 2, 3, 3 if len(ids) < 3 else 1, 2, 1 + 3 * len(away)]
-            if self.keeps:
+            if self.keeps or self.is_tiered:
                 weights[1], weights[4] = 6, 9
             kinds = ["extend", "release", "trim", "fork", "admit", "offload", "restore"]
             kind = rng.choices(kinds, weights)[0] if ids else "admit"
@@ -1635,6 +1715,11 @@ class LedgerMachine(RuleBasedStateMachine):
                 tenant = rng.randrange(len(TENANTS)) if rng.random() < self.naming else None
                 tokens = self.prompt(book, rng)
                 cache_use = rng.choices([*CacheUse], [6, 1, 2])[0]
+                if self.books.copies and rng.random() < 0.6:
+                    tag, *tokens = rng.choice(sorted(self.books.copies.values()))
+                    tokens.append(rng.randrange(VOCAB))
+                    tenant, (salt, adapter) = tag // len(NAMESPACES), NAMESPACES[tag % len(NAMESPACES)]
+                    tenant = None if tenant == book.tenant else tenant
                 admissions.append(
                     Admission(
                         new_id,
@@ -2009,6 +2094,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert numbers == (len(left), num_findable - len(left))
         if len(left) < num_findable:
             self.lose_to_reset(left)
+        books.copies = {}
         books.drafted = books.accepted = books.written = books.evicted = books.allocated = 0
         self.worker.lose_all_but_memory()
         self.clients = {slot: client for slot, client in self.clients.items() if client.is_open}
@@ -2129,12 +2215,12 @@ class LedgerMachine(RuleBasedStateMachine):
         number = rng.randrange(len(NAMESPACES))
         tokens = self.prompt(book, rng)
         prefixes = self.books.prefixes(tenant * len(NAMESPACES) + number, tokens, len(tokens) - 1)
-        expected = self.books.longest_hit(prefixes)[0] * self.geometry.block_size
+        length = self.books.longest_hit(prefixes)[0]
+        num_blocks = (length, len(self.books.find_copies(prefixes[length:])))
+        expected = tuple(num * self.geometry.block_size for num in num_blocks)
         before = state_of(self.ledger)
         salt, adapter = NAMESPACES[number]
-        found = self.ledger.inspector.num_cached_tokens(
-            pack(tokens), salt=salt, adapter=adapter, tenant=TENANTS[tenant]
-        )
+        found = self.ledger.inspector.cached_tokens(pack(tokens), salt=salt, adapter=adapter, tenant=TENANTS[tenant])
         assert (found, state_of(self.ledger)) == (expected, before)
 
     # what holds after every rule
@@ -2161,8 +2247,9 @@ class LedgerMachine(RuleBasedStateMachine):
             sum(state is s for s in states.values()) for state in BlockState
         )
         host_states = Counter(books.host_states().values())
-        host_counts = host_counts_of(ledger) or (0, 0, 0)
-        assert tuple(host_counts) == (host_states["free"], host_states["held"], host_states["retired"])
+        host_counts = host_counts_of(ledger) or (0, 0, 0, 0)
+        assert tuple(host_counts) == tuple(host_states[state] for state in ("free", "held", "retired", "cached"))
+        self.copies_agree()
         reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
         assert statistics_of(ledger).reserved_block_count == reserved
         statistics = statistics_of(ledger)
@@ -2173,6 +2260,19 @@ class LedgerMachine(RuleBasedStateMachine):
         self.parked_blocks_agree()
         for lease_id, book in books.leases.items():
             self.sequences_agree(lease_id, book.sequences)
+
+    def copies_agree(self):
+        """The copies of evicted blocks, and what they hold."""
+        size, steps = self.geometry.block_size, [s for lease in self.books.leases.values() for s in lease.steps]
+        expected = [(block, prefix, False) for block, prefix in self.books.copies.items()]
+        expected += [(block, prefix, True) for step in steps for block, prefix in step.arriving.items()]
+        assert sorted(self.ledger.probe.host_copies()) == sorted(
+            (block, hash_of(prefix, size), TENANTS[prefix[0] // len(NAMESPACES)], is_arriving)
+            for block, prefix, is_arriving in expected
+        )
+        for block, prefix in self.books.copies.items():
+            ends = range(len(prefix) - size + 1, len(prefix) + 1)
+            assert self.worker.host_slots[block] == [(0, *prefix[:end]) for end in ends], "a copy holds something else"
 
     def tenants_agree(self):
         for use in self.ledger.inspector.tenants():
@@ -2261,7 +2361,8 @@ class LedgerMachine(RuleBasedStateMachine):
         counts = counts_of(self.ledger)
         assert counts.free + counts.cached == self.geometry.num_blocks - 1
         assert self.ledger.probe.num_rows() == 0
-        assert (host_counts_of(self.ledger) or (0, 0, 0))[0] == self.geometry.num_host_blocks
+        free, _, _, cached = host_counts_of(self.ledger) or (0, 0, 0, 0)
+        assert free + cached == self.geometry.num_host_blocks
         statistics = statistics_of(self.ledger)
         assert (statistics.evicted_block_count, statistics.allocated_block_count) == (
             self.books.evicted,
@@ -2286,6 +2387,17 @@ class KeepingMachine(LedgerMachine):
     keeps = True
 
 
+class TieredMachine(LedgerMachine):
+    """With copies of evicted blocks in the host tier."""
+
+    is_tiered = True
+
+    def follow(self, client, rng):
+        super().follow(client, rng)
+        if rng.random() < 0.5:
+            self.do_catch_up(client)
+
+
 def configured(num_examples: int) -> settings:
     return settings(
         max_examples=num_examples,
@@ -2303,6 +2415,14 @@ TestDefaultPolicyMachine = DefaultPolicyMachine.TestCase
 TestDefaultPolicyMachine.settings = configured(max(1, NUM_EXAMPLES // 4))
 TestKeepingMachine = KeepingMachine.TestCase
 TestKeepingMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
+
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
+
+
+@pytest.mark.night
+class TestTieredMachineForLong(TieredMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_NIGHT // 2)
 
 
 @pytest.mark.night

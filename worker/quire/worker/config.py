@@ -54,6 +54,8 @@ class WorkerConfig:
     deterministic: bool
     products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
+    host_cache_share: float = 0.0
+    """The part of the host tier for copies of evicted blocks, 0 to 1."""
     lora: tuple[tuple[str, Path], ...] = ()
     """The adapters: name and folder."""
     max_loras: int = 16
@@ -76,6 +78,8 @@ class WorkerConfig:
             return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
         if self.verify_kept_blocks and self.holder is None:
             return "--verify-kept-blocks needs --holder."
+        if self.host_cache_share and not self.host_memory_bytes:
+            return "--host-cache-share needs --host-memory."
         if self.lora and (conflict := self.adapter_conflict or self._lora_conflict()) is not None:
             return conflict
         if not self.deterministic:

@@ -130,6 +130,15 @@ OWN_FLAGS: list[Flag] = [
         help="Memory of this machine for the blocks of preempted sequences, like 16G; pinned on a GPU.",
     ),
     option(
+        "--host-cache-share",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        show_default="0: none",
+        metavar="FRACTION",
+        help="The part of --host-memory that copies of evicted blocks may have: prompts find them there. Preempted "
+        "sequences come first.",
+    ),
+    option(
         "--holder",
         type=UNIX_ADDRESS,
         show_default="the pool ends with the worker",

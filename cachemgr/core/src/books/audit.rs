@@ -123,7 +123,8 @@ impl Audit<'_> {
         let held = self.sequences().filter_map(|sequence| sequence.in_host.as_deref());
         let holders = occurrences(&blocks, held.map(|tables| &tables.blocks[..]));
         let steps = occurrences(&blocks, self.leases.steps().flat_map(|step| &step.host_holds).map(Vec::as_slice));
-        self.host.audit(&holders, &steps, wrong);
+        let arriving = occurrences(&blocks, self.leases.steps().map(|step| &step.host_arriving[..]));
+        self.host.audit(&holders, &steps, &arriving, wrong);
         for sequence in self.sequences() {
             let Some(in_host) = &sequence.in_host else { continue };
             let (num_host_blocks, num_blocks) = (in_host.blocks.len(), sequence.blocks().count());
@@ -429,7 +430,10 @@ mod tests {
                 },
                 &["3 rows counted in the worker, 2 are taken"],
             ),
-            (|bench| drop(bench.0.host.allocate(1).unwrap()), &["host block 0 is held, and of 0 sequences"]),
+            (
+                |bench| drop(bench.0.host.allocate(1, bench.0.pool.accounts()).unwrap()),
+                &["host block 0 is held, and of 0 sequences"],
+            ),
             (|bench| step(bench, 1).host_holds.push(vec![5]), &["host block 5 is held by 1 steps and has 0 holds"]),
             (
                 |bench| {
@@ -656,7 +660,7 @@ mod tests {
             |bench| assert_eq!(bench.0.pool.publish(&[5; 32], 1), 1),
             |bench| bench.0.open_lease("c", b"", 30.0),
             |bench| drop(bench.offload(1)),
-            |bench| drop(bench.0.host.allocate(1).unwrap()),
+            |bench| drop(bench.0.host.allocate(1, bench.0.pool.accounts()).unwrap()),
             |bench| bench.sequence(1).num_writable += 1,
             |bench| bench.sequence(2).sampled_position = None,
             |bench| bench.sequence(2).num_cached = 1,

@@ -26,6 +26,9 @@ pub struct Counters {
     pub restores: u64,
     pub offloaded_blocks: u64,
     pub restored_blocks: u64,
+    /// Evicted blocks that were copied to the host tier, and tokens that admissions found there.
+    pub kept_in_host_blocks: u64,
+    pub found_in_host_tokens: u64,
     /// Tokens with keys and values that reported steps computed, and tokens that these steps added to sequences.
     pub computed_tokens: u64,
     pub generated_tokens: u64,

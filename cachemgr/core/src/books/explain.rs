@@ -17,6 +17,8 @@ pub struct Explanation {
     pub num_blocks: usize,
     /// Number of leading blocks that an admission would find.
     pub num_found: usize,
+    /// Of these, the last ones, which are in the host tier.
+    pub num_in_host: usize,
     /// Index, layer group and prefix hash of the block without which no more is found.
     pub missing: Option<(usize, Group, Hash)>,
     pub miss: Miss,
@@ -42,11 +44,16 @@ impl Books {
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
         let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
         let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
-        let num_found = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
-        let num_blocks = hashes.len();
-        let Some((index, group)) = prefix.first_missing() else {
-            return Explanation { num_blocks, num_found, missing: None, miss: Miss::None, num_stranded: 0 };
-        };
+        let num_in_pool = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
+        let num_in_host = self.host.copies().find(&hashes[num_in_pool..num_usable]).len();
+        let (num_blocks, num_found) = (hashes.len(), num_in_pool + num_in_host);
+        let is_all_found =
+            Explanation { num_blocks, num_found, num_in_host, missing: None, miss: Miss::None, num_stranded: 0 };
+        let Some((index, group)) = prefix.first_missing() else { return is_all_found };
+        let index = index + self.host.copies().find(&hashes[index..]).len();
+        if index == num_blocks {
+            return is_all_found;
+        }
         let missing = hashes[index];
         let is_known = |hash: &&Hash| self.pool.index().lookup(&identity(hash, group)).is_some();
         let num_stranded = hashes[index + 1..].iter().filter(is_known).count();
@@ -58,7 +65,7 @@ impl Books {
             let asked = Asked { tokens, root: &root, adapter: &namespace.adapter, tenant: self.tenants.find(tenant) };
             self.explainer().explain(&asked, &missing, group, with_other_tenants)
         };
-        Explanation { num_blocks, num_found, missing: Some((index, group, missing)), miss, num_stranded }
+        Explanation { missing: Some((index, group, missing)), miss, num_stranded, ..is_all_found }
     }
 
     fn explainer(&self) -> Explainer<'_> {

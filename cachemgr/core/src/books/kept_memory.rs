@@ -30,6 +30,7 @@ impl Books {
     /// step 1, leases that had ended are removed. All counters begin at 0. Cost: O(blocks + sequences).
     pub fn begin_epoch(&mut self, whole: &[u8], now: f64) -> Result<CarriedOver> {
         self.empty_leases()?;
+        self.host.begin_epoch();
         let findable = |block: &BlockId| self.pool.index().is_findable(*block);
         let findable: Vec<BlockId> = (1..self.geometry.num_blocks as BlockId).filter(findable).collect();
         let dropped: Vec<BlockId> = findable.iter().copied().filter(|block| !has(whole, *block)).collect();

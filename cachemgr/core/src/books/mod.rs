@@ -48,7 +48,7 @@ use crate::cache::advice::millis;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, Namespace};
+use crate::cache::prefix::{BlockId, Namespace, chain_hashes, root_hash};
 use crate::cache::tenants::{TenantId, Tenants, beginning_of};
 use crate::errors::{Refusal, Result};
 
@@ -82,9 +82,10 @@ impl Books {
     pub fn with_policy(geometry: Geometry, policy: Policy) -> Books {
         let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
         let pool = BlockPool::new(geometry.num_blocks, &geometry.groups, policy);
+        let most_copies = geometry.most_host_copies();
         let mut books = Books {
-            pool,
-            host: HostPool::new(geometry.num_host_blocks),
+            pool: if most_copies > 0 { pool.noting_evicted() } else { pool },
+            host: HostPool::new(geometry.num_host_blocks, most_copies),
             geometry,
             table: SequenceTable::default(),
             leases: Leases::default(),
@@ -155,6 +156,7 @@ impl Books {
             return Ok(());
         };
         for step in &lease.in_flight {
+            self.host.drop_copies(&step.host_arriving); // nobody knows if the step ran
             finish(step, &mut self.pool, &mut self.host, &mut self.table)?;
         }
         for row in self.rows_in_order(&lease) {
@@ -228,7 +230,8 @@ impl Books {
         let num_tokens = admission.tokens.len();
         let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
         let hit = find_cached(looked_up, &admission.namespace, tenant, pool.index(), geometry);
-        let num_cached_tokens = hit.num_blocks * geometry.block_size;
+        let num_in_host = self.num_in_host(looked_up, &admission.namespace, tenant, hit.num_blocks);
+        let num_cached_tokens = (hit.num_blocks + num_in_host) * geometry.block_size;
         let num_parked = pool.num_parked(&hit.blocks());
         let num_left = num_tokens - num_cached_tokens.min(num_tokens);
         let most = if admission.max_compute > 0 { num_left.min(admission.max_compute) } else { num_left };
@@ -249,6 +252,9 @@ impl Books {
         if first == 0 {
             self.pins.drop_all(&mut self.pool)?;
             self.table.withhold(self.leases.rows(), None, None, self.geometry.block_size);
+            for tenant in 0..self.tenants.len() as TenantId {
+                self.host.begin_reset(tenant, self.pool.records.journal.num_changes());
+            }
         }
         let caller = self.pool.records.callers.enter(by);
         Ok(self.pool.drop_cached(first, end, now, caller))
@@ -318,7 +324,26 @@ impl Books {
 
     /// Tokens that an admission would find in the cache; takes nothing.
     pub fn num_cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> usize {
-        find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry).num_blocks * self.geometry.block_size
+        self.cached_tokens(tokens, namespace, tenant).iter().sum()
+    }
+
+    /// The same in the pool, and behind that in the host tier.
+    pub fn cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> [usize; 2] {
+        let num_blocks = find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry).num_blocks;
+        let num_in_host = self.num_in_host(tokens, namespace, tenant, num_blocks);
+        [num_blocks, num_in_host].map(|num_blocks| num_blocks * self.geometry.block_size)
+    }
+
+    /// Blocks of a prompt that an admission would find in the host tier, behind so many in the pool.
+    fn num_in_host(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8], num_in_pool: usize) -> usize {
+        if !self.host.copies().are_made() {
+            return 0;
+        }
+        let num_usable = tokens.len().saturating_sub(1).min(self.geometry.max_tokens());
+        let mut hashes = Vec::new();
+        let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
+        chain_hashes(root, &tokens[..num_usable], self.geometry.block_size, &mut hashes);
+        self.host.copies().find(&hashes[num_in_pool..]).len()
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -357,6 +382,7 @@ pub(crate) fn finish(
     table: &mut SequenceTable,
 ) -> Result<()> {
     step.holds.iter().try_for_each(|blocks| pool.end_holds(blocks))?;
+    host.arrive(&step.host_arriving);
     step.host_holds.iter().try_for_each(|blocks| host.end_holds(blocks))?;
     step.released_rows.iter().for_each(|row| drop(table.leave(*row)));
     Ok(())
@@ -394,6 +420,7 @@ pub(crate) mod tests {
             block_size: 2,
             num_blocks: num_usable + 1,
             num_host_blocks: 6,
+            host_cached_limit: 0,
             max_sequences: 16,
             max_sequence_tokens: 64,
             vocab_size: 100,
@@ -420,6 +447,11 @@ pub(crate) mod tests {
         /// For a model with layer groups.
         pub(crate) fn with_groups(num_usable: usize, groups: &[Span]) -> Bench {
             Bench::of(Geometry { groups: groups.to_vec(), ..geometry(num_usable) }, "lru")
+        }
+
+        /// With copies of at most so many evicted blocks in the host tier.
+        pub(crate) fn with_copies(num_usable: usize, host_cached_limit: usize) -> Bench {
+            Bench::of(Geometry { host_cached_limit, ..geometry(num_usable) }, "lru")
         }
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {

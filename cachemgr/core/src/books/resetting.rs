@@ -57,11 +57,13 @@ pub struct ResetPart {
 }
 
 impl Books {
-    /// Keeps the sequences in the host tier that a reset of this scope is about from publishing their computed blocks.
+    /// Keeps the sequences that a reset of this scope is about from publishing blocks that came, or will come, from the
+    /// host tier. Drops all copies of the tenant's blocks there: a copy does not know its namespace.
     pub fn withhold_for(&mut self, tenant: &[u8], namespace: Option<&Namespace>) {
         let root = namespace.map(|namespace| root_hash(tenant, namespace, &self.geometry.model_fingerprint));
         if let Some(tenant) = self.tenants.find(tenant) {
             self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
+            self.host.begin_reset(tenant, self.pool.records.journal.num_changes());
         }
     }
 }

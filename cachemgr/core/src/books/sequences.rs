@@ -91,6 +91,8 @@ pub struct NewSequence<'a> {
     pub num_cached_blocks: usize,
     /// Leading blocks that were found in the index.
     pub num_published: usize,
+    /// Blocks behind the found ones that the step copies from the host tier; those of before are all published then.
+    pub num_copied: usize,
     pub num_writable: usize,
     pub reserved_tokens: usize,
     pub tail_advice: Option<Advice>,
@@ -101,8 +103,8 @@ impl Sequence {
     /// A sequence of a prompt. Nothing of it is scheduled beyond the blocks that were found.
     pub fn begin(new: NewSequence, block_size: usize) -> Sequence {
         let NewSequence { seq_id, tenant, root, namespace, cache_use, tokens, tables, hashes, .. } = new;
-        let NewSequence { num_cached_blocks, num_published, num_writable, reserved_tokens, tail_advice, kept, .. } =
-            new;
+        let NewSequence { num_published, num_copied, num_writable, reserved_tokens, tail_advice, kept, .. } = new;
+        let num_cached_blocks = new.num_cached_blocks + num_copied;
         Sequence {
             seq_id,
             number: 0,
@@ -114,7 +116,7 @@ impl Sequence {
             num_tokens: tokens.len(),
             tokens,
             num_cached: num_cached_blocks * block_size,
-            num_computed: num_published * block_size,
+            num_computed: (num_published + num_copied) * block_size,
             num_scheduled: num_cached_blocks * block_size,
             num_drafts: 0,
             num_published,
@@ -224,9 +226,20 @@ impl Sequence {
         self.hashes = hashes[self.num_published..].to_vec();
     }
 
-    /// For a sequence in the host tier at a reset: its computed blocks are not published at restore.
+    /// At a reset: the computed blocks that are not published will not be. In the pool these came from the host tier.
     pub fn withhold(&mut self, block_size: usize) {
-        self.num_withheld = self.num_computed / block_size;
+        let num_computed = self.num_computed.min(self.num_known()) / block_size;
+        if self.is_offloaded() {
+            self.num_withheld = num_computed;
+        } else if self.cache_use.writes() && num_computed > self.num_published {
+            self.num_withheld = num_computed;
+            self.take_hashes(num_computed, block_size);
+        }
+    }
+
+    /// For a released sequence: tokens from this one on are not computed for it any more.
+    pub fn limit_computed(&mut self, num_tokens: usize) {
+        self.num_computed = self.num_computed.min(num_tokens);
     }
 
     pub fn is_offloaded(&self) -> bool {
@@ -464,8 +477,8 @@ impl SequenceTable {
         in_host.map_or_else(HostTables::default, |tables| *tables)
     }
 
-    /// Keeps those of these sequences that are in the host tier, of this tenant and with this root, from publishing their
-    /// computed blocks.
+    /// Keeps those of these sequences that are of this tenant and with this root from publishing computed blocks: those
+    /// that are in the host tier, or came from there.
     pub fn withhold(
         &mut self,
         rows: impl Iterator<Item = Row>,
@@ -477,7 +490,7 @@ impl SequenceTable {
             let sequence = self.get_mut(row);
             let is_meant =
                 tenant.is_none_or(|tenant| tenant == sequence.tenant) && root.is_none_or(|root| *root == sequence.root);
-            if is_meant && sequence.is_offloaded() {
+            if is_meant {
                 sequence.withhold(block_size);
             }
         }

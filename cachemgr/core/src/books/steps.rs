@@ -54,6 +54,8 @@ pub struct StepInFlight {
     pub holds: Vec<Vec<BlockId>>,
     /// Blocks of the host tier that the step may access.
     pub host_holds: Vec<Vec<HostBlockId>>,
+    /// Those of them to which it copies evicted blocks: they can be found when it has ended.
+    pub host_arriving: Vec<HostBlockId>,
     pub fills: Vec<Fill>,
     /// Rows of sequences that end with this step: the worker keeps its rows until then.
     pub released_rows: Vec<Row>,

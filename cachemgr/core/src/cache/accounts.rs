@@ -109,6 +109,11 @@ impl Accounts {
         &self.accounts[tenant as usize]
     }
 
+    /// The pool's blocks, without the null block.
+    pub fn num_usable(&self) -> usize {
+        self.num_usable
+    }
+
     pub fn len(&self) -> usize {
         self.accounts.len()
     }

@@ -1,17 +1,22 @@
-//! The host tier: the blocks that hold an offloaded sequence, and those that a planned step could still access.
+//! The host tier: the blocks that hold an offloaded sequence, copies of evicted blocks, and those that a planned step
+//! could still access.
 //!
-//!     held  holds  state
-//!     yes   any    held       by exactly one sequence: nothing is shared here
-//!     no    > 0    retired    released, but a planned step could still write or read it
-//!     no    0      free       on the free stack
+//!     held  copy      holds  state
+//!     yes   no        any    held       by exactly one sequence: nothing is shared here
+//!     no    findable  any    cached     a copy of an evicted block; evictable without holds
+//!     no    other     > 0    retired    released, or a copy that arrives: a planned step could still write or read it
+//!     no    no        0      free       on the free stack
 //!
-//! Host blocks have numbers of their own, from 0 on; each has room for one block of the pool.
+//! Sequences come first: a copy is evicted if a sequence needs its block. Host blocks have numbers of their own, from 0
+//! on; each has room for one block of the pool.
 
 use serde::{Deserialize, Serialize};
 
+use crate::cache::accounts::Accounts;
+pub use crate::cache::host_copies::HostBlockId;
+use crate::cache::host_copies::{Evicted, HostCopies};
+use crate::cache::tenants::TenantId;
 use crate::errors::{Reason, Refusal, Result, broken};
-
-pub type HostBlockId = u32;
 
 /// Host blocks by state; they add up to the tier's blocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +24,7 @@ pub struct HostBlockCounts {
     pub free: usize,
     pub held: usize,
     pub retired: usize,
+    pub cached: usize,
 }
 
 /// Callers record the holder of each block.
@@ -28,16 +34,24 @@ pub struct HostPool {
     holds: Vec<u32>,
     free: Vec<HostBlockId>, // a stack: the lowest id on top at first
     num_held: usize,
+    copies: HostCopies,
 }
 
 impl HostPool {
-    pub fn new(num_blocks: usize) -> HostPool {
+    /// With copies of at most `most_copies` evicted blocks.
+    pub fn new(num_blocks: usize, most_copies: usize) -> HostPool {
         HostPool {
             is_held: vec![false; num_blocks],
             holds: vec![0; num_blocks],
             free: (0..num_blocks as HostBlockId).rev().collect(),
             num_held: 0,
+            copies: HostCopies::new(num_blocks, most_copies),
         }
+    }
+
+    /// The copies of evicted blocks.
+    pub fn copies(&self) -> &HostCopies {
+        &self.copies
     }
 
     /// Blocks of the tier; 0: there is none.
@@ -46,13 +60,14 @@ impl HostPool {
     }
 
     pub fn counts(&self) -> HostBlockCounts {
-        let (free, held) = (self.free.len(), self.num_held);
-        HostBlockCounts { free, held, retired: self.len().saturating_sub(free + held) } // less than none if the books are wrong
+        let (free, held, cached) = (self.free.len(), self.num_held, self.copies.num_findable());
+        let retired = self.len().saturating_sub(free + held + cached); // less than none if the books are wrong
+        HostBlockCounts { free, held, retired, cached }
     }
 
-    /// Too few blocks for a sequence.
+    /// Too few blocks for a sequence: free ones, and copies that can be evicted.
     pub fn refuse(&self, seq_id: i64, needed: usize) -> Option<Refusal> {
-        let HostBlockCounts { free, retired, .. } = self.counts();
+        let (free, retired) = (self.free.len() + self.copies.num_evictable(), self.counts().retired);
         if needed <= free {
             return None;
         }
@@ -63,10 +78,15 @@ impl HostPool {
         Some(refusal.with("needed", needed).with("free", free).with("retired", retired).with("limit", limit))
     }
 
-    /// Allocates blocks, in the order of their numbers as long as none was released.
+    /// Allocates blocks, in the order of their numbers as long as none was released. Evicts copies if too few are free.
     ///
     /// The caller has checked `refuse`.
-    pub fn allocate(&mut self, count: usize) -> Result<Vec<HostBlockId>> {
+    pub fn allocate(&mut self, count: usize, accounts: &Accounts) -> Result<Vec<HostBlockId>> {
+        while self.free.len() < count
+            && let Some(copy) = self.copies.first(accounts, None)
+        {
+            self.evict(copy);
+        }
         let Some(num_left) = self.free.len().checked_sub(count) else {
             return broken(format!("{count} host blocks to hand out, {} are free", self.free.len()));
         };
@@ -84,7 +104,7 @@ impl HostPool {
                 return broken(format!("host block {block} is released, nobody holds it"));
             }
             self.num_held -= 1;
-            self.free.extend((self.holds[block as usize] == 0).then_some(block));
+            self.rest(block);
         }
         Ok(())
     }
@@ -102,13 +122,89 @@ impl HostPool {
                 return broken(format!("a hold of host block {block} ends, it has none"));
             };
             self.holds[block as usize] = holds;
-            self.free.extend((holds == 0).then_some(block)); // one with a hold is not reused
+            self.rest(block);
         }
         Ok(())
     }
 
-    /// Reports violations, given the number of sequences that hold each block and of steps in flight that hold it.
-    pub fn audit(&self, holders: &[u32], steps: &[u32], wrong: &mut Vec<String>) {
+    /// A block without a holder: if no step holds it, a copy is evictable, and any other block is free.
+    fn rest(&mut self, block: HostBlockId) {
+        if self.holds[block as usize] > 0 {
+            return;
+        }
+        if self.copies.is_findable(block) {
+            self.copies.end_use(block);
+        } else {
+            self.free.push(block);
+        }
+    }
+
+    // -- copies of evicted blocks -------------------------------------------------------------------------------------
+
+    /// A host block for a copy of an evicted block, which the step that is being planned holds. None if no copy is made:
+    /// there is one already, or there is no room.
+    pub fn keep(&mut self, evicted: &Evicted, accounts: &Accounts) -> Option<HostBlockId> {
+        if !self.copies.may_keep(evicted) {
+            return None;
+        }
+        if let [copy] = self.copies.find(&[evicted.hash])[..] {
+            if self.holds[copy as usize] == 0 {
+                self.copies.end_use(copy);
+            }
+            return None;
+        }
+        if self.copies.is_full() || self.free.is_empty() {
+            let victim = self.copies.first(accounts, Some(evicted.tenant))?;
+            self.evict(victim);
+        }
+        let block = self.free.pop()?;
+        self.copies.begin(block, evicted);
+        self.holds[block as usize] += 1;
+        Some(block)
+    }
+
+    /// The step that is being planned copies these back: it holds each of them.
+    pub fn begin_use(&mut self, copies: &[HostBlockId]) {
+        for copy in copies {
+            self.holds[*copy as usize] += 1;
+            self.copies.begin_use(*copy);
+        }
+    }
+
+    /// The step that copies to these has ended. They are findable from now on; `end_holds` follows.
+    pub fn arrive(&mut self, copies: &[HostBlockId]) {
+        copies.iter().for_each(|copy| self.copies.arrive(*copy));
+    }
+
+    /// Drops copies: those that no step holds are free.
+    pub fn drop_copies(&mut self, copies: &[HostBlockId]) {
+        for copy in copies.iter().rev() {
+            self.copies.remove(*copy);
+            self.rest(*copy);
+        }
+    }
+
+    /// A tenant's content is being reset: drops its copies. Content that was published before this change of the journal
+    /// is not copied any more. Cost: O(host blocks).
+    pub fn begin_reset(&mut self, tenant: TenantId, num_changes: u64) {
+        let copies = self.copies.begin_reset(tenant, num_changes);
+        self.drop_copies(&copies);
+    }
+
+    /// A new epoch begins: the tier is empty.
+    pub fn begin_epoch(&mut self) {
+        self.drop_copies(&self.copies.all());
+        self.copies.restart_counters();
+    }
+
+    fn evict(&mut self, copy: HostBlockId) {
+        self.copies.evict(copy);
+        self.free.push(copy);
+    }
+
+    /// Reports violations, given the number of sequences that hold each block, of steps in flight that hold it, and of
+    /// those that copy an evicted block to it.
+    pub fn audit(&self, holders: &[u32], steps: &[u32], arriving: &[u32], wrong: &mut Vec<String>) {
         let mut times_free = vec![0; self.len()];
         self.free.iter().for_each(|block| times_free[*block as usize] += 1);
         for (block, (holders, steps)) in holders.iter().zip(steps).enumerate() {
@@ -120,7 +216,11 @@ impl HostPool {
             if holds != *steps {
                 wrong.push(format!("host block {block} is held by {steps} steps and has {holds} holds"));
             }
-            if times_free[block] != usize::from(!is_held && holds == 0) {
+            let is_copy = self.copies.owner(block as HostBlockId).is_some();
+            if is_held && is_copy {
+                wrong.push(format!("host block {block} is held by a sequence, and a copy of an evicted block"));
+            }
+            if times_free[block] != usize::from(!is_held && !is_copy && holds == 0) {
                 wrong.push(format!("host block {block} is {} times on the free stack", times_free[block]));
             }
         }
@@ -128,11 +228,14 @@ impl HostPool {
         if num_held != self.num_held {
             wrong.push(format!("{} host blocks counted as held, {num_held} are", self.num_held));
         }
+        if self.copies.are_made() {
+            self.copies.audit(&self.holds, arriving, wrong);
+        }
     }
 
     /// All that a refusal leaves as it was, as text.
     pub fn state(&self) -> String {
-        format!("{:?} {:?} {:?}", self.is_held, self.holds, self.free)
+        format!("{:?} {:?} {:?} {}", self.is_held, self.holds, self.free, self.copies.state())
     }
 }
 
@@ -142,7 +245,7 @@ mod tests {
     use crate::errors::Failure;
 
     fn counts(pool: &HostPool) -> (usize, usize, usize) {
-        let HostBlockCounts { free, held, retired } = pool.counts();
+        let HostBlockCounts { free, held, retired, .. } = pool.counts();
         (free, held, retired)
     }
 
@@ -152,28 +255,28 @@ mod tests {
             (0..pool.len() as HostBlockId).map(count).collect::<Vec<_>>()
         };
         let mut wrong = Vec::new();
-        pool.audit(&times(held), &times(retired), &mut wrong);
+        pool.audit(&times(held), &times(retired), &times(&[]), &mut wrong);
         wrong
     }
 
     #[test]
     fn a_block_is_held_then_retired_then_free() {
-        let mut pool = HostPool::new(4);
-        assert_eq!(pool.allocate(3).unwrap(), [0, 1, 2]);
+        let mut pool = HostPool::new(4, 0);
+        assert_eq!(pool.allocate(3, &Accounts::new(9)).unwrap(), [0, 1, 2]);
         assert_eq!((counts(&pool), violations(&pool, &[0, 1, 2], &[])), ((1, 3, 0), vec![]));
         pool.release(&[2]).unwrap();
         pool.retire(&[0, 1]).unwrap();
         assert_eq!((counts(&pool), violations(&pool, &[], &[0, 1])), ((2, 0, 2), vec![]));
-        assert_eq!(pool.allocate(2).unwrap(), [2, 3]);
+        assert_eq!(pool.allocate(2, &Accounts::new(9)).unwrap(), [2, 3]);
         pool.end_holds(&[0, 1]).unwrap();
-        assert_eq!(pool.allocate(2).unwrap(), [0, 1], "in the order in which they were given back");
+        assert_eq!(pool.allocate(2, &Accounts::new(9)).unwrap(), [0, 1], "in the order in which they were given back");
         assert_eq!(counts(&pool), (0, 4, 0));
     }
 
     #[test]
     fn there_is_room_for_as_many_as_are_free() {
-        let mut pool = HostPool::new(3);
-        pool.allocate(2).unwrap();
+        let mut pool = HostPool::new(3, 0);
+        pool.allocate(2, &Accounts::new(9)).unwrap();
         pool.retire(&[1]).unwrap();
         assert!(pool.refuse(7, 1).is_none());
         let refusal = pool.refuse(7, 2).unwrap();
@@ -182,21 +285,21 @@ mod tests {
             (Reason::OutOfHostBlocks, "sequence 7 needs 2 host blocks; of 3 1 are free, 1 retired")
         );
         assert!(refusal.metadata.iter().all(|(_, value)| refusal.message.contains(value)), "{refusal:?}");
-        assert!(HostPool::new(0).refuse(7, 1).is_some());
+        assert!(HostPool::new(0, 0).refuse(7, 1).is_some());
     }
 
     #[test]
     fn what_cant_be_is_told() {
-        let mut pool = HostPool::new(2);
-        assert!(matches!(pool.allocate(3), Err(Failure::Broken(_))));
+        let mut pool = HostPool::new(2, 0);
+        assert!(matches!(pool.allocate(3, &Accounts::new(9)), Err(Failure::Broken(_))));
         assert!(matches!(pool.release(&[0]), Err(Failure::Broken(_))));
         assert!(matches!(pool.end_holds(&[1]), Err(Failure::Broken(_))));
     }
 
     #[test]
     fn wrong_books_are_told() {
-        let mut pool = HostPool::new(3);
-        pool.allocate(2).unwrap();
+        let mut pool = HostPool::new(3, 0);
+        pool.allocate(2, &Accounts::new(9)).unwrap();
         assert_eq!(violations(&pool, &[0], &[]), ["host block 1 is held, and of 0 sequences"]);
         assert_eq!(violations(&pool, &[0, 1, 1], &[]), ["host block 1 is held, and of 2 sequences"]);
         assert_eq!(violations(&pool, &[0, 1, 2], &[]), ["host block 2 is nobody's, and of 1 sequences"]);
@@ -210,9 +313,9 @@ mod tests {
 
     #[test]
     fn the_state_tells_whatever_changed() {
-        let mut pool = HostPool::new(2);
+        let mut pool = HostPool::new(2, 0);
         let mut states = vec![pool.state()];
-        pool.allocate(1).unwrap();
+        pool.allocate(1, &Accounts::new(9)).unwrap();
         states.push(pool.state());
         pool.retire(&[0]).unwrap();
         states.push(pool.state());

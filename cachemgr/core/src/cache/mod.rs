@@ -6,6 +6,7 @@ pub mod contents;
 pub mod eviction;
 pub mod groups;
 pub mod host;
+pub mod host_copies;
 pub mod journal;
 pub mod keeps;
 pub mod losses;

@@ -135,6 +135,22 @@ impl PyInspector {
         Ok(ledger.stored.books().num_cached_tokens(&ids(tokens)?, &namespace_of(salt, adapter), tenant.as_bytes()))
     }
 
+    /// The same in the pool, and behind that in the host tier.
+    #[pyo3(signature = (tokens, *, salt, tenant = "", adapter = b"".as_slice()))]
+    fn cached_tokens(
+        &self,
+        py: Python<'_>,
+        tokens: &[u8],
+        salt: &[u8],
+        tenant: &str,
+        adapter: &[u8],
+    ) -> PyResult<(usize, usize)> {
+        let ledger = self.ledger.borrow(py);
+        let [in_pool, in_host] =
+            ledger.stored.books().cached_tokens(&ids(tokens)?, &namespace_of(salt, adapter), tenant.as_bytes());
+        Ok((in_pool, in_host))
+    }
+
     /// A serialised BlockCounts.
     fn counts<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let ledger = self.ledger.borrow(py);

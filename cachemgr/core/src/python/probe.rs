@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::cache::eviction::trial::NUM_CANDIDATES;
+use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash};
 use crate::python::convert::bytes_of;
 use crate::python::ledger::PyProbe;
@@ -46,6 +47,15 @@ impl PyProbe {
             pool.holders().hold_count(block_id),
             pool.prefix_hash(block_id),
         )
+    }
+
+    /// The copies of evicted blocks in the host tier: host block, prefix hash, tenant, and whether a step copies to it.
+    fn host_copies(&self, py: Python<'_>) -> Vec<(HostBlockId, Hash, String, bool)> {
+        let ledger = self.ledger.borrow(py);
+        let books = ledger.stored.books();
+        let name = |tenant| String::from_utf8_lossy(books.tenants().name(tenant)).into_owned();
+        let all = books.host().copies().listing();
+        all.map(|(block, hash, tenant, is_arriving)| (block, hash, name(tenant), is_arriving)).collect()
     }
 
     /// Rows taken in the worker.

@@ -109,6 +109,7 @@ pub struct PinView {
 pub struct PyExplanation {
     pub num_blocks: usize,
     pub num_found: usize,
+    pub num_in_host: usize,
     /// Index, layer group and prefix hash.
     pub missing: Option<(usize, u8, Hash)>,
     pub reason: &'static str,
@@ -152,7 +153,7 @@ pub fn tenant_name(books: &Books, tenant: TenantId) -> String {
 }
 
 pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanation {
-    let Explanation { num_blocks, num_found, missing, miss, num_stranded } = explanation;
+    let Explanation { num_blocks, num_found, num_in_host, missing, miss, num_stranded } = explanation;
     let (mut lost_at, mut evicted_by, mut other_tenant, mut reset_by) = (None, None, None, None);
     let reason = match miss {
         Miss::None => "none",
@@ -187,7 +188,18 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
             }
         }
     };
-    PyExplanation { num_blocks, num_found, missing, reason, lost_at, evicted_by, num_stranded, other_tenant, reset_by }
+    PyExplanation {
+        num_blocks,
+        num_found,
+        num_in_host,
+        missing,
+        reason,
+        lost_at,
+        evicted_by,
+        num_stranded,
+        other_tenant,
+        reset_by,
+    }
 }
 
 pub fn sequence_view(books: &Books, row: Row) -> SequenceView {

@@ -167,6 +167,7 @@ fn host_block_counts(counts: HostCounts) -> HostBlockCounts {
         free_count: counts.free as i32,
         held_count: counts.held as i32,
         retired_count: counts.retired as i32,
+        cached_count: counts.cached as i32,
     }
 }
 
@@ -212,6 +213,9 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         restore_count: counters.restores as i64,
         offloaded_block_count: counters.offloaded_blocks as i64,
         restored_block_count: counters.restored_blocks as i64,
+        kept_in_host_block_count: counters.kept_in_host_blocks as i64,
+        evicted_from_host_block_count: books.host().copies().num_evicted() as i64,
+        found_in_host_token_count: counters.found_in_host_tokens as i64,
         computed_token_count: counters.computed_tokens as i64,
         generated_token_count: counters.generated_tokens as i64,
         allocated_block_count: blocks.num_allocated as i64,

@@ -134,6 +134,8 @@ pub struct PoolGeometry {
     pub layer_groups: ::prost::alloc::vec::Vec<LayerGroup>,
     #[prost(int32, tag="12")]
     pub max_draft_count: i32,
+    #[prost(int32, tag="13")]
+    pub host_cached_block_limit: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Attached {
@@ -786,6 +788,8 @@ pub struct HostBlockCounts {
     pub held_count: i32,
     #[prost(int32, tag="3")]
     pub retired_count: i32,
+    #[prost(int32, tag="4")]
+    pub cached_count: i32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PlanStepsRequest {
@@ -1115,7 +1119,7 @@ pub struct ExplainPrefixRequest {
     #[prost(bytes="vec", tag="5")]
     pub adapter: ::prost::alloc::vec::Vec<u8>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ExplainPrefixResponse {
     #[prost(string, tag="1")]
     pub pool: ::prost::alloc::string::String,
@@ -1147,6 +1151,8 @@ pub struct ExplainPrefixResponse {
     pub epoch_time: ::core::option::Option<::prost_types::Timestamp>,
     #[prost(string, tag="15")]
     pub reset_by: ::prost::alloc::string::String,
+    #[prost(message, repeated, tag="16")]
+    pub tokens_by_medium: ::prost::alloc::vec::Vec<MediumTokens>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct CheckAdmissionRequest {
@@ -1268,7 +1274,7 @@ pub struct LookupPrefixResponse {
     #[prost(message, repeated, tag="1")]
     pub matches: ::prost::alloc::vec::Vec<PrefixMatch>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PrefixMatch {
     #[prost(string, tag="1")]
     pub pool: ::prost::alloc::string::String,
@@ -1278,6 +1284,15 @@ pub struct PrefixMatch {
     pub block_counts: ::core::option::Option<BlockCounts>,
     #[prost(string, tag="4")]
     pub worker_address: ::prost::alloc::string::String,
+    #[prost(message, repeated, tag="5")]
+    pub tokens_by_medium: ::prost::alloc::vec::Vec<MediumTokens>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MediumTokens {
+    #[prost(enumeration="Medium", tag="1")]
+    pub medium: i32,
+    #[prost(int32, tag="2")]
+    pub token_count: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResetPrefixCacheRequest {
@@ -1413,6 +1428,12 @@ pub struct PoolStatistics {
     pub drafted_token_count: i64,
     #[prost(int64, tag="49")]
     pub accepted_draft_token_count: i64,
+    #[prost(int64, tag="50")]
+    pub kept_in_host_block_count: i64,
+    #[prost(int64, tag="51")]
+    pub evicted_from_host_block_count: i64,
+    #[prost(int64, tag="52")]
+    pub found_in_host_token_count: i64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LayerGroupStatistics {
@@ -1645,6 +1666,35 @@ impl MissReason {
             "MISS_REASON_WINDOW_EVICTED" => Some(Self::WindowEvicted),
             "MISS_REASON_UNKNOWN" => Some(Self::Unknown),
             "MISS_REASON_OTHER_ADAPTER" => Some(Self::OtherAdapter),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Medium {
+    Unspecified = 0,
+    Device = 1,
+    Host = 2,
+}
+impl Medium {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "MEDIUM_UNSPECIFIED",
+            Self::Device => "MEDIUM_DEVICE",
+            Self::Host => "MEDIUM_HOST",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "MEDIUM_UNSPECIFIED" => Some(Self::Unspecified),
+            "MEDIUM_DEVICE" => Some(Self::Device),
+            "MEDIUM_HOST" => Some(Self::Host),
             _ => None,
         }
     }

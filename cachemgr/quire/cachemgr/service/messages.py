@@ -223,6 +223,11 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
         "host_block_count": (message.host_block_count, 0, 0 if message.has_recurrent_state else MAX_BLOCKS),
         "max_draft_count": (message.max_draft_count, 0, 0 if message.has_recurrent_state else MAX_DRAFTS),
+        "host_cached_block_limit": (
+            message.host_cached_block_limit,
+            0,
+            0 if message.layer_groups else message.host_block_count,
+        ),
     }
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
@@ -242,6 +247,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         num_host_blocks=message.host_block_count,
         layer_groups=decode_layer_groups(message),
         max_drafts=message.max_draft_count,
+        host_cached_limit=message.host_cached_block_limit,
     )
 
 
@@ -288,6 +294,7 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
             for group in geometry.layer_groups
         ],
         max_draft_count=geometry.max_drafts,
+        host_cached_block_limit=geometry.host_cached_limit,
     )
 
 
@@ -393,6 +400,14 @@ def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2
     return message
 
 
+def encode_media(num_in_pool: int, num_in_host: int) -> list[cache_service_pb2.MediumTokens]:
+    """The tokens of a prefix by the place of their content, without places that have none."""
+    by_medium = {cache_service_pb2.MEDIUM_DEVICE: num_in_pool, cache_service_pb2.MEDIUM_HOST: num_in_host}
+    return [
+        cache_service_pb2.MediumTokens(medium=medium, token_count=count) for medium, count in by_medium.items() if count
+    ]
+
+
 def encode_explanation(
     explanation: Explanation, ledger: Ledger, *, offset_s: float
 ) -> cache_service_pb2.ExplainPrefixResponse:
@@ -404,6 +419,9 @@ def encode_explanation(
         pool=ledger.pool,
         epoch=ledger.epoch,
         cached_token_count=explanation.num_found * block_size,
+        tokens_by_medium=encode_media(
+            (explanation.num_found - explanation.num_in_host) * block_size, explanation.num_in_host * block_size
+        ),
         block_count=explanation.num_blocks,
         missing_block_index=index,
         missing_prefix_hash=prefix_hash,

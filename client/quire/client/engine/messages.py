@@ -240,7 +240,7 @@ def decode_granted_step(response: cache_service_pb2.PlanStepResponse, *, pool: s
         ),
         restored_ids=list(response.restored_sequence_ids),
         restored_counts=list(response.restored_token_counts),
-        num_free_host_blocks=response.host_block_counts.free_count,
+        num_free_host_blocks=response.host_block_counts.free_count + response.host_block_counts.cached_count,
     )
     if not len(granted.run_ids) == len(granted.run_starts) == len(granted.run_counts):
         raise ProtocolViolation("the runs of a plan differ in length")

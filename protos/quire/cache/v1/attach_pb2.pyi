@@ -474,6 +474,7 @@ class PoolGeometry(_message.Message):
     HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_CACHED_BLOCK_LIMIT_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
@@ -507,6 +508,10 @@ class PoolGeometry(_message.Message):
     """The limit of drafts of a sequence in a step, 0 (the worker verifies none) to
     64. 0 for a model with has_recurrent_state.
     """
+    host_cached_block_limit: _builtins.int
+    """The limit of host blocks with copies of cached blocks that were evicted: 0 (none
+    are made) to host_block_count. 0 in a pool with layer_groups.
+    """
     @_builtins.property
     def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
         """The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
@@ -528,10 +533,11 @@ class PoolGeometry(_message.Message):
         host_block_count: _builtins.int = ...,
         layer_groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         max_draft_count: _builtins.int = ...,
+        host_cached_block_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "layer_groups", b"layer_groups", "max_draft_count", b"max_draft_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "host_cached_block_limit", b"host_cached_block_limit", "layer_groups", b"layer_groups", "max_draft_count", b"max_draft_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

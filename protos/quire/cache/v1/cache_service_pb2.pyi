@@ -264,6 +264,30 @@ MISS_REASON_OTHER_ADAPTER: MissReason.ValueType  # 10
 """The block is cached with another adapter, or with none, for the same tenant."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
+class _Medium:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MediumEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Medium.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEDIUM_UNSPECIFIED: _Medium.ValueType  # 0
+    """Not used."""
+    MEDIUM_DEVICE: _Medium.ValueType  # 1
+    """The pool's memory."""
+    MEDIUM_HOST: _Medium.ValueType  # 2
+    """The pool's host tier: an admission copies it to the pool."""
+
+class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
+    """A place of cached content."""
+
+MEDIUM_UNSPECIFIED: Medium.ValueType  # 0
+"""Not used."""
+MEDIUM_DEVICE: Medium.ValueType  # 1
+"""The pool's memory."""
+MEDIUM_HOST: Medium.ValueType  # 2
+"""The pool's host tier: an admission copies it to the pool."""
+Global___Medium: _TypeAlias = Medium  # noqa: Y015
+
 @_typing.final
 class CreateLeaseRequest(_message.Message):
     """See CacheService.CreateLease."""
@@ -1249,22 +1273,30 @@ class HostBlockCounts(_message.Message):
     FREE_COUNT_FIELD_NUMBER: _builtins.int
     HELD_COUNT_FIELD_NUMBER: _builtins.int
     RETIRED_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_COUNT_FIELD_NUMBER: _builtins.int
     free_count: _builtins.int
     """Blocks without a holder."""
     held_count: _builtins.int
     """Blocks held by one offloaded sequence."""
     retired_count: _builtins.int
-    """Released blocks that a planned step could still access."""
+    """Released blocks that a planned step could still access, and blocks to which a
+    planned step copies an evicted block.
+    """
+    cached_count: _builtins.int
+    """Blocks with a copy of an evicted block that an admission can find: evictable,
+    unless a planned step copies from them.
+    """
     def __init__(
         self,
         *,
         free_count: _builtins.int = ...,
         held_count: _builtins.int = ...,
         retired_count: _builtins.int = ...,
+        cached_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_count", b"free_count", "held_count", b"held_count", "retired_count", b"retired_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_count", b"cached_count", "free_count", b"free_count", "held_count", b"held_count", "retired_count", b"retired_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2361,6 +2393,7 @@ class ExplainPrefixResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EPOCH_TIME_FIELD_NUMBER: _builtins.int
     RESET_BY_FIELD_NUMBER: _builtins.int
+    TOKENS_BY_MEDIUM_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
@@ -2405,6 +2438,12 @@ class ExplainPrefixResponse(_message.Message):
     def epoch_time(self) -> _timestamp_pb2.Timestamp:
         """When the epoch began, by the server's clock."""
 
+    @_builtins.property
+    def tokens_by_medium(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediumTokens]:
+        """cached_token_count by the place of the content; places without any are left
+        out.
+        """
+
     def __init__(
         self,
         *,
@@ -2423,10 +2462,11 @@ class ExplainPrefixResponse(_message.Message):
         epoch: _builtins.int = ...,
         epoch_time: _timestamp_pb2.Timestamp | None = ...,
         reset_by: _builtins.str = ...,
+        tokens_by_medium: _abc.Iterable[Global___MediumTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "epoch_time", b"epoch_time", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "epoch", b"epoch", "epoch_time", b"epoch_time", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_layer_group", b"missing_layer_group", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "reset_by", b"reset_by", "stranded_block_count", b"stranded_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant", "block_count", b"block_count", "cached_token_count", b"cached_token_count", "epoch", b"epoch", "epoch_time", b"epoch_time", "evicted_by_lease_id_prefix", b"evicted_by_lease_id_prefix", "evicted_by_tenant", b"evicted_by_tenant", "lost_time", b"lost_time", "missing_block_index", b"missing_block_index", "missing_layer_group", b"missing_layer_group", "missing_prefix_hash", b"missing_prefix_hash", "other_tenant", b"other_tenant", "pool", b"pool", "reason", b"reason", "reset_by", b"reset_by", "stranded_block_count", b"stranded_block_count", "tokens_by_medium", b"tokens_by_medium"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evicted_by_tenant: _TypeAlias = _typing.Literal["evicted_by_tenant"]  # noqa: Y015
     _WhichOneofArgType__evicted_by_tenant: _TypeAlias = _typing.Literal["_evicted_by_tenant", b"_evicted_by_tenant"]  # noqa: Y015
@@ -2880,6 +2920,7 @@ class PrefixMatch(_message.Message):
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKENS_BY_MEDIUM_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     cached_token_count: _builtins.int
@@ -2890,6 +2931,12 @@ class PrefixMatch(_message.Message):
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state: the load of the pool."""
 
+    @_builtins.property
+    def tokens_by_medium(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediumTokens]:
+        """cached_token_count by the place of the content; places without any are left
+        out.
+        """
+
     def __init__(
         self,
         *,
@@ -2897,14 +2944,41 @@ class PrefixMatch(_message.Message):
         cached_token_count: _builtins.int = ...,
         block_counts: Global___BlockCounts | None = ...,
         worker_address: _builtins.str = ...,
+        tokens_by_medium: _abc.Iterable[Global___MediumTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "pool", b"pool", "tokens_by_medium", b"tokens_by_medium", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
+
+@_typing.final
+class MediumTokens(_message.Message):
+    """The part of a prefix in one place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    medium: Global___Medium.ValueType
+    """The place."""
+    token_count: _builtins.int
+    """Its tokens."""
+    def __init__(
+        self,
+        *,
+        medium: Global___Medium.ValueType = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["medium", b"medium", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediumTokens: _TypeAlias = MediumTokens  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):
@@ -3163,6 +3237,9 @@ class PoolStatistics(_message.Message):
     EVICTED_KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_IN_HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_FROM_HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FOUND_IN_HOST_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -3255,6 +3332,16 @@ class PoolStatistics(_message.Message):
     """Drafts of steps that are reported COMPUTED."""
     accepted_draft_token_count: _builtins.int
     """Of these, drafts that were accepted."""
+    kept_in_host_block_count: _builtins.int
+    """Evicted blocks that steps copied to the host tier, so that they can be found
+    there.
+    """
+    evicted_from_host_block_count: _builtins.int
+    """Copies of evicted blocks that were evicted from the host tier."""
+    found_in_host_token_count: _builtins.int
+    """Of cached_token_count and resumed_cached_token_count, the tokens that were found
+    in the host tier, and copied from there.
+    """
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -3318,10 +3405,13 @@ class PoolStatistics(_message.Message):
         evicted_kept_block_count: _builtins.int = ...,
         drafted_token_count: _builtins.int = ...,
         accepted_draft_token_count: _builtins.int = ...,
+        kept_in_host_block_count: _builtins.int = ...,
+        evicted_from_host_block_count: _builtins.int = ...,
+        found_in_host_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "drafted_token_count", b"drafted_token_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "drafted_token_count", b"drafted_token_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_from_host_block_count", b"evicted_from_host_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "found_in_host_token_count", b"found_in_host_token_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "kept_in_host_block_count", b"kept_in_host_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -194,7 +194,7 @@ class StepGrant(_message.Message):
     @_builtins.property
     def offload_source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Copies to the host tier, done before any block of the pool is written in
-        this step.
+        this step: blocks of offloaded_sequence_ids, then evicted blocks.
         """
 
     @_builtins.property
@@ -204,7 +204,8 @@ class StepGrant(_message.Message):
     @_builtins.property
     def restore_source_host_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Host blocks to copy back, done after the copies to the host tier and before
-        anything is computed.
+        anything is computed: those of restored sequences, then copies of evicted
+        blocks, each as often as admissions of this step find it.
         """
 
     @_builtins.property

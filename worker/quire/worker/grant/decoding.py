@@ -69,12 +69,13 @@ class AcceptedStep:
 
 
 def max_grant_bytes(geometry: attach_pb2.PoolGeometry) -> int:
-    """The size that no grant for a pool exceeds: every sequence is offloaded and another one restored."""
+    """The size that no grant for a pool exceeds: every sequence is offloaded, and another one restored or admitted."""
     num_groups = max(1, len(geometry.layer_groups))
     blocks_per_sequence = num_groups * -(-geometry.max_sequence_tokens // geometry.block_size_tokens)
     num_entries = geometry.max_sequence_count * min(geometry.block_count, blocks_per_sequence)
     num_host_copies = min(geometry.host_block_count, num_entries)
-    num_ids = num_entries + 4 * num_host_copies  # a table entry; source and target of a copy there, and of one back
+    num_copies_back = num_entries if geometry.host_cached_block_limit else num_host_copies  # admissions share copies
+    num_ids = num_entries + 2 * num_host_copies + 2 * num_copies_back  # table entries; sources and targets of copies
     num_tables = geometry.max_sequence_count * num_groups
     return GRANT_HEAD_BYTES + num_tables * SEQUENCE_BYTES * 2 + num_ids * MAX_ID_BYTES
 

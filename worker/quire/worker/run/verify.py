@@ -6,8 +6,8 @@ tokens, is found by its content, whenever that happened. A sequence has a table 
 group at a time.
 
     before a step's copies    a target is a block that the lease was given, and no published one; a host block
-                              that is copied back was written for the lease, and not for another since; both
-                              are of one layer group                                                          I3 I5
+                              that is copied back was written for the lease, and not for another since, or is
+                              a whole copy of an evicted block; both are of one layer group                   I3 I5
     before its forward        the device's tables and slots are those of the grants; tokens that are not
                               given are those sampled last, as is the one before drafts                       I5
                               a block that was handed to another lease since is not written                   I5
@@ -124,11 +124,15 @@ def write_slot(slot: SlotContent | None) -> bytes:
 
 @dataclass(slots=True)
 class HostBlock:
-    """A block of the host tier: the content copied to it last, its layer group, and its lease."""
+    """A block of the host tier: the content copied to it last, its layer group, and its lease.
+
+    Any lease may read the copy of a block that was evicted.
+    """
 
     slots: list[SlotContent | None] = field(default_factory=list)
     group: int = 0
     lease_id: str = ""
+    was_evicted: bool = False
 
 
 @dataclass(slots=True)
@@ -351,15 +355,18 @@ class OwnershipVerifier:
                 block.group = group
 
     def _copy_blocks(self, grant: grant_pb2.StepGrant) -> None:
+        handed_out = set(grant.write_block_ids)
         for source, host_id in zip(grant.offload_source_block_ids, grant.offload_target_host_block_ids, strict=True):
             host_block = self._host_block(grant, host_id)
             block = self._blocks[source]
             host_block.slots, host_block.group, host_block.lease_id = list(block.slots), block.group, grant.lease_id
+            host_block.was_evicted = source in handed_out
         for source, target in zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True):
             self._copy(grant, self._blocks[source], target)
         for host_id, target in zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True):
             host_block = self._host_block(grant, host_id)
-            if host_block.lease_id != grant.lease_id:
+            is_shared = host_block.was_evicted and None not in host_block.slots
+            if host_block.lease_id != grant.lease_id and not is_shared:
                 what = f"would be copied from host block {host_id}, which is not this lease's"
                 raise self._violated("I5", grant, self._blocks[target].given_to, target, what)
             self._copy(grant, host_block, target)

@@ -60,7 +60,17 @@ def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeomet
         host_block_count=loaded.host_pool.num_blocks,
         layer_groups=describe_layer_groups(pool.groups),
         max_draft_count=count_drafts(config, model),
+        host_cached_block_limit=count_host_copies(config, loaded),
     )
+
+
+def count_host_copies(config: WorkerConfig, loaded: Loaded) -> int:
+    """Return the limit of host blocks with copies of evicted blocks."""
+    if registers_groups(loaded.pool.groups):
+        if config.host_cache_share:
+            log.info("--host-cache-share: evicted blocks are not kept, because the model has several layer groups")
+        return 0
+    return int(config.host_cache_share * loaded.host_pool.num_blocks)
 
 
 def count_drafts(config: WorkerConfig, model: PagedModel) -> int:

@@ -43,7 +43,9 @@ impl StepPlanner<'_> {
         let Lease { in_flight, .. } = &*self.lease;
         let mut finder = PrefixFinder { geometry, pool: self.pool, table: self.table, in_flight, step: &self.step };
         let (hit, num_published) = finder.find(&hashes[..num_sharable]);
-        let num_found = hit.num_blocks;
+        let copies = self.find_copies(&hashes[..num_sharable], &hit, num_published);
+        let (num_shared, num_copied) = (hit.num_blocks, copies.len());
+        let num_found = num_shared + num_copied;
         refuse_if!(self.refuse_computed_elsewhere(admission, &hashes[..num_sharable], num_found));
         let num_cached = num_found * geometry.block_size;
         let num_left = self.budget.num_within(tokens.len() - num_cached, admission.max_compute);
@@ -63,10 +65,13 @@ impl StepPlanner<'_> {
         let written = self.num_written(&hashes, num_found, cache_use);
         let tables = allocate_tables(hit.tables, &ends, &self.asker_for(tenant), self.pool)?;
         let kept = self.kept_of(admission);
-        self.use_prefix(tenant, &kept, &tables, &hashes[..num_found]);
+        self.use_prefix(tenant, &kept, &tables, &hashes[..num_shared]);
         if cache_use.writes() {
             self.pool.records.roots.enter(&root, tenant, &admission.namespace);
-            enter_admission(&tables[0], num_found, &hashes, self.pool);
+            enter_admission(&tables[0], num_shared, &hashes, self.pool);
+        }
+        if num_copied > 0 {
+            self.bring_back(copies, tables[0].range(num_shared..num_found));
         }
         let new = NewSequence {
             seq_id: seq_id as i32,
@@ -76,8 +81,9 @@ impl StepPlanner<'_> {
             cache_use,
             tokens: tokens.clone(),
             hashes: &hashes,
-            num_cached_blocks: num_found,
+            num_cached_blocks: num_shared,
             num_published,
+            num_copied,
             num_writable: geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens),
             reserved_tokens: admission.reserved_tokens,
             tail_advice: retain(&admission.retention, &tables, geometry.block_size, self.now, self.pool),

@@ -199,15 +199,22 @@ impl StepPlanner<'_> {
 }
 
 /// A released sequence shared this block, which is to be written again: its runs in flight do not publish it.
-fn forget_claims(block: BlockId, lease: &mut Lease, step: &mut StepInFlight, table: &SequenceTable, block_size: usize) {
+fn forget_claims(
+    block: BlockId,
+    lease: &mut Lease,
+    step: &mut StepInFlight,
+    table: &mut SequenceTable,
+    block_size: usize,
+) {
     let steps = lease.in_flight.iter().chain([&*step]);
     let released: Vec<Row> = steps.flat_map(|step| step.released_rows.iter().copied()).collect();
     for row in released {
-        let mut entries = table.get(row).tables.iter().flat_map(|table| table.entries());
-        if let Some((index, _)) = entries.find(|(_, held)| *held == block) {
+        let entry = table.get(row).tables.iter().flat_map(|table| table.entries()).find(|(_, held)| *held == block);
+        if let Some((index, _)) = entry {
             for step in lease.in_flight.iter_mut().chain([&mut *step]) {
                 step.limit(row, index, block_size);
             }
+            table.get_mut(row).limit_computed(index * block_size); // it may have come from the host tier
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Moves sequences to the host tier and back.
+//! Moves sequences to the host tier and back, and copies evicted blocks there, and back for admissions.
 
 use crate::books::geometry::Geometry;
 use crate::books::hits::{Hit, Prefix};
@@ -9,9 +9,13 @@ use crate::books::plans::Restore;
 use crate::books::room::{refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::tables::{BlockTable, HostTables};
+use crate::cache::host::HostBlockId;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes};
 use crate::errors::{Reason, Refusal, Result};
+
+/// The limit of evicted blocks that one plan copies to the host tier: the copies delay its step.
+const MAX_KEPT_IN_PLAN: usize = 64;
 
 impl StepPlanner<'_> {
     /// Moves a sequence to the host tier: a block there for each one that is computed, or will be by steps in flight;
@@ -27,7 +31,7 @@ impl StepPlanner<'_> {
         let counts: Vec<usize> = sources.iter().map(|blocks| blocks.len()).collect();
         let num_copied = counts.iter().sum();
         refuse_if!(self.host.refuse(seq_id, num_copied));
-        let blocks = self.host.allocate(num_copied)?;
+        let blocks = self.host.allocate(num_copied, self.pool.accounts())?;
         self.plan.offloaded_ids.push(sequence.seq_id);
         sources.iter().for_each(|blocks| self.plan.offload_sources.extend_from_slice(blocks));
         self.plan.offload_targets.extend_from_slice(&blocks);
@@ -124,6 +128,38 @@ impl StepPlanner<'_> {
         self.host.retire(&host_blocks)?;
         self.step.host_holds.push(host_blocks);
         Ok(())
+    }
+
+    /// Copies the blocks that this plan has evicted to the host tier, at most MAX_KEPT_IN_PLAN, those worth most. The step
+    /// copies them before it writes any block.
+    pub(super) fn keep_evicted(&mut self) {
+        let evicted = self.pool.take_evicted();
+        for evicted in &evicted[evicted.len().saturating_sub(MAX_KEPT_IN_PLAN)..] {
+            let Some(copy) = self.host.keep(evicted, self.pool.accounts()) else { continue };
+            self.plan.offload_sources.push(evicted.block);
+            self.plan.offload_targets.push(copy);
+            self.step.host_holds.push(vec![copy]);
+            self.step.host_arriving.push(copy);
+            self.counters.kept_in_host_blocks += 1;
+        }
+    }
+
+    /// The copies of the blocks behind a prefix that was found. None behind blocks that steps in flight fill: these steps
+    /// may fail.
+    pub(super) fn find_copies(&self, hashes: &[Hash], hit: &Hit, num_published: usize) -> Vec<HostBlockId> {
+        if hit.num_blocks > num_published {
+            return Vec::new();
+        }
+        self.host.copies().find(&hashes[num_published..])
+    }
+
+    /// Copies from the host tier to blocks that an admission was allocated.
+    pub(super) fn bring_back(&mut self, copies: Vec<HostBlockId>, blocks: &[BlockId]) {
+        self.plan.restore_sources.extend_from_slice(&copies);
+        self.plan.restore_targets.extend_from_slice(blocks);
+        self.counters.found_in_host_tokens += (copies.len() * self.geometry.block_size) as u64;
+        self.host.begin_use(&copies);
+        self.step.host_holds.push(copies);
     }
 }
 
@@ -483,5 +519,180 @@ mod tests {
         assert_eq!((hosts.len(), &plan.restore_sources[..]), (5, &hosts[2..]), "two of the full group are cached");
         assert_eq!(plan.restore_targets[..], bench.blocks(1)[2..5]);
         assert_eq!(bench.0.violations(), [""; 0]);
+    }
+
+    // -- copies of evicted blocks
+
+    /// Sequence 1 of these tokens was computed and released.
+    fn cache(bench: &mut Bench, tokens: &[i32]) {
+        bench.admit(1, tokens);
+        bench.settle();
+        bench.release(&[1]);
+        bench.settle();
+    }
+
+    /// Free, held, retired and cached.
+    fn all_host_counts(bench: &Bench) -> [usize; 4] {
+        assert_eq!(bench.0.violations(), [""; 0]);
+        let counts = bench.0.host().counts();
+        [counts.free, counts.held, counts.retired, counts.cached]
+    }
+
+    #[test]
+    fn an_evicted_block_is_found_in_the_host_tier_when_the_step_that_copies_it_has_ended() {
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        let before = bench.0.pool().parking().parked();
+        let plan = bench.admit(2, &[7; 7]);
+        let copied = copies(&plan).0;
+        assert_eq!(copied.iter().map(|(block, _)| *block).collect::<Vec<_>>(), before);
+        assert!(copied.iter().all(|(block, _)| plan.write_block_ids.contains(block)));
+        let found = |bench: &Bench| bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b"");
+        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 2, 0], [0, 0]));
+        bench.settle();
+        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 0, 2], [0, 4]));
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"s".into(), b""), [0, 0]);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b"x"), 0);
+    }
+
+    /// A prefix of two blocks in the host tier, and a pool of four free blocks.
+    fn kept() -> Bench {
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        bench.admit(2, &[7; 7]);
+        bench.release(&[2]);
+        bench.settle();
+        bench.0.drop_blocks(&[1, 2, 3, 4], 0.0, b"");
+        assert_eq!(all_host_counts(&bench), [4, 0, 0, 2]);
+        bench
+    }
+
+    #[test]
+    fn an_admission_gets_copies_that_count_as_computed_and_are_published_with_its_run() {
+        let mut bench = kept();
+        let plan = bench.admit(1, &[1, 2, 3, 4, 5]);
+        let (blocks, sources) = (bench.blocks(1), plan.restore_sources.clone());
+        assert_eq!(copies(&plan).1, sources.iter().copied().zip(blocks[..2].iter().copied()).collect::<Vec<_>>());
+        assert_eq!((plan.admitted_cached_counts, plan.run_starts, plan.run_token_counts), (vec![4], vec![4], vec![1]));
+        assert_eq!((bench.sequence(1).num_computed, bench.sequence(1).num_published), (4, 0));
+        assert_eq!((all_host_counts(&bench), bench.0.counters().found_in_host_tokens), ([4, 0, 0, 2], 4));
+        bench.settle();
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [4, 0]);
+        bench.release(&[1]);
+        bench.settle();
+        let plan = bench.admit(3, &[8; 8]);
+        assert_eq!((copies(&plan).0, all_host_counts(&bench)), (vec![], [4, 0, 0, 2]), "the copies are there already");
+    }
+
+    #[test]
+    fn a_failed_step_leaves_the_copied_tokens_computed() {
+        let mut bench = kept();
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        let failed = crate::books::settle::StepReport {
+            outcome: crate::books::settle::StepOutcome::Failed,
+            ..bench.report("a")
+        };
+        bench.0.settle("a", &failed).unwrap();
+        assert_eq!((bench.sequence(1).num_computed, bench.sequence(1).num_scheduled), (4, 4));
+        assert_eq!((bench.extend(1, 1, &[]).run_starts, bench.0.violations()), (vec![4], vec![]));
+    }
+
+    #[test]
+    fn a_sequence_evicts_copies_but_not_those_that_a_step_copies_back() {
+        let mut bench = kept();
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.admit(2, &[9]);
+        assert_eq!(all_host_counts(&bench), [4, 0, 0, 2]);
+        assert_eq!(bench.0.host().refuse(1, 5).map(|refusal| refusal.reason), Some(Reason::OutOfHostBlocks));
+        bench.settle();
+        assert!(bench.0.host().refuse(1, 6).is_none());
+        let hosts = bench.0.host.allocate(5, bench.0.pool.accounts()).unwrap();
+        assert_eq!((hosts.len(), bench.0.host().counts().cached, bench.0.host().copies().num_evicted()), (5, 1, 1));
+    }
+
+    #[test]
+    fn a_copy_of_a_lease_that_ended_before_its_report_is_not_found() {
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        bench.admit(2, &[7; 7]);
+        bench.0.end_lease("a");
+        bench.0.close_lease("a").unwrap();
+        assert_eq!(all_host_counts(&bench), [6, 0, 0, 0]);
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), 0);
+    }
+
+    #[test]
+    fn a_reset_drops_copies_and_those_on_their_way_there_and_back() {
+        let mut bench = kept();
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.0.withhold_for(b"", Some(&b"".into()));
+        assert_eq!(all_host_counts(&bench), [4, 0, 2, 0]);
+        bench.settle();
+        assert_eq!((all_host_counts(&bench), bench.sequence(1).num_withheld), ([6, 0, 0, 0], 2));
+        assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), 0, "it was withheld");
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        bench.admit(2, &[7; 7]);
+        bench.0.reset_prefix_cache(0, 9, 0.0, b"").unwrap();
+        bench.settle();
+        assert_eq!(all_host_counts(&bench), [6, 0, 0, 0]);
+    }
+
+    #[test]
+    fn content_that_a_reset_is_about_is_not_copied_when_it_is_evicted_before_it_is_dropped() {
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        bench.0.withhold_for(b"", None);
+        assert_eq!(copies(&bench.admit(2, &[7; 7])).0, []);
+        bench.settle();
+        bench.release(&[2]);
+        bench.settle();
+        assert_eq!(copies(&bench.admit(3, &[8; 7])).0.len(), 3, "this content is newer");
+    }
+
+    #[test]
+    fn the_least_recently_used_copy_goes_first_and_no_more_are_made_than_may_be() {
+        let mut bench = Bench::with_copies(4, 2);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        for token in [7, 8] {
+            let plan = bench.admit(2, &[token; 9]);
+            assert_eq!((copies(&plan).0.len(), plan.refusals.len()), (0, 1), "one block too many");
+            assert_eq!(copies(&bench.admit(2, &[token; 8])).0.len(), 2);
+            bench.settle();
+            bench.release(&[2]);
+            bench.settle();
+            assert_eq!(all_host_counts(&bench), [4, 0, 0, 2]);
+        }
+        assert_eq!((bench.0.host().copies().num_evicted(), bench.0.counters().kept_in_host_blocks), (2, 4));
+    }
+
+    #[test]
+    fn blocks_that_were_advised_to_go_first_are_not_copied() {
+        let mut bench = Bench::with_copies(4, 6);
+        cache(&mut bench, &[1, 2, 3, 4, 5]);
+        let blocks = bench.0.pool().parking().parked();
+        let advice = crate::cache::advice::Advice { level: 1, until: crate::cache::advice::FOREVER };
+        bench.0.pool.advisor().advise(&blocks[..1], advice);
+        assert_eq!(copies(&bench.admit(2, &[7; 7])).0.iter().map(|(block, _)| *block).collect::<Vec<_>>(), blocks[1..]);
+    }
+
+    #[test]
+    fn a_block_from_the_host_tier_that_a_fork_writes_on_is_not_published_for_its_released_parent() {
+        let mut bench = kept();
+        bench.admit(1, &[1, 2, 3, 4, 5]);
+        bench.fork(1, &[2], 1);
+        bench.plan(StepRequest {
+            releases: vec![1],
+            extends: vec![crate::books::plans::Extend {
+                seq_id: 2,
+                num_tokens: 2,
+                append: vec![60],
+                ..Default::default()
+            }],
+            ..StepRequest::default()
+        });
+        bench.settle();
+        assert_eq!(bench.0.violations(), [""; 0]);
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 4], "the copies are as they were");
     }
 }

@@ -150,6 +150,7 @@ impl<'a> StepPlanner<'a> {
             let answer = self.admit(admission, owner, request.admission_reserve, request.hashes.get(index))?;
             self.plan.answer(PlanItem::Admission, admission.seq_id, answer);
         }
+        self.keep_evicted();
         if !self.lease.reserved.is_empty() {
             self.lease.update_reservations(self.pool, self.table, self.geometry);
         }

@@ -114,11 +114,13 @@ pub struct Parking {
     num_blocks: usize,
     shelves: Option<Box<Shelves>>,
     tenants: Option<Box<TenantRings>>,
+    #[serde(skip)]
+    worth_less: Vec<BlockId>,
 }
 
 impl Parking {
     pub fn new(num_blocks: usize, policy: Policy) -> Parking {
-        Parking { policy, num_blocks, shelves: None, tenants: None }
+        Parking { policy, num_blocks, shelves: None, tenants: None, worth_less: Vec::new() }
     }
 
     pub fn policy(&mut self) -> &mut Policy {
@@ -251,8 +253,19 @@ impl Parking {
         }
     }
 
+    /// Some blocks are about to be evicted.
+    pub fn begin_eviction(&mut self) {
+        self.worth_less.clear();
+    }
+
+    /// True if the block, which was evicted since `begin_eviction`, had a priority below the default.
+    pub fn was_worth_less(&self, block: BlockId) -> bool {
+        self.worth_less.contains(&block)
+    }
+
     /// Evicts a parked block.
     pub fn take(&mut self, block: BlockId, victims: &mut Vec<BlockId>) {
+        self.worth_less.extend((self.level(block) < UNADVISED).then_some(block));
         self.unpark(&[block]);
         if let Some(keeps) = self.keeps_mut().filter(|keeps| keeps.is_kept(block)) {
             keeps.count_evicted();

@@ -30,6 +30,7 @@ use crate::cache::advice::Millis;
 use crate::cache::eviction::parking::Parking;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::groups::{Group, LayerGroups, Span, identity};
+use crate::cache::host_copies::Evicted;
 use crate::cache::losses::CallerId;
 use crate::cache::pool::advisor::Advisor;
 use crate::cache::pool::counters::PoolCounters;
@@ -82,6 +83,7 @@ pub struct BlockPool {
     counters: PoolCounters,
     pub(crate) records: Records,
     pub(crate) groups: LayerGroups,
+    evicted: Option<Vec<Evicted>>, // since they were taken last, if they are noted
 }
 
 impl BlockPool {
@@ -98,7 +100,19 @@ impl BlockPool {
             counters: PoolCounters::default(),
             records: Records::new(num_blocks),
             groups: LayerGroups::new(spans, num_blocks),
+            evicted: None,
         }
+    }
+
+    /// The same pool, which notes the blocks that it evicts, for copies of them.
+    pub fn noting_evicted(self) -> BlockPool {
+        BlockPool { evicted: Some(Vec::new()), ..self }
+    }
+
+    /// The blocks that were evicted since the last call, the one worth most last. Not those that a caller has advised to
+    /// evict before others.
+    pub fn take_evicted(&mut self) -> Vec<Evicted> {
+        self.evicted.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     pub fn index(&self) -> &PrefixIndex {
@@ -219,6 +233,7 @@ impl BlockPool {
         }
         let mut blocks = self.free.split_off(self.free.len() - num_popped);
         blocks.reverse();
+        self.parking.begin_eviction();
         if self.groups.are_several() {
             (0..num_missing).for_each(|_| self.evict_one(count, asker, &mut blocks));
         } else if num_missing > 0 {
@@ -370,6 +385,13 @@ impl BlockPool {
     fn lose(&mut self, block: BlockId, asker: &Asker) {
         if let Some(hash) = self.index.hash(block) {
             self.records.losses.evicted(hash, asker);
+            if let Some(evicted) = &mut self.evicted
+                && !self.parking.was_worth_less(block)
+            {
+                let (tenant, published_at) =
+                    (self.owners[block as usize], self.records.journal.content_changed_at(block));
+                evicted.push(Evicted { block, hash: *hash, tenant, published_at });
+            }
         }
         let found_by = self.groups.are_several().then(|| self.index.hash(block).copied());
         self.records.contents.forget(block);

@@ -908,8 +908,11 @@ type PoolGeometry struct {
 	// The limit of drafts of a sequence in a step, 0 (the worker verifies none) to
 	// 64. 0 for a model with has_recurrent_state.
 	MaxDraftCount int32 `protobuf:"varint,12,opt,name=max_draft_count,json=maxDraftCount,proto3" json:"max_draft_count,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The limit of host blocks with copies of cached blocks that were evicted: 0 (none
+	// are made) to host_block_count. 0 in a pool with layer_groups.
+	HostCachedBlockLimit int32 `protobuf:"varint,13,opt,name=host_cached_block_limit,json=hostCachedBlockLimit,proto3" json:"host_cached_block_limit,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *PoolGeometry) Reset() {
@@ -1022,6 +1025,13 @@ func (x *PoolGeometry) GetLayerGroups() []*LayerGroup {
 func (x *PoolGeometry) GetMaxDraftCount() int32 {
 	if x != nil {
 		return x.MaxDraftCount
+	}
+	return 0
+}
+
+func (x *PoolGeometry) GetHostCachedBlockLimit() int32 {
+	if x != nil {
+		return x.HostCachedBlockLimit
 	}
 	return 0
 }
@@ -1554,7 +1564,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.LayerGroupKindR\x04kind\x12,\n" +
 	"\x12window_token_count\x18\x02 \x01(\x05R\x10windowTokenCount\x12\x1f\n" +
 	"\vlayer_count\x18\x03 \x01(\x05R\n" +
-	"layerCount\"\x87\x04\n" +
+	"layerCount\"\xbe\x04\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1570,7 +1580,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x10host_block_count\x18\n" +
 	" \x01(\x05R\x0ehostBlockCount\x12=\n" +
 	"\flayer_groups\x18\v \x03(\v2\x1a.quire.cache.v1.LayerGroupR\vlayerGroups\x12&\n" +
-	"\x0fmax_draft_count\x18\f \x01(\x05R\rmaxDraftCount\"\xa3\x01\n" +
+	"\x0fmax_draft_count\x18\f \x01(\x05R\rmaxDraftCount\x125\n" +
+	"\x17host_cached_block_limit\x18\r \x01(\x05R\x14hostCachedBlockLimit\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +

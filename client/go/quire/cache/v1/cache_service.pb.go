@@ -414,6 +414,59 @@ func (MissReason) EnumDescriptor() ([]byte, []int) {
 	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{5}
 }
 
+// A place of cached content.
+type Medium int32
+
+const (
+	// Not used.
+	Medium_MEDIUM_UNSPECIFIED Medium = 0
+	// The pool's memory.
+	Medium_MEDIUM_DEVICE Medium = 1
+	// The pool's host tier: an admission copies it to the pool.
+	Medium_MEDIUM_HOST Medium = 2
+)
+
+// Enum value maps for Medium.
+var (
+	Medium_name = map[int32]string{
+		0: "MEDIUM_UNSPECIFIED",
+		1: "MEDIUM_DEVICE",
+		2: "MEDIUM_HOST",
+	}
+	Medium_value = map[string]int32{
+		"MEDIUM_UNSPECIFIED": 0,
+		"MEDIUM_DEVICE":      1,
+		"MEDIUM_HOST":        2,
+	}
+)
+
+func (x Medium) Enum() *Medium {
+	p := new(Medium)
+	*p = x
+	return p
+}
+
+func (x Medium) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Medium) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_cache_service_proto_enumTypes[6].Descriptor()
+}
+
+func (Medium) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[6]
+}
+
+func (x Medium) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Medium.Descriptor instead.
+func (Medium) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{6}
+}
+
 // See CacheService.CreateLease.
 type CreateLeaseRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2109,8 +2162,12 @@ type HostBlockCounts struct {
 	FreeCount int32 `protobuf:"varint,1,opt,name=free_count,json=freeCount,proto3" json:"free_count,omitempty"`
 	// Blocks held by one offloaded sequence.
 	HeldCount int32 `protobuf:"varint,2,opt,name=held_count,json=heldCount,proto3" json:"held_count,omitempty"`
-	// Released blocks that a planned step could still access.
-	RetiredCount  int32 `protobuf:"varint,3,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
+	// Released blocks that a planned step could still access, and blocks to which a
+	// planned step copies an evicted block.
+	RetiredCount int32 `protobuf:"varint,3,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
+	// Blocks with a copy of an evicted block that an admission can find: evictable,
+	// unless a planned step copies from them.
+	CachedCount   int32 `protobuf:"varint,4,opt,name=cached_count,json=cachedCount,proto3" json:"cached_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2162,6 +2219,13 @@ func (x *HostBlockCounts) GetHeldCount() int32 {
 func (x *HostBlockCounts) GetRetiredCount() int32 {
 	if x != nil {
 		return x.RetiredCount
+	}
+	return 0
+}
+
+func (x *HostBlockCounts) GetCachedCount() int32 {
+	if x != nil {
+		return x.CachedCount
 	}
 	return 0
 }
@@ -4318,9 +4382,12 @@ type ExplainPrefixResponse struct {
 	EpochTime *timestamppb.Timestamp `protobuf:"bytes,14,opt,name=epoch_time,json=epochTime,proto3" json:"epoch_time,omitempty"`
 	// The name of the caller that reset it. Set for RESET, if the caller's tenant is
 	// the one of this caller, or if this caller is an operator.
-	ResetBy       string `protobuf:"bytes,15,opt,name=reset_by,json=resetBy,proto3" json:"reset_by,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ResetBy string `protobuf:"bytes,15,opt,name=reset_by,json=resetBy,proto3" json:"reset_by,omitempty"`
+	// cached_token_count by the place of the content; places without any are left
+	// out.
+	TokensByMedium []*MediumTokens `protobuf:"bytes,16,rep,name=tokens_by_medium,json=tokensByMedium,proto3" json:"tokens_by_medium,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *ExplainPrefixResponse) Reset() {
@@ -4456,6 +4523,13 @@ func (x *ExplainPrefixResponse) GetResetBy() string {
 		return x.ResetBy
 	}
 	return ""
+}
+
+func (x *ExplainPrefixResponse) GetTokensByMedium() []*MediumTokens {
+	if x != nil {
+		return x.TokensByMedium
+	}
+	return nil
 }
 
 // See CacheService.CheckAdmission.
@@ -5305,8 +5379,11 @@ type PrefixMatch struct {
 	BlockCounts *BlockCounts `protobuf:"bytes,3,opt,name=block_counts,json=blockCounts,proto3" json:"block_counts,omitempty"`
 	// The address of its worker.
 	WorkerAddress string `protobuf:"bytes,4,opt,name=worker_address,json=workerAddress,proto3" json:"worker_address,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// cached_token_count by the place of the content; places without any are left
+	// out.
+	TokensByMedium []*MediumTokens `protobuf:"bytes,5,rep,name=tokens_by_medium,json=tokensByMedium,proto3" json:"tokens_by_medium,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *PrefixMatch) Reset() {
@@ -5367,6 +5444,68 @@ func (x *PrefixMatch) GetWorkerAddress() string {
 	return ""
 }
 
+func (x *PrefixMatch) GetTokensByMedium() []*MediumTokens {
+	if x != nil {
+		return x.TokensByMedium
+	}
+	return nil
+}
+
+// The part of a prefix in one place.
+type MediumTokens struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The place.
+	Medium Medium `protobuf:"varint,1,opt,name=medium,proto3,enum=quire.cache.v1.Medium" json:"medium,omitempty"`
+	// Its tokens.
+	TokenCount    int32 `protobuf:"varint,2,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MediumTokens) Reset() {
+	*x = MediumTokens{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MediumTokens) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MediumTokens) ProtoMessage() {}
+
+func (x *MediumTokens) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MediumTokens.ProtoReflect.Descriptor instead.
+func (*MediumTokens) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *MediumTokens) GetMedium() Medium {
+	if x != nil {
+		return x.Medium
+	}
+	return Medium_MEDIUM_UNSPECIFIED
+}
+
+func (x *MediumTokens) GetTokenCount() int32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
 // See CacheService.ResetPrefixCache.
 type ResetPrefixCacheRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -5396,7 +5535,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5408,7 +5547,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5421,7 +5560,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -5472,7 +5611,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5484,7 +5623,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5497,7 +5636,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -5525,7 +5664,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5537,7 +5676,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5550,7 +5689,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -5575,7 +5714,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5587,7 +5726,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5600,7 +5739,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -5635,7 +5774,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5647,7 +5786,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5660,7 +5799,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -5681,7 +5820,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5693,7 +5832,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5706,7 +5845,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -5813,13 +5952,21 @@ type PoolStatistics struct {
 	DraftedTokenCount int64 `protobuf:"varint,48,opt,name=drafted_token_count,json=draftedTokenCount,proto3" json:"drafted_token_count,omitempty"`
 	// Of these, drafts that were accepted.
 	AcceptedDraftTokenCount int64 `protobuf:"varint,49,opt,name=accepted_draft_token_count,json=acceptedDraftTokenCount,proto3" json:"accepted_draft_token_count,omitempty"`
-	unknownFields           protoimpl.UnknownFields
-	sizeCache               protoimpl.SizeCache
+	// Evicted blocks that steps copied to the host tier, so that they can be found
+	// there.
+	KeptInHostBlockCount int64 `protobuf:"varint,50,opt,name=kept_in_host_block_count,json=keptInHostBlockCount,proto3" json:"kept_in_host_block_count,omitempty"`
+	// Copies of evicted blocks that were evicted from the host tier.
+	EvictedFromHostBlockCount int64 `protobuf:"varint,51,opt,name=evicted_from_host_block_count,json=evictedFromHostBlockCount,proto3" json:"evicted_from_host_block_count,omitempty"`
+	// Of cached_token_count and resumed_cached_token_count, the tokens that were found
+	// in the host tier, and copied from there.
+	FoundInHostTokenCount int64 `protobuf:"varint,52,opt,name=found_in_host_token_count,json=foundInHostTokenCount,proto3" json:"found_in_host_token_count,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5831,7 +5978,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5844,7 +5991,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{66}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -6155,6 +6302,27 @@ func (x *PoolStatistics) GetAcceptedDraftTokenCount() int64 {
 	return 0
 }
 
+func (x *PoolStatistics) GetKeptInHostBlockCount() int64 {
+	if x != nil {
+		return x.KeptInHostBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetEvictedFromHostBlockCount() int64 {
+	if x != nil {
+		return x.EvictedFromHostBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetFoundInHostTokenCount() int64 {
+	if x != nil {
+		return x.FoundInHostTokenCount
+	}
+	return 0
+}
+
 // Counters of one layer group since its pool's epoch was attached, and its present
 // state.
 type LayerGroupStatistics struct {
@@ -6175,7 +6343,7 @@ type LayerGroupStatistics struct {
 
 func (x *LayerGroupStatistics) Reset() {
 	*x = LayerGroupStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6187,7 +6355,7 @@ func (x *LayerGroupStatistics) String() string {
 func (*LayerGroupStatistics) ProtoMessage() {}
 
 func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6200,7 +6368,7 @@ func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroupStatistics.ProtoReflect.Descriptor instead.
 func (*LayerGroupStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{67}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *LayerGroupStatistics) GetActiveBlockCount() int32 {
@@ -6384,13 +6552,14 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12!\n" +
 	"\fcached_count\x18\x02 \x01(\x05R\vcachedCount\x12!\n" +
 	"\factive_count\x18\x03 \x01(\x05R\vactiveCount\x12#\n" +
-	"\rretired_count\x18\x04 \x01(\x05R\fretiredCount\"t\n" +
+	"\rretired_count\x18\x04 \x01(\x05R\fretiredCount\"\x97\x01\n" +
 	"\x0fHostBlockCounts\x12\x1d\n" +
 	"\n" +
 	"free_count\x18\x01 \x01(\x05R\tfreeCount\x12\x1d\n" +
 	"\n" +
 	"held_count\x18\x02 \x01(\x05R\theldCount\x12#\n" +
-	"\rretired_count\x18\x03 \x01(\x05R\fretiredCount\"G\n" +
+	"\rretired_count\x18\x03 \x01(\x05R\fretiredCount\x12!\n" +
+	"\fcached_count\x18\x04 \x01(\x05R\vcachedCount\"G\n" +
 	"\x10PlanStepsRequest\x123\n" +
 	"\x04plan\x18\x01 \x01(\v2\x1f.quire.cache.v1.PlanStepRequestR\x04plan\"\x84\x01\n" +
 	"\x11PlanStepsResponse\x126\n" +
@@ -6562,7 +6731,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x04salt\x18\x03 \x01(\fR\x04salt\x12\x1b\n" +
 	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x18\n" +
 	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
-	"\a_tenant\"\xbb\x05\n" +
+	"\a_tenant\"\x83\x06\n" +
 	"\x15ExplainPrefixResponse\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12\x1f\n" +
@@ -6581,7 +6750,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x05epoch\x18\r \x01(\x03R\x05epoch\x129\n" +
 	"\n" +
 	"epoch_time\x18\x0e \x01(\v2\x1a.google.protobuf.TimestampR\tepochTime\x12\x19\n" +
-	"\breset_by\x18\x0f \x01(\tR\aresetByB\x14\n" +
+	"\breset_by\x18\x0f \x01(\tR\aresetBy\x12F\n" +
+	"\x10tokens_by_medium\x18\x10 \x03(\v2\x1c.quire.cache.v1.MediumTokensR\x0etokensByMediumB\x14\n" +
 	"\x12_evicted_by_tenant\"\xa7\x01\n" +
 	"\x15CheckAdmissionRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x127\n" +
@@ -6643,12 +6813,17 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\aadapter\x18\x05 \x01(\fR\aadapterB\t\n" +
 	"\a_tenant\"M\n" +
 	"\x14LookupPrefixResponse\x125\n" +
-	"\amatches\x18\x01 \x03(\v2\x1b.quire.cache.v1.PrefixMatchR\amatches\"\xb6\x01\n" +
+	"\amatches\x18\x01 \x03(\v2\x1b.quire.cache.v1.PrefixMatchR\amatches\"\xfe\x01\n" +
 	"\vPrefixMatch\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12,\n" +
 	"\x12cached_token_count\x18\x02 \x01(\x05R\x10cachedTokenCount\x12>\n" +
 	"\fblock_counts\x18\x03 \x01(\v2\x1b.quire.cache.v1.BlockCountsR\vblockCounts\x12%\n" +
-	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\"\xae\x01\n" +
+	"\x0eworker_address\x18\x04 \x01(\tR\rworkerAddress\x12F\n" +
+	"\x10tokens_by_medium\x18\x05 \x03(\v2\x1c.quire.cache.v1.MediumTokensR\x0etokensByMedium\"_\n" +
+	"\fMediumTokens\x12.\n" +
+	"\x06medium\x18\x01 \x01(\x0e2\x16.quire.cache.v1.MediumR\x06medium\x12\x1f\n" +
+	"\vtoken_count\x18\x02 \x01(\x05R\n" +
+	"tokenCount\"\xae\x01\n" +
 	"\x17ResetPrefixCacheRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\x06tenant\x18\x02 \x01(\tH\x00R\x06tenant\x88\x01\x01\x12\x17\n" +
@@ -6672,7 +6847,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xba\x11\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xee\x12\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -6720,7 +6895,10 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x10kept_block_count\x18. \x01(\x05R\x0ekeptBlockCount\x127\n" +
 	"\x18evicted_kept_block_count\x18/ \x01(\x03R\x15evictedKeptBlockCount\x12.\n" +
 	"\x13drafted_token_count\x180 \x01(\x03R\x11draftedTokenCount\x12;\n" +
-	"\x1aaccepted_draft_token_count\x181 \x01(\x03R\x17acceptedDraftTokenCount\x1a@\n" +
+	"\x1aaccepted_draft_token_count\x181 \x01(\x03R\x17acceptedDraftTokenCount\x126\n" +
+	"\x18kept_in_host_block_count\x182 \x01(\x03R\x14keptInHostBlockCount\x12@\n" +
+	"\x1devicted_from_host_block_count\x183 \x01(\x03R\x19evictedFromHostBlockCount\x128\n" +
+	"\x19found_in_host_token_count\x184 \x01(\x03R\x15foundInHostTokenCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\x80\x02\n" +
@@ -6773,7 +6951,11 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b\x12\x17\n" +
 	"\x13MISS_REASON_UNKNOWN\x10\t\x12\x1d\n" +
 	"\x19MISS_REASON_OTHER_ADAPTER\x10\n" +
-	"2\xeb\x0f\n" +
+	"*D\n" +
+	"\x06Medium\x12\x16\n" +
+	"\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x11\n" +
+	"\rMEDIUM_DEVICE\x10\x01\x12\x0f\n" +
+	"\vMEDIUM_HOST\x10\x022\xeb\x0f\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
@@ -6815,8 +6997,8 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_cache_service_proto_rawDescData
 }
 
-var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
+var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 70)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
 	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
@@ -6824,206 +7006,211 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(BlockState)(0),                  // 3: quire.cache.v1.BlockState
 	(BlockEventKind)(0),              // 4: quire.cache.v1.BlockEventKind
 	(MissReason)(0),                  // 5: quire.cache.v1.MissReason
-	(*CreateLeaseRequest)(nil),       // 6: quire.cache.v1.CreateLeaseRequest
-	(*CreateLeaseResponse)(nil),      // 7: quire.cache.v1.CreateLeaseResponse
-	(*RenewLeaseRequest)(nil),        // 8: quire.cache.v1.RenewLeaseRequest
-	(*RenewLeaseResponse)(nil),       // 9: quire.cache.v1.RenewLeaseResponse
-	(*DeleteLeaseRequest)(nil),       // 10: quire.cache.v1.DeleteLeaseRequest
-	(*DeleteLeaseResponse)(nil),      // 11: quire.cache.v1.DeleteLeaseResponse
-	(*PlanStepRequest)(nil),          // 12: quire.cache.v1.PlanStepRequest
-	(*ReturnHint)(nil),               // 13: quire.cache.v1.ReturnHint
-	(*ExpectedPrompt)(nil),           // 14: quire.cache.v1.ExpectedPrompt
-	(*Retention)(nil),                // 15: quire.cache.v1.Retention
-	(*Fork)(nil),                     // 16: quire.cache.v1.Fork
-	(*Extends)(nil),                  // 17: quire.cache.v1.Extends
-	(*Admission)(nil),                // 18: quire.cache.v1.Admission
-	(*Breakpoint)(nil),               // 19: quire.cache.v1.Breakpoint
-	(*Restore)(nil),                  // 20: quire.cache.v1.Restore
-	(*Refusal)(nil),                  // 21: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 22: quire.cache.v1.PlanStepResponse
-	(*AdmissionMiss)(nil),            // 23: quire.cache.v1.AdmissionMiss
-	(*BlockCounts)(nil),              // 24: quire.cache.v1.BlockCounts
-	(*HostBlockCounts)(nil),          // 25: quire.cache.v1.HostBlockCounts
-	(*PlanStepsRequest)(nil),         // 26: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 27: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 28: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 29: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 30: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 31: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 32: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 33: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 34: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 35: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 36: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 37: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 38: quire.cache.v1.Sequence
-	(*GroupBlockTable)(nil),          // 39: quire.cache.v1.GroupBlockTable
-	(*ListSequencesRequest)(nil),     // 40: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 41: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 42: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 43: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 44: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 45: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 46: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 47: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 48: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 49: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 50: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 51: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 52: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 53: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 54: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 55: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 56: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 57: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 58: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 59: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 60: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 61: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 62: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 63: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 64: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 65: quire.cache.v1.PrefixMatch
-	(*ResetPrefixCacheRequest)(nil),  // 66: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 67: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 68: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 69: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 70: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 71: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 72: quire.cache.v1.PoolStatistics
-	(*LayerGroupStatistics)(nil),     // 73: quire.cache.v1.LayerGroupStatistics
-	nil,                              // 74: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 75: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 76: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 77: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 78: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 79: quire.cache.v1.SignedGrant
-	(*PoolAdapters)(nil),             // 80: quire.cache.v1.PoolAdapters
-	(*AttachPoolRequest)(nil),        // 81: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 82: quire.cache.v1.AttachPoolResponse
+	(Medium)(0),                      // 6: quire.cache.v1.Medium
+	(*CreateLeaseRequest)(nil),       // 7: quire.cache.v1.CreateLeaseRequest
+	(*CreateLeaseResponse)(nil),      // 8: quire.cache.v1.CreateLeaseResponse
+	(*RenewLeaseRequest)(nil),        // 9: quire.cache.v1.RenewLeaseRequest
+	(*RenewLeaseResponse)(nil),       // 10: quire.cache.v1.RenewLeaseResponse
+	(*DeleteLeaseRequest)(nil),       // 11: quire.cache.v1.DeleteLeaseRequest
+	(*DeleteLeaseResponse)(nil),      // 12: quire.cache.v1.DeleteLeaseResponse
+	(*PlanStepRequest)(nil),          // 13: quire.cache.v1.PlanStepRequest
+	(*ReturnHint)(nil),               // 14: quire.cache.v1.ReturnHint
+	(*ExpectedPrompt)(nil),           // 15: quire.cache.v1.ExpectedPrompt
+	(*Retention)(nil),                // 16: quire.cache.v1.Retention
+	(*Fork)(nil),                     // 17: quire.cache.v1.Fork
+	(*Extends)(nil),                  // 18: quire.cache.v1.Extends
+	(*Admission)(nil),                // 19: quire.cache.v1.Admission
+	(*Breakpoint)(nil),               // 20: quire.cache.v1.Breakpoint
+	(*Restore)(nil),                  // 21: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 22: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 23: quire.cache.v1.PlanStepResponse
+	(*AdmissionMiss)(nil),            // 24: quire.cache.v1.AdmissionMiss
+	(*BlockCounts)(nil),              // 25: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 26: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 27: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 28: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 29: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 30: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 31: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 32: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 33: quire.cache.v1.ListPoolsResponse
+	(*ListLeasesRequest)(nil),        // 34: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 35: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 36: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 37: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 38: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 39: quire.cache.v1.Sequence
+	(*GroupBlockTable)(nil),          // 40: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 41: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 42: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 43: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 44: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 45: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 46: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 47: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 48: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 49: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 50: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 51: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 52: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 53: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 54: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 55: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 56: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 57: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 58: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 59: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 60: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 61: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 62: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 63: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 64: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 65: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 66: quire.cache.v1.PrefixMatch
+	(*MediumTokens)(nil),             // 67: quire.cache.v1.MediumTokens
+	(*ResetPrefixCacheRequest)(nil),  // 68: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 69: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 70: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 71: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 72: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 73: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 74: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 75: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 76: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 77: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 78: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 79: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 80: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 81: quire.cache.v1.SignedGrant
+	(*PoolAdapters)(nil),             // 82: quire.cache.v1.PoolAdapters
+	(*AttachPoolRequest)(nil),        // 83: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 84: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	75, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	76, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	77, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	76, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	13, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
-	14, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
-	16, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	17, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	18, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	20, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	75, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	75, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
-	75, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	15, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	77, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	78, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	79, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	78, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	14, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
+	15, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
+	17, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	18, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	19, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	21, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	77, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	77, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	77, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	16, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
 	0,  // 14: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
-	19, // 15: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
-	75, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
+	20, // 15: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
+	77, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
 	1,  // 17: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	78, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	79, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	21, // 20: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	23, // 21: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
-	24, // 22: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	25, // 23: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	80, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	81, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	22, // 20: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	24, // 21: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
+	25, // 22: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	26, // 23: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
 	5,  // 24: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
-	76, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
-	12, // 26: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	22, // 27: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	78, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	30, // 29: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	77, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	24, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	25, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	80, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
-	30, // 34: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	78, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
+	13, // 26: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	23, // 27: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	80, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	31, // 29: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	79, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	25, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	26, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	82, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	31, // 34: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
 	2,  // 35: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	35, // 36: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	36, // 36: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
 	2,  // 37: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	75, // 38: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	76, // 39: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	38, // 40: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	77, // 38: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	78, // 39: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	39, // 40: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
 	0,  // 41: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	39, // 42: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	38, // 43: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	40, // 42: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	39, // 43: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
 	3,  // 44: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
 	3,  // 45: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	42, // 46: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	47, // 47: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	76, // 48: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	50, // 49: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	43, // 46: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	48, // 47: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	78, // 48: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	51, // 49: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
 	4,  // 50: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	42, // 51: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	43, // 51: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
 	5,  // 52: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	76, // 53: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	76, // 54: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	18, // 55: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	55, // 56: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	78, // 57: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	24, // 58: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	75, // 59: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	76, // 60: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	62, // 61: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	76, // 62: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	65, // 63: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	24, // 64: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	72, // 65: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	24, // 66: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	25, // 67: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	74, // 68: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	73, // 69: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	6,  // 70: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	8,  // 71: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	10, // 72: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	12, // 73: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	26, // 74: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	81, // 75: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	28, // 76: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	31, // 77: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	33, // 78: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	36, // 79: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	40, // 80: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	43, // 81: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	45, // 82: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	48, // 83: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	63, // 84: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	51, // 85: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	53, // 86: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	56, // 87: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	58, // 88: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	60, // 89: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	66, // 90: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	68, // 91: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	70, // 92: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	7,  // 93: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	9,  // 94: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	11, // 95: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	22, // 96: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	27, // 97: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	82, // 98: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	29, // 99: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	32, // 100: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	34, // 101: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	37, // 102: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	41, // 103: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	44, // 104: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	46, // 105: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	49, // 106: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	64, // 107: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	52, // 108: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	54, // 109: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	57, // 110: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	59, // 111: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	61, // 112: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	67, // 113: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	69, // 114: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	71, // 115: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	93, // [93:116] is the sub-list for method output_type
-	70, // [70:93] is the sub-list for method input_type
-	70, // [70:70] is the sub-list for extension type_name
-	70, // [70:70] is the sub-list for extension extendee
-	0,  // [0:70] is the sub-list for field type_name
+	78, // 53: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	78, // 54: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	67, // 55: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	19, // 56: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	56, // 57: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	80, // 58: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	25, // 59: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	77, // 60: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	78, // 61: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	63, // 62: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	78, // 63: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	66, // 64: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	25, // 65: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	67, // 66: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	6,  // 67: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
+	74, // 68: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	25, // 69: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	26, // 70: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	76, // 71: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	75, // 72: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	7,  // 73: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	9,  // 74: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	11, // 75: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	13, // 76: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	27, // 77: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	83, // 78: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	29, // 79: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	32, // 80: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	34, // 81: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	37, // 82: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	41, // 83: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	44, // 84: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	46, // 85: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	49, // 86: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	64, // 87: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	52, // 88: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	54, // 89: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	57, // 90: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	59, // 91: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	61, // 92: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	68, // 93: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	70, // 94: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	72, // 95: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	8,  // 96: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	10, // 97: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	12, // 98: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	23, // 99: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	28, // 100: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	84, // 101: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	30, // 102: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	33, // 103: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	35, // 104: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	38, // 105: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	42, // 106: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	45, // 107: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	47, // 108: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	50, // 109: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	65, // 110: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	53, // 111: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	55, // 112: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	58, // 113: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	60, // 114: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	62, // 115: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	69, // 116: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	71, // 117: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	73, // 118: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	96, // [96:119] is the sub-list for method output_type
+	73, // [73:96] is the sub-list for method input_type
+	73, // [73:73] is the sub-list for extension type_name
+	73, // [73:73] is the sub-list for extension extendee
+	0,  // [0:73] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -7055,14 +7242,14 @@ func file_quire_cache_v1_cache_service_proto_init() {
 	file_quire_cache_v1_cache_service_proto_msgTypes[52].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[54].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[57].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[60].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[61].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
-			NumEnums:      6,
-			NumMessages:   69,
+			NumEnums:      7,
+			NumMessages:   70,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

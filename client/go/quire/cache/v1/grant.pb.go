@@ -142,12 +142,13 @@ type StepGrant struct {
 	// Parallel to copy_source_block_ids.
 	CopyTargetBlockIds []int32 `protobuf:"varint,31,rep,packed,name=copy_target_block_ids,json=copyTargetBlockIds,proto3" json:"copy_target_block_ids,omitempty"`
 	// Copies to the host tier, done before any block of the pool is written in
-	// this step.
+	// this step: blocks of offloaded_sequence_ids, then evicted blocks.
 	OffloadSourceBlockIds []int32 `protobuf:"varint,32,rep,packed,name=offload_source_block_ids,json=offloadSourceBlockIds,proto3" json:"offload_source_block_ids,omitempty"`
 	// Host blocks without duplicates; parallel to offload_source_block_ids.
 	OffloadTargetHostBlockIds []int32 `protobuf:"varint,33,rep,packed,name=offload_target_host_block_ids,json=offloadTargetHostBlockIds,proto3" json:"offload_target_host_block_ids,omitempty"`
 	// Host blocks to copy back, done after the copies to the host tier and before
-	// anything is computed.
+	// anything is computed: those of restored sequences, then copies of evicted
+	// blocks, each as often as admissions of this step find it.
 	RestoreSourceHostBlockIds []int32 `protobuf:"varint,34,rep,packed,name=restore_source_host_block_ids,json=restoreSourceHostBlockIds,proto3" json:"restore_source_host_block_ids,omitempty"`
 	// Blocks of the pool without duplicates; parallel to
 	// restore_source_host_block_ids.

@@ -1,0 +1,278 @@
+//! Copies of evicted blocks in the host tier, by host block.
+//!
+//!     arriving   a step in flight copies the block; nobody can find the copy yet
+//!     findable   by the hash that the block had; evictable, unless a step in flight copies it back
+//!
+//! The copy that was used least recently is evicted first: of a tenant over its quota, if there is one; else of a tenant
+//! above its floor. Quotas and floors are the tenants' shares of the pool, scaled to the limit of copies.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::accounts::Accounts;
+use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
+use crate::cache::tenants::TenantId;
+
+/// A block of the host tier.
+pub type HostBlockId = u32;
+
+/// A block of the pool that was evicted with its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Evicted {
+    pub block: BlockId,
+    /// By which it could be found.
+    pub hash: Hash,
+    pub tenant: TenantId,
+    /// The number of the journal's change with which it could be found.
+    pub published_at: u64,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct HostCopy {
+    hash: Hash,
+    tenant: TenantId,
+    is_arriving: bool,
+    /// Its place in the order of eviction; None while a step in flight copies it.
+    used_at: Option<u64>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HostCopies {
+    limit: usize,
+    index: PrefixIndex, // of host block h under h + 1: the index has no block 0
+    copies: Vec<Option<HostCopy>>,
+    evictable: Vec<BTreeMap<u64, HostBlockId>>, // by tenant, the least recently used one first
+    counts: Vec<usize>,                         // by tenant
+    num_copies: usize,
+    num_uses: u64,
+    reset_at: Vec<u64>, // by tenant: no content that was published before this change is copied
+    num_evicted: u64,
+}
+
+impl HostCopies {
+    /// Of at most `limit` blocks of the pool, in the first `num_blocks` blocks of the host tier.
+    pub fn new(num_blocks: usize, limit: usize) -> HostCopies {
+        let num_blocks = if limit > 0 { num_blocks } else { 0 };
+        HostCopies {
+            limit,
+            index: PrefixIndex::new(num_blocks + 1),
+            copies: vec![None; num_blocks],
+            evictable: Vec::new(),
+            counts: Vec::new(),
+            num_copies: 0,
+            num_uses: 0,
+            reset_at: Vec::new(),
+            num_evicted: 0,
+        }
+    }
+
+    pub fn are_made(&self) -> bool {
+        self.limit > 0
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.num_copies == self.limit
+    }
+
+    /// Those that can be found.
+    pub fn num_findable(&self) -> usize {
+        self.index.num_indexed()
+    }
+
+    /// Those that can be evicted now.
+    pub fn num_evictable(&self) -> usize {
+        self.evictable.iter().map(BTreeMap::len).sum()
+    }
+
+    /// Copies that were evicted since the epoch began.
+    pub fn num_evicted(&self) -> u64 {
+        self.num_evicted
+    }
+
+    pub fn is_findable(&self, block: HostBlockId) -> bool {
+        self.copy(block).is_some_and(|copy| !copy.is_arriving)
+    }
+
+    /// The tenant of a copy.
+    pub fn owner(&self, block: HostBlockId) -> Option<TenantId> {
+        self.copy(block).map(|copy| copy.tenant)
+    }
+
+    /// Host block, hash and tenant of each copy, and whether it is arriving.
+    pub fn listing(&self) -> impl Iterator<Item = (HostBlockId, Hash, TenantId, bool)> {
+        let copies = self.copies.iter().enumerate();
+        copies.filter_map(|(block, copy)| {
+            let copy = copy.as_ref()?;
+            Some((block as HostBlockId, copy.hash, copy.tenant, copy.is_arriving))
+        })
+    }
+
+    /// The copies of the longest run of these hashes.
+    pub fn find(&self, hashes: &[Hash]) -> Vec<HostBlockId> {
+        if !self.are_made() {
+            return Vec::new();
+        }
+        self.index.find(hashes).into_iter().map(|number| number - 1).collect()
+    }
+
+    /// True if a copy of this content may be made: no reset was about it since it was published.
+    pub fn may_keep(&self, evicted: &Evicted) -> bool {
+        let reset_at = self.reset_at.get(evicted.tenant as usize).copied().unwrap_or(0);
+        self.are_made() && evicted.published_at > reset_at
+    }
+
+    /// The evictable copy to evict first. For the copy of a tenant: None if the floors of others forbid it.
+    pub fn first(&self, accounts: &Accounts, asker: Option<TenantId>) -> Option<HostBlockId> {
+        let scale = |num_blocks: usize| num_blocks * self.limit / accounts.num_usable().max(1);
+        let is_asker = |tenant: usize| asker == Some(tenant as TenantId);
+        let share = |tenant: usize| accounts.get(tenant as TenantId).share;
+        let is_over_quota =
+            |tenant: usize| self.counts[tenant] + usize::from(is_asker(tenant)) > scale(share(tenant).quota);
+        let is_above_floor = |tenant: usize| is_asker(tenant) || self.counts[tenant] > scale(share(tenant).floor);
+        let over_quota = self.oldest(is_over_quota);
+        let above_floor = over_quota.or_else(|| self.oldest(is_above_floor));
+        if asker.is_some() { above_floor } else { above_floor.or_else(|| self.oldest(|_| true)) }
+    }
+
+    fn oldest(&self, is_meant: impl Fn(usize) -> bool) -> Option<HostBlockId> {
+        let of_tenants = self.evictable.iter().enumerate().filter(|(tenant, _)| is_meant(*tenant));
+        let oldest = of_tenants.filter_map(|(_, blocks)| blocks.first_key_value()).min()?;
+        Some(*oldest.1)
+    }
+
+    // -- changes ------------------------------------------------------------------------------------------------------
+
+    /// A step that was planned copies a block to this free host block.
+    pub fn begin(&mut self, block: HostBlockId, evicted: &Evicted) {
+        let Evicted { hash, tenant, .. } = *evicted;
+        self.reach(tenant);
+        self.counts[tenant as usize] += 1;
+        self.num_copies += 1;
+        self.copies[block as usize] = Some(HostCopy { hash, tenant, is_arriving: true, used_at: None });
+    }
+
+    /// The step that copies to it has ended: it can be found, unless another copy can be by this hash. No effect if it
+    /// was dropped meanwhile.
+    pub fn arrive(&mut self, block: HostBlockId) {
+        let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
+        if self.index.lookup(&copy.hash).is_some() {
+            self.remove(block);
+            return;
+        }
+        copy.is_arriving = false;
+        self.index.publish(&copy.hash, block + 1);
+    }
+
+    /// A step copies it back: it is not evicted meanwhile.
+    pub fn begin_use(&mut self, block: HostBlockId) {
+        let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
+        if let Some(used_at) = copy.used_at.take() {
+            self.evictable[copy.tenant as usize].remove(&used_at);
+        }
+    }
+
+    /// No step copies it: it was used last.
+    pub fn end_use(&mut self, block: HostBlockId) {
+        self.begin_use(block);
+        let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
+        copy.used_at = Some(self.num_uses);
+        self.evictable[copy.tenant as usize].insert(self.num_uses, block);
+        self.num_uses += 1;
+    }
+
+    /// It makes room.
+    pub fn evict(&mut self, block: HostBlockId) {
+        self.remove(block);
+        self.num_evicted += 1;
+    }
+
+    /// Drops a copy. No effect if there is none.
+    pub fn remove(&mut self, block: HostBlockId) {
+        self.begin_use(block);
+        let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::take) else { return };
+        if !copy.is_arriving {
+            self.index.forget(block + 1);
+        }
+        self.counts[copy.tenant as usize] -= 1;
+        self.num_copies -= 1;
+    }
+
+    /// A tenant's content is being reset: content that was published before this change is not copied any more.
+    /// Lists the copies of this tenant.
+    pub fn begin_reset(&mut self, tenant: TenantId, num_changes: u64) -> Vec<HostBlockId> {
+        if !self.are_made() {
+            return Vec::new();
+        }
+        self.reach(tenant);
+        self.reset_at[tenant as usize] = num_changes;
+        self.of(|copy| copy.tenant == tenant)
+    }
+
+    /// All copies.
+    pub fn all(&self) -> Vec<HostBlockId> {
+        self.of(|_| true)
+    }
+
+    /// A new epoch begins, without any copy.
+    pub fn restart_counters(&mut self) {
+        self.num_evicted = 0;
+    }
+
+    fn of(&self, is_meant: impl Fn(&HostCopy) -> bool) -> Vec<HostBlockId> {
+        let is_meant = |block: &HostBlockId| self.copy(*block).is_some_and(&is_meant);
+        (0..self.copies.len() as HostBlockId).filter(is_meant).collect()
+    }
+
+    fn copy(&self, block: HostBlockId) -> Option<&HostCopy> {
+        self.copies.get(block as usize)?.as_ref()
+    }
+
+    /// Makes a place for a tenant in the lists by tenant.
+    fn reach(&mut self, tenant: TenantId) {
+        let num_tenants = self.counts.len().max(tenant as usize + 1);
+        self.counts.resize(num_tenants, 0);
+        self.reset_at.resize(num_tenants, 0);
+        self.evictable.resize_with(num_tenants, BTreeMap::new);
+    }
+
+    // -- checks -------------------------------------------------------------------------------------------------------
+
+    /// Reports violations, given the host blocks that steps in flight hold, and those to which they copy evicted blocks.
+    pub fn audit(&self, holds: &[u32], arriving: &[u32], wrong: &mut Vec<String>) {
+        let mut counts = vec![0; self.counts.len()];
+        for block in 0..self.copies.len() as HostBlockId {
+            let (holds, is_arriving) = (holds[block as usize], arriving[block as usize]);
+            let Some(copy) = self.copy(block) else { continue };
+            counts[copy.tenant as usize] += 1;
+            let found = self.index.lookup(&copy.hash).map(|number| number - 1);
+            if u32::from(copy.is_arriving) > is_arriving {
+                wrong.push(format!("host block {block} is a copy that no step makes"));
+            }
+            if (found == Some(block)) == copy.is_arriving {
+                wrong.push(format!("host block {block} is a copy that is found or arrives, not both or none"));
+            }
+            let place = copy.used_at.and_then(|used_at| self.evictable[copy.tenant as usize].get(&used_at));
+            if copy.used_at.is_some() != (holds == 0) || place.is_some_and(|placed| *placed != block) {
+                wrong.push(format!("host block {block} is a copy with {holds} holds, and in the order at {place:?}"));
+            }
+        }
+        self.index.audit(&(0..self.copies.len() as BlockId + 1), wrong);
+        self.index.audit_counts(wrong);
+        let num_copies = counts.iter().sum::<usize>();
+        if counts != self.counts || num_copies != self.num_copies || num_copies > self.limit {
+            wrong.push(format!(
+                "tenants have {counts:?} copies in the host tier, {:?} are counted, {} in all of {}",
+                self.counts, self.num_copies, self.limit
+            ));
+        }
+        if self.num_evictable() != self.copies.iter().flatten().filter(|copy| copy.used_at.is_some()).count() {
+            wrong.push(format!("{} copies in the host tier are in the order of eviction", self.num_evictable()));
+        }
+    }
+
+    /// All that a refusal leaves as it was, as text.
+    pub fn state(&self) -> String {
+        format!("{:?}", self.copies)
+    }
+}
