@@ -82,8 +82,17 @@ def run_lookup(place: Place, prefix: Prefix, *, tenant: str | None, as_json: boo
     answer, notes = _ask(place, look)
     table = _table("pool", "cached tokens", "worker")
     for match in answer.matches:
-        table.add_row(match.pool, str(match.cached_token_count), match.worker_address)
+        in_host = num_in_host(match.tokens_by_medium)
+        count = (
+            f"{match.cached_token_count}, of these {in_host} in host memory" if in_host else match.cached_token_count
+        )
+        table.add_row(match.pool, str(count), match.worker_address)
     _print({"matches": answer.matches}, table, as_json=as_json, if_empty="There is no pool.", notes=notes)
+
+
+def num_in_host(parts: Iterable[pb.MediumTokens]) -> int:
+    """Return the tokens of a prefix that are in the pool's host tier."""
+    return sum(part.token_count for part in parts if part.medium == pb.MEDIUM_HOST)
 
 
 async def _why_nothing(cache: CacheClient, pool: str, num_tokens: int) -> str:
@@ -122,9 +131,12 @@ def run_explain(place: Place, prefix: Prefix, *, tenant: str | None, as_json: bo
 def explanation(answer: pb.ExplainPrefixResponse, geometry: PoolGeometry) -> Table:
     """Return the answer as a table. In a pool with several layer groups it names the group of the missing block."""
     table = Table.grid("", "", padding=(0, 2))
+    left_out = ("reason", "lost_time", "missing_layer_group", "epoch", "epoch_time", "tokens_by_medium")
     for name, value in _as_json(answer).items():
-        if value != "" and name not in ("reason", "lost_time", "missing_layer_group", "epoch", "epoch_time"):
+        if value != "" and name not in left_out:
             table.add_row(name.replace("_", " "), str(value))
+    if in_host := num_in_host(answer.tokens_by_medium):
+        table.add_row("of these in host memory", str(in_host))
     groups, missing = geometry.layer_groups, answer.missing_layer_group
     if answer.missing_prefix_hash and len(groups) > max(1, missing):
         table.add_row("missing in layer group", f"{missing} ({layer_group_name(groups[missing])})")

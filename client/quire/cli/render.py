@@ -373,6 +373,7 @@ def _rows_host(statistics: pb.PoolStatistics) -> list[Row]:
         ("sequences there", f"{statistics.offloaded_sequence_count:,}"),
         ("blocks held", f"{counts.held_count:,}"),
         ("blocks free", f"{counts.free_count:,}"),
+        *([("blocks cached", f"{counts.cached_count:,}")] if counts.cached_count else []),
         ("sequences moved there", f"{statistics.offload_count:,}"),
         ("brought back", f"{statistics.restore_count:,}"),
     ]

@@ -225,6 +225,16 @@ def test_a_miss_names_its_layer_group() -> None:
     assert "layer group" not in draw(explanation(found, windowed_snapshot().pool.geometry), width=120)
 
 
+def test_an_explanation_names_the_part_in_host_memory() -> None:
+    parts = [
+        pb.MediumTokens(medium=pb.MEDIUM_DEVICE, token_count=16),
+        pb.MediumTokens(medium=pb.MEDIUM_HOST, token_count=32),
+    ]
+    answer = pb.ExplainPrefixResponse(pool="p", cached_token_count=48, tokens_by_medium=parts)
+    lines = draw(explanation(answer, snapshot().pool.geometry), width=120).splitlines()
+    assert [line.split() for line in lines if "host" in line] == [["of", "these", "in", "host", "memory", "32"]]
+
+
 def test_a_token_has_bytes_in_each_layer_group() -> None:
     assert (snapshot().bytes_per_slot, snapshot().bytes_per_token) == (64, 64)
     windowed = windowed_snapshot()

@@ -36,6 +36,7 @@ def sample(option: click.Option) -> list[str]:
     if isinstance(option.type, click.Choice):
         return [next(str(choice) for choice in option.type.choices if choice != option.default)]
     by_name = {"--profile-steps": "3:4", "--memory-share": "0.25", "--keep-share": "0.5", "--advertise": "127.0.0.1:7"}
+    by_name |= {"--host-cache-share": "0.75"}
     by_name |= {"--holder": "unix:/h", "--lora": "x=folder"}
     by_name |= {"--allowed-origins": "https://chat.example", "--allowed-hosts": "chat.example"}
     by_name |= {"--max-draft-tokens": "7", "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 3}'}
