@@ -381,6 +381,11 @@ class TestWhatIsAllowed:
         worker.step(lease="lease-bb", offloaded=[5], offloads=[(3, 0)])
         worker.step((5, 2, [8]), lease="lease-bb", writes=[(5, 0, [4])], restores=[(0, 4)])
 
+    def test_any_lease_reads_the_copy_of_a_block_that_was_evicted(self, worker: Worker) -> None:
+        worker.step(released=[1])
+        worker.step((2, 0, [9] * SIZE), writes=[(2, 0, [1])], offloads=[(1, 3)])
+        worker.step((5, SIZE, [4]), lease="lease-bb", writes=[(5, 0, [3, 4])], restores=[(3, 3)])
+
     def test_a_chunk_that_failed_before_it_left_is_computed_again(self, worker: Worker) -> None:
         worker.step((1, 6, [6, 7]), outcome=Outcome.FAILED)
         worker.step(offloaded=[1], offloads=[(1, 0), (2, 1)])
@@ -536,6 +541,13 @@ class TestWhatIsNot:
         with pytest.raises(OwnershipViolation):
             worker.step((1, 6, [6]), lease="lease-bb", writes=[(1, 0, [3, 4])], restores=[(0, 3), (1, 4)])
         assert_violation(worker, "I5", 3, "would be copied from host block 0, which is not this lease's")
+
+    def test_a_copy_of_an_evicted_block_that_was_not_whole(self, worker: Worker) -> None:
+        worker.step(released=[1])
+        worker.step((2, 0, [9] * SIZE), writes=[(2, 0, [2])], offloads=[(2, 3)])
+        with pytest.raises(OwnershipViolation):
+            worker.step((5, SIZE, [4]), lease="lease-bb", writes=[(5, 0, [3, 4])], restores=[(3, 3)])
+        assert_violation(worker, "I5", 3, "would be copied from host block 3, which is not this lease's")
 
     def test_a_restore_of_what_was_overwritten_in_the_host_tier(self, worker: Worker) -> None:
         worker.step((2, 0, [7] * 6), writes=[(2, 0, [3, 4])])
