@@ -90,14 +90,14 @@ def test_a_prompt_finds_its_evicted_prefix_in_the_host_tier(pair: Pair, generate
     assert found(pair, PROMPT) == {pb.MEDIUM_HOST: 20}
     before, did = pair.statistics(), pair.worker_statistics()
     holder = LeaseHolder.create(pair)
-    plan = holder.accepted(holder.admit((1, PROMPT)))
-    assert plan.admitted_cached_token_counts == [20]
+    plan = holder.admit((1, PROMPT), (2, PROMPT))
+    assert plan.admitted_cached_token_counts == [20, 20]
     holder.run(plan)
-    holder.go_on(1, num_steps=4)
-    assert holder.tokens[1] == PROMPT + generate(PROMPT, 5)
+    holder.go_on(1, 2, num_steps=4)
+    assert holder.tokens[1] == holder.tokens[2] == PROMPT + generate(PROMPT, 5)
     after, done = pair.statistics(), pair.worker_statistics()
-    assert after.found_in_host_token_count - before.found_in_host_token_count == 20
-    assert done.restored_block_count - did.restored_block_count == 20 // BLOCK_SIZE
+    assert after.found_in_host_token_count - before.found_in_host_token_count == 40
+    assert done.restored_block_count - did.restored_block_count == 40 // BLOCK_SIZE
     assert after.kept_in_host_block_count >= 20 // BLOCK_SIZE
     assert found(pair, PROMPT) == {pb.MEDIUM_DEVICE: 20}
     end(holder)

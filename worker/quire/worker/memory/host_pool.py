@@ -41,8 +41,7 @@ class HostCopies:
 class HostPool:
     """Host blocks 0 .. num_blocks - 1, and the copies of one step at a time.
 
-    Copies raise ValueError, with nothing copied, for a block out of range, and for a host block or a target that comes
-    twice.
+    Copies raise ValueError, with nothing copied, for a block out of range, and for a target that comes twice.
     """
 
     def __init__(self, pool: KVPool, *, num_blocks: int) -> None:
@@ -55,7 +54,10 @@ class HostPool:
     def offload(self, pairs: Pairs) -> None:
         """Copy blocks of the pool to host blocks."""
         if pairs:
-            self._check(blocks=[block for block, _ in pairs], host_blocks=[host for _, host in pairs])
+            host_blocks = [host for _, host in pairs]
+            self._check(blocks=[block for block, _ in pairs], host_blocks=host_blocks)
+            if len(set(host_blocks)) != len(host_blocks):
+                raise ValueError(f"{len(host_blocks)} copies are of {len(set(host_blocks))} distinct host blocks")
             self._offload(pairs)
 
     def restore(self, pairs: Pairs) -> None:
@@ -76,9 +78,8 @@ class HostPool:
         return copies
 
     def _check(self, *, blocks: list[int], host_blocks: list[int]) -> None:
-        """A block may be copied to several host blocks: two sequences that shared it have left."""
-        if len(set(host_blocks)) != len(host_blocks):
-            raise ValueError(f"{len(host_blocks)} copies are of {len(set(host_blocks))} distinct host blocks")
+        """A block may be copied to several host blocks: two sequences that shared it have left. A host block may be copied
+        to several blocks: two prompts have found it."""
         for name, ids, first, end in (
             ("block_id", blocks, NULL_BLOCK + 1, self._pool.num_blocks),
             ("host_block_id", host_blocks, 0, self.num_blocks),
