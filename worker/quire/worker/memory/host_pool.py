@@ -78,8 +78,8 @@ class HostPool:
         return copies
 
     def _check(self, *, blocks: list[int], host_blocks: list[int]) -> None:
-        """A block may be copied to several host blocks: two sequences that shared it have left. A host block may be copied
-        to several blocks: two prompts have found it."""
+        """A block may be copied to several host blocks: two sequences that shared it have left. And a host block to
+        several blocks: two prompts have found it."""
         for name, ids, first, end in (
             ("block_id", blocks, NULL_BLOCK + 1, self._pool.num_blocks),
             ("host_block_id", host_blocks, 0, self.num_blocks),
