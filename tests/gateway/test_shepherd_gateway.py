@@ -193,7 +193,7 @@ def test_completions_chats_and_streams(site: Site) -> None:
     word = whole.choices[0].text.split()[2]
     stopped = smg.complete("The default value of", max_tokens=16, stop=[word]).choices[0]
     assert (stopped.finish_reason, stopped.text) == ("stop", whole.choices[0].text.split(word)[0])
-    chat = smg.chat(logprobs=True, top_logprobs=2)
+    chat = smg.chat(logprobs=True, top_logprobs=2, temperature=0)
     assert chat.usage.completion_tokens == 12
     assert "".join(each.token for each in chat.choices[0].logprobs.content) == chat.choices[0].message.content
     assert {len(each.top_logprobs) for each in chat.choices[0].logprobs.content} == {2}

@@ -168,7 +168,7 @@ def test_an_engine_makes_traces(services: LocalServices) -> None:
         text = block.text.replace("    ...\n", "    done = await engine.complete(['The input tensor'])\n")
         block = on_ports(replace(block, text=text), {"4317": int(collector.endpoint.rpartition(":")[2])})
         names = await run_python(block, {"cachemgr": services.cachemgr_address})
-        assert names["done"][0].samples[0].text
+        assert names["done"][0].samples[0].token_ids
 
     asyncio.run(run())
     assert {span.service for span in collector.spans()} == {"quire-client"}
