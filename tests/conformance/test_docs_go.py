@@ -152,4 +152,4 @@ def test_the_ten_lines_write_what_the_engine_generates(tmp_path: Path) -> None:
         finally:
             gateway.terminate()
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.split()) > 4
+    assert done.stdout.strip()

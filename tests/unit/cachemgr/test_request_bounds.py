@@ -30,6 +30,7 @@ from quire.worker.grant.decoding import (
 from quire.worker.grant.errors import Refused
 from quire.worker.grant.gate import MAX_UNSIGNED_BYTES, Gate
 from quire.worker.sampling.grammars import GrammarRefused
+from quire.worker.service.adapter_loading import MAX_PATH_LENGTH, check_name, check_path
 from quire.worker.service.servicer import MAX_CHECKSUM_BLOCKS, check_block_ids
 
 SERVICES = cache_service_pb2.DESCRIPTOR, worker_service_pb2.DESCRIPTOR
@@ -100,6 +101,10 @@ def registration(named: str, **fields: Any) -> Beyond:
 def kept_memory(named: str, **fields: Any) -> Beyond:
     values = {"epoch": 2, "attached_term": 1} | fields
     return registration(f"kept_memory.{named}", memory_id="m", kept_memory=values)
+
+
+def pool_adapters(named: str, *adapters: dict[str, Any]) -> Beyond:
+    return registration(named, adapters={"adapters": adapters})
 
 
 def report(named: str = "", **fields: Any) -> Beyond:
@@ -194,6 +199,9 @@ LISTS: dict[str, Beyond] = {
     "RegisterPool.pool": registration("pool", pool="x" * 129),
     "RegisterPool.memory_id": registration("memory_id", memory_id="x" * 65),
     "KeptMemory.whole_blocks": kept_memory("whole_blocks", whole_blocks=bytes(WIRE_GEOMETRY["block_count"] // 8 + 2)),
+    "PoolAdapters.adapters": pool_adapters("adapters", *[{}] * (messages.MAX_ADAPTERS + 1)),
+    "PoolAdapter.name": pool_adapters("adapters.name", {"name": "x" * 129, "identity": bytes(32)}),
+    "PoolAdapter.identity": pool_adapters("adapters.identity", {"name": "x", "identity": bytes(33)}),
     "RegisterPool.worker_address": registration("worker_address", worker_address="x" * 1_025),
     "PoolGeometry.model": registration("geometry.model", geometry=WIRE_GEOMETRY | {"model": "x" * 1_025}),
     "PoolGeometry.model_fingerprint": registration(
@@ -229,6 +237,9 @@ LISTS: dict[str, Beyond] = {
     "Grammar.ebnf": grammar(ebnf=LONG_TEXT),
     "GrammarChoice.texts": grammar(choice={"texts": ["x"] * (MAX_CHOICES + 1)}),
     "ChecksumBlocksRequest.block_ids": (lambda: check_block_ids([1] * (MAX_CHECKSUM_BLOCKS + 1), 9), "block_ids"),
+    "LoadAdapterRequest.name": (lambda: check_name("x" * 129), "name"),
+    "LoadAdapterRequest.path": (lambda: check_path("x" * (MAX_PATH_LENGTH + 1)), "path"),
+    "UnloadAdapterRequest.name": (lambda: check_name("x" * 129), "name"),
     "PlanStepRequest.request_id": plan(request_id="x" * 65),
     "CreateLeaseRequest.request_id": (lambda: messages.check_request_id("x" * 65), "request_id"),
 }

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quire.worker.memory.step_batch import AdapterTokens
 
 MAX_TOKENS_AT_ONCE = 64
-"""Most tokens of a step whose updates are added at once."""
+"""Most tokens of a step for which the updates of several adapters are added at once."""
 
 Layout = tuple[tuple[int, int], ...]
 """The adapters of a layer, side by side: the number and the rank of each."""

@@ -43,6 +43,18 @@ class LoadedAdapter:
     evicted: tuple[str, ...] = ()
 
 
+def check_name(name: str) -> None:
+    """Raises Refused (INVALID_ARGUMENT) for a name that no adapter can have."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise invalid("name", repr(name[:129]), NAME_LIMIT)
+
+
+def check_path(path: str) -> None:
+    """Raises Refused (INVALID_ARGUMENT) for a path that is empty or too long."""
+    if not 1 <= len(path) <= MAX_PATH_LENGTH:
+        raise invalid("path", f"{len(path)} characters", f"1 to {MAX_PATH_LENGTH} characters")
+
+
 class AdapterLoader:
     """Changes the adapters of a worker that serves. One load runs at a time."""
 
@@ -66,17 +78,16 @@ class AdapterLoader:
         """Load the adapter in a folder. Raises Refused (INVALID_ARGUMENT, ADAPTERS_IN_USE), nothing changed."""
         if self._excluded is not None:
             raise invalid("path", path, f"empty: this worker takes no adapters. {self._excluded}")
-        if not ADAPTER_NAME.fullmatch(name):
-            raise invalid("name", repr(name[:129]), NAME_LIMIT)
+        check_name(name)
+        check_path(path)
         if name == self._model_name:
             raise invalid("name", name, "another name: this is the model's")
-        if not 1 <= len(path) <= MAX_PATH_LENGTH:
-            raise invalid("path", f"{len(path)} characters", f"1 to {MAX_PATH_LENGTH} characters")
         async with self._turn:
             return await self._load(name, path)
 
     async def unload(self, name: str) -> bool:
-        """Unload an adapter; False if there is none of this name. Raises Refused (ADAPTERS_IN_USE)."""
+        """Unload an adapter; False if there is none of this name. Raises Refused (INVALID_ARGUMENT, ADAPTERS_IN_USE)."""
+        check_name(name)
         async with self._turn:
             table = self._steps.adapters
             identity = table.names.get(name)
