@@ -376,7 +376,9 @@ def worker_adapters_in_use(both: Both) -> None:
     folder = lora_zoo.save(build("llama"), both.services.runtime_dir / "adapter", seed=1, rank=1)
     loaded = both.worker.call(f"{WORKER}/LoadAdapter", {"name": "used", "path": str(folder)})
     admission = {"sequence_id": 1, "token_ids": PROMPT, "adapter": loaded["adapter"]["identity"]}
-    await_that("cachemgr knows it", lambda: both.ask("GetPool", pool="default")["pool"].get("adapters"), timeout_s=DEADLINE_S)
+    await_that(
+        "cachemgr knows it", lambda: both.ask("GetPool", pool="default")["pool"].get("adapters"), timeout_s=DEADLINE_S
+    )
     both.run(both.lease().plan(admissions=[admission]), *PROMPT)
     both.worker.call(f"{WORKER}/UnloadAdapter", {"name": "used"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def start(model: Path, **settings: Any) -> Loaded:
 
 def make_config(model: Path, **settings: Any) -> WorkerConfig:
     """Return the flags' defaults, but for sizes and the settings given."""
-    nothing: dict[str, Any] = dict.fromkeys(WorkerConfig.__dataclass_fields__)
+    nothing = {each.name: None if each.default is MISSING else each.default for each in fields(WorkerConfig)}
     return WorkerConfig(
         **nothing
         | {

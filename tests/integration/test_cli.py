@@ -522,7 +522,10 @@ def test_a_wrong_flag_is_said_before_anything_starts(
         (("--metrics-listen=127.0.0.1:1",), "--cachemgr-metrics-listen or --worker-metrics-listen"),
         (("--cachemgr=127.0.0.1:1",), "the one that is started here"),
         (("--check",), "every start checks the flags"),
-        (("--num-blokcs", "16"), "No such option '--num-blokcs'. Did you mean '--num-blocks'?"),
+        (
+            ("--tensor-parallel-siez", "2"),
+            "No such option '--tensor-parallel-siez'. Did you mean '--tensor-parallel-size'?",
+        ),
     ],
 )
 def test_flags_that_up_does_not_pass_on(folder: Path, flag: tuple[str, ...], instead: str) -> None:

@@ -52,6 +52,12 @@ _BODIES: Mapping[str, tuple[str, Sequence[str], Mapping[str, Any]]] = {
         ("messages",),
         {"messages": _OBJECTS, "system": _TEXT, "tools": _OBJECTS},
     ),
+    "/v1/load_lora_adapter": (
+        "Load an adapter from a folder of the workers' machines",
+        ("lora_name", "lora_path"),
+        {"lora_name": _TEXT, "lora_path": _TEXT, "model": _TEXT},
+    ),
+    "/v1/unload_lora_adapter": ("Unload an adapter", ("lora_name",), {"lora_name": _TEXT, "model": _TEXT}),
     "/tokenize": ("Return the tokens of a text", ("prompt",), {"prompt": _TEXT, "model": _TEXT}),
     "/detokenize": ("Return the text of tokens", ("tokens",), {"tokens": {"type": "array", "items": _COUNT}}),
 }
