@@ -83,14 +83,14 @@ verify-builds:
 	@$(call record,verify,images) $(TEST_ENVIRONMENT) $(call unchanged,images,client/go deploy/grafana docs Makefile) \
 	  $(BIN)/python tests/deploy/check_images.py
 verify-tests:
-	@$(call record,verify,model) $(BIN)/python tests/framework/unchanged.py model --without '' \
-	  $(patsubst %,--with %,$(wildcard tests/robustness/model/*.p*)) -- python3 tests/robustness/model/check.py
+	@$(call record,verify,model) python3 tests/robustness/model/check.py --unless-recorded
 	@$(call record,verify,kernels) $(KERNEL_TESTS) -m 'not sample and not night' $(PARALLEL)
 	@$(call record,verify,python) $(PYTHON_TESTS) -m 'verify and not night'
 night: venv  ## what CI has no time for: more models, seeds and sizes of what `make verify` checks, all seeded bugs; hours
 	@$(call record,night,kernels) $(KERNEL_TESTS) -m night $(PARALLEL)
 	@$(call record,night,python) $(PYTHON_TESTS) -m night
 	@$(call record,night,simulation) $(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/simulation/run.py --schedules 50000 --jobs 2
+	@$(call record,night,model) python3 tests/robustness/model/check.py
 	@$(call record,night,faults) $(BIN)/python tests/robustness/faults/run.py --schedules 500 --jobs 2
 	@$(call record,night,bugs) $(TEST_ENVIRONMENT) $(BIN)/python tests/robustness/mutation/mutants.py
 tiers:  ## tests, lines, wall and processor time of the last check, test, verify and night, and of the slowest files

@@ -4,7 +4,8 @@
     python tests/robustness/model/check.py --only forks        one configuration, or one fault
     python tests/robustness/model/check.py --large             larger sizes (hours, tens of gigabytes)
     python tests/robustness/model/check.py --trail no_fence    how a fault or a violated configuration goes wrong
-    python tests/robustness/model/check.py --markdown          writes the tables to RESULTS.md as well
+    python tests/robustness/model/check.py --markdown          writes the tables to RESULTS.md as well, if all is well
+    python tests/robustness/model/check.py --unless-recorded   only if RESULTS.md is about other files, sizes or Spin
 
 Needs spin and a C compiler ($CC, or cc). Exits with 1 if a configuration is violated, or its search was cut short, or a
 situation that it has to get to was not seen, or a fault was not caught by the invariant it breaks. Nothing is left in
@@ -14,6 +15,7 @@ the tree but RESULTS.md.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -532,17 +534,26 @@ def check_all(only: str | None, *, is_large: bool, is_markdown: bool) -> int:
     passed += sum(result.violated == fault.caught_by for fault, result in zip(faults, caught, strict=True))
     states = sum(result.states for result in found)
     print(f"\n{states:,} states explored in the configurations, {time.monotonic() - started:.0f} s in all")
-    if is_markdown:
+    if is_markdown and passed == len(work):
         write_results(tables, states, is_large=is_large)
     print(f"{passed} passed, {len(work) - passed} failed")
     return int(passed < len(work))
+
+
+def digest() -> str:
+    """Return a digest of all that a search's result depends on: the model's files, configurations, faults and Spin."""
+    total = hashlib.sha256(repr((CONFIGURATIONS, FAULTS, run(["spin", "-V"], FOLDER).strip())).encode())
+    for path in sorted(FOLDER.glob("*.pml")):
+        total.update(repr((path.name, path.read_bytes())).encode())
+    return total.hexdigest()
 
 
 def write_results(tables: list[str], states: int, *, is_large: bool) -> None:
     size = "`--large`" if is_large else "the sizes of CI"
     spin = run(["spin", "-V"], FOLDER).strip()
     head = (
-        f"# What the searches found\n\nWritten by `check.py --markdown` at {size}, {spin}.\n{states:,} states in all.\n"
+        f"# What the searches found\n\nWritten by `check.py --markdown` at {size}, {spin}.\n{states:,} states in all, "
+        f"of model `{digest()}`.\n"
     )
     RESULTS.write_text(head + "\n" + "\n\n".join(tables) + "\n")
 
@@ -553,12 +564,19 @@ def main() -> int:
     parser.add_argument("--large", action="store_true", help="larger sizes: hours")
     parser.add_argument("--trail", metavar="NAME", help="print how this fault or configuration goes wrong")
     parser.add_argument("--markdown", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument(
+        "--unless-recorded", action="store_true", help=f"search only if {RESULTS.name} is of another model"
+    )
     arguments = parser.parse_args()
     for tool, hint in (("spin", "apt-get install spin"), (compiler(), "apt-get install gcc")):
         if shutil.which(tool) is None:
             print(f"check.py: {tool} is missing ({hint})", file=sys.stderr)
             return 1
     try:
+        is_forced = os.environ.get("QUIRE_RUN_ALL") == "1"
+        if arguments.unless_recorded and not is_forced and f"`{digest()}`" in RESULTS.read_text():
+            print(f"*** the model was NOT SEARCHED: {RESULTS.name} has what was found in these files ***")
+            return 0
         if arguments.trail:
             return print_trail(arguments.trail)
         return check_all(arguments.only, is_large=arguments.large, is_markdown=arguments.markdown)
