@@ -48,6 +48,7 @@ from quire.client.engine.outputs import Chunk
 from quire.client.engine.scheduling.plans import SchedulerLimits
 from quire.client.engine.scheduling.scheduler import Scheduler
 from quire.client.engine.scheduling.sequence import FinishReason
+from quire.gateway.adapters import AdapterRequests
 from quire.gateway.kept_responses import KeptResponses
 from quire.gateway.metrics import GatewayMetrics, kept_families
 from quire.gateway.routing.backend import BackendStatistics, PoolUse
@@ -127,6 +128,7 @@ class OneModel:
 
     model_names = ("m",)
     is_ready = True
+    max_adapters = 0
     pool_uses = (PoolUse(block_size=16, num_blocks=8, num_used=2),)
 
     def statistics(self) -> BackendStatistics:
@@ -140,7 +142,9 @@ def gateway_families() -> list[Metric]:
     with measures.request("m", 3, tenant="t") as request:
         request.chunk(Chunk(0, "a", (1,), finish_reason=FinishReason.LENGTH), 0.0)
     kept = KeptResponses(keep_s=1.0, max_tenant_bytes=1, clock=time.monotonic).statistics()
-    return [*measures.families([OneModel()]), *kept_families(kept), build_family()]  # type: ignore[list-item]
+    models: Any = [OneModel()]
+    adapters = AdapterRequests().families(models)
+    return [*measures.families(models), *adapters, *kept_families(kept), build_family()]
 
 
 def gateway_names() -> Names:
