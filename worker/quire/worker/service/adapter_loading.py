@@ -86,7 +86,7 @@ class AdapterLoader:
             return await self._load(name, path)
 
     async def unload(self, name: str) -> bool:
-        """Unload an adapter; False if there is none of this name. Raises Refused (INVALID_ARGUMENT, ADAPTERS_IN_USE)."""
+        """Unload an adapter; False if there is none. Raises Refused (INVALID_ARGUMENT, ADAPTERS_IN_USE)."""
         check_name(name)
         async with self._turn:
             table = self._steps.adapters
