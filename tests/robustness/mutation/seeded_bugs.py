@@ -909,14 +909,18 @@ BUGS = [
         "a reset forgets the copies of evicted blocks",
         (
             "withhold_for",
-            "self.host.begin_reset(tenant, self.pool.records.journal.num_changes());",
+            "self.host.begin_reset(tenant..tenant + 1, self.pool.records.journal.num_changes());",
             "",
         ),
     ),
     rust(
         "host tier",
         "a block is copied to the host tier when it is evicted during the reset that is about it",
-        ("begin_reset", "self.reset_at[tenant as usize] = num_changes;", "let _ = num_changes;"),
+        (
+            "begin_reset",
+            "self.reset_at[tenants.start as usize..tenants.end as usize].fill(num_changes);",
+            "let _ = num_changes;",
+        ),
     ),
     rust(
         "host tier",

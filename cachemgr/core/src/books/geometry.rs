@@ -18,7 +18,8 @@ pub struct Geometry {
     pub num_blocks: usize,
     /// Blocks of the host tier; 0: there is none.
     pub num_host_blocks: usize,
-    /// The limit of host blocks with copies of evicted blocks; 0: none are made.
+    /// The limit of host blocks with copies of evicted blocks; 0: none are made. With several groups, or recurrent states,
+    /// there are none: a prefix needs the blocks of all groups.
     pub host_cached_limit: usize,
     pub max_sequences: usize,
     pub max_sequence_tokens: usize,
@@ -40,12 +41,6 @@ impl Geometry {
     /// The layer groups with their spans.
     pub fn groups(&self) -> impl DoubleEndedIterator<Item = (Group, Span)> {
         self.groups.iter().enumerate().map(|(group, span)| (group as Group, *span))
-    }
-
-    /// The limit of copies of evicted blocks. Several layer groups have none: a prefix needs the blocks of all of them.
-    pub fn most_host_copies(&self) -> usize {
-        let is_one_group = self.groups == [Span::Full] && !self.has_recurrent_state;
-        if is_one_group { self.host_cached_limit.min(self.num_host_blocks) } else { 0 }
     }
 
     /// True if a group gives blocks back while a sequence grows.

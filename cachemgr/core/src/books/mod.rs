@@ -82,10 +82,9 @@ impl Books {
     pub fn with_policy(geometry: Geometry, policy: Policy) -> Books {
         let shares = Shares { default: Share::everything(geometry.num_blocks - 1), by_name: BTreeMap::new() };
         let pool = BlockPool::new(geometry.num_blocks, &geometry.groups, policy);
-        let most_copies = geometry.most_host_copies();
         let mut books = Books {
-            pool: if most_copies > 0 { pool.noting_evicted() } else { pool },
-            host: HostPool::new(geometry.num_host_blocks, most_copies),
+            pool: if geometry.host_cached_limit > 0 { pool.noting_evicted() } else { pool },
+            host: HostPool::new(geometry.num_host_blocks, geometry.host_cached_limit),
             geometry,
             table: SequenceTable::default(),
             leases: Leases::default(),
@@ -252,9 +251,7 @@ impl Books {
         if first == 0 {
             self.pins.drop_all(&mut self.pool)?;
             self.table.withhold(self.leases.rows(), None, None, self.geometry.block_size);
-            for tenant in 0..self.tenants.len() as TenantId {
-                self.host.begin_reset(tenant, self.pool.records.journal.num_changes());
-            }
+            self.host.begin_reset(0..self.tenants.len() as TenantId, self.pool.records.journal.num_changes());
         }
         let caller = self.pool.records.callers.enter(by);
         Ok(self.pool.drop_cached(first, end, now, caller))

@@ -63,7 +63,7 @@ impl Books {
         let root = namespace.map(|namespace| root_hash(tenant, namespace, &self.geometry.model_fingerprint));
         if let Some(tenant) = self.tenants.find(tenant) {
             self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
-            self.host.begin_reset(tenant, self.pool.records.journal.num_changes());
+            self.host.begin_reset(tenant..tenant + 1, self.pool.records.journal.num_changes());
         }
     }
 }

@@ -10,6 +10,8 @@
 //! Sequences come first: a copy is evicted if a sequence needs its block. Host blocks have numbers of their own, from 0
 //! on; each has room for one block of the pool.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::Accounts;
@@ -184,10 +186,10 @@ impl HostPool {
         }
     }
 
-    /// A tenant's content is being reset: drops its copies. Content that was published before this change of the journal
-    /// is not copied any more. Cost: O(host blocks).
-    pub fn begin_reset(&mut self, tenant: TenantId, num_changes: u64) {
-        let copies = self.copies.begin_reset(tenant, num_changes);
+    /// The content of these tenants is being reset: drops their copies. Content that was published before this change of
+    /// the journal is not copied any more. Cost: O(host blocks + tenants).
+    pub fn begin_reset(&mut self, tenants: Range<TenantId>, num_changes: u64) {
+        let copies = self.copies.begin_reset(tenants, num_changes);
         self.drop_copies(&copies);
     }
 

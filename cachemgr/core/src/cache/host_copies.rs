@@ -7,6 +7,7 @@
 //! above its floor. Quotas and floors are the tenants' shares of the pool, scaled to the limit of copies.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -198,15 +199,15 @@ impl HostCopies {
         self.num_copies -= 1;
     }
 
-    /// A tenant's content is being reset: content that was published before this change is not copied any more.
-    /// Lists the copies of this tenant.
-    pub fn begin_reset(&mut self, tenant: TenantId, num_changes: u64) -> Vec<HostBlockId> {
-        if !self.are_made() {
+    /// The content of these tenants is being reset: content that was published before this change is not copied any more.
+    /// Lists their copies.
+    pub fn begin_reset(&mut self, tenants: Range<TenantId>, num_changes: u64) -> Vec<HostBlockId> {
+        if !self.are_made() || tenants.is_empty() {
             return Vec::new();
         }
-        self.reach(tenant);
-        self.reset_at[tenant as usize] = num_changes;
-        self.of(|copy| copy.tenant == tenant)
+        self.reach(tenants.end - 1);
+        self.reset_at[tenants.start as usize..tenants.end as usize].fill(num_changes);
+        self.of(|copy| tenants.contains(&copy.tenant))
     }
 
     /// All copies.

@@ -8,6 +8,8 @@
 //!
 //! Levels and tenants cost nothing without advice and without quotas.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 use crate::cache::advice::{
@@ -115,12 +117,12 @@ pub struct Parking {
     shelves: Option<Box<Shelves>>,
     tenants: Option<Box<TenantRings>>,
     #[serde(skip)]
-    worth_less: Vec<BlockId>,
+    worth_less: BTreeSet<BlockId>,
 }
 
 impl Parking {
     pub fn new(num_blocks: usize, policy: Policy) -> Parking {
-        Parking { policy, num_blocks, shelves: None, tenants: None, worth_less: Vec::new() }
+        Parking { policy, num_blocks, shelves: None, tenants: None, worth_less: BTreeSet::new() }
     }
 
     pub fn policy(&mut self) -> &mut Policy {
