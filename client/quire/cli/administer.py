@@ -18,7 +18,7 @@ from quire.cli.snapshot import REACH_TIMEOUT_S, UnreachableError, answering, as_
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
 from quire.client.credentials import NO_CREDENTIALS, Credentials
-from quire.client.engine.adapters import named_adapter
+from quire.client.engine.adapters import adapters_of, named_adapter
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.errors import InvalidRequest
 from quire.client.worker_client import WorkerClient
@@ -222,8 +222,7 @@ async def _adapter_of(cache: CacheClient, pool: str, adapter: str) -> bytes:
     """Return an adapter's identity, given that or a name of the pool's worker; b"" for none. Raises InvalidRequest."""
     if not adapter or re.fullmatch("[0-9a-f]{64}", adapter):
         return bytes.fromhex(adapter)
-    known = {each.name: each.identity for each in (await cache.get_pool(pool)).adapters.adapters}
-    return named_adapter(known, adapter)
+    return named_adapter(adapters_of((await cache.get_pool(pool)).adapters), adapter)
 
 
 def run_audit(place: Place, *, as_json: bool) -> bool:

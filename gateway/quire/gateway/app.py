@@ -13,16 +13,8 @@ from quire.gateway.openai import adapters, chat, completions, models, responses
 def make_app(gateway: Gateway, rules: BrowserRules) -> HttpApp:
     """Return the ASGI application of a gateway, with its rules for browsers."""
     routes: list[BaseRoute] = []
-    for module in (
-        completions,
-        chat,
-        responses,
-        messages,
-        models,
-        adapters,
-        status,
-        page,
-    ):  # the first that fits is taken
+    # The first that fits is taken.
+    for module in (completions, chat, responses, messages, models, adapters, status, page):
         routes += module.routes(gateway)
     routes += openapi.routes(routes)
     return HttpApp(gateway, routes, rules, error_responses={messages.PATH: errors.error_response})

@@ -4,11 +4,13 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+
+from prometheus_client import Metric
 
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams, CacheUse
 from quire.client.engine.outputs import Chunk
@@ -20,7 +22,7 @@ from quire.gateway.chat.models import ChatModels
 from quire.gateway.errors import HttpError, http_error_of, invalid
 from quire.gateway.kept_responses import Kept, KeptResponses
 from quire.gateway.limits import OpenBodies, RequestLimits
-from quire.gateway.metrics import GatewayMetrics, RequestMeasure
+from quire.gateway.metrics import GatewayMetrics, RequestMeasure, kept_families
 from quire.gateway.prompt_cache import CacheReport, KeptPrompt
 from quire.gateway.routing.backend import AdaptedBackend, Backend, Chunks, base_of
 from quire.gateway.token_texts import TokenTexts
@@ -113,6 +115,13 @@ class Gateway:
     def find(self, name: str, caller: Caller) -> Backend | None:
         """Return the backend of a name in served(), without making those of all adapters for a model's own name."""
         return self.backends.get(name) or self.served(caller).get(name)
+
+    def families(self, caller: Caller | None = None) -> Iterator[Metric]:
+        """The metrics, as a caller may read them; None: all of them."""
+        models, shown = self.models, None if caller is None else self.rate_limiter.adapters_of(caller)
+        yield from self.metrics.families(models, tenant=None if caller is None else caller.tenant)
+        yield from self.adapters.families(models, shown=shown)
+        yield from kept_families(self.responses.statistics())
 
     def caller_of(self, authorization: str | None) -> Caller:
         """Return the caller with this Authorization header. Raises HttpError: 401, 403."""

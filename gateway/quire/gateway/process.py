@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from quire.client.cache_client import CacheClient
@@ -26,7 +25,7 @@ from quire.gateway.gateway import Gateway
 from quire.gateway.grpc.service import engine_server
 from quire.gateway.http.browsers import browser_rules
 from quire.gateway.http.server import HttpServer
-from quire.gateway.metrics import GatewayMetrics, kept_families
+from quire.gateway.metrics import GatewayMetrics
 from quire.gateway.routing.backend import Backend, EngineBackend
 from quire.gateway.routing.members import RouterConfig
 from quire.gateway.routing.router import Router
@@ -64,8 +63,7 @@ async def serve(
         gateway.responses, gateway.prompts = flags.kept_responses, flags.kept_prompts
         gateway.keys, gateway.rate_limiter = keys or gateway.keys, rate_limiter or gateway.rate_limiter
         if options.metrics_listen is not None:
-            read = partial(_read_metrics, gateway)
-            stack.enter_context(MetricsPage(options.metrics_listen, read, security=security))
+            stack.enter_context(MetricsPage(options.metrics_listen, gateway.families, security=security))
         rules = browser_rules(
             options.listen, has_keys=flags.has_keys, origins=flags.allowed_origins, hosts=flags.allowed_hosts
         )
@@ -169,14 +167,6 @@ async def _drain(server: HttpServer, signals: StopSignals, timeout_s: float) -> 
         raise StoppedAtOnceError
     if not done:
         log.warning("drain timed out open_requests=%d", server.num_open)
-
-
-def _read_metrics(gateway: Gateway) -> Any:
-    return chain(
-        gateway.metrics.families(gateway.models),
-        gateway.adapters.families(gateway.models),
-        kept_families(gateway.responses.statistics()),
-    )
 
 
 @contextlib.asynccontextmanager

@@ -199,7 +199,7 @@ LISTS: dict[str, Beyond] = {
     "RegisterPool.pool": registration("pool", pool="x" * 129),
     "RegisterPool.memory_id": registration("memory_id", memory_id="x" * 65),
     "KeptMemory.whole_blocks": kept_memory("whole_blocks", whole_blocks=bytes(WIRE_GEOMETRY["block_count"] // 8 + 2)),
-    "PoolAdapters.adapters": pool_adapters("adapters", *[{}] * (messages.MAX_ADAPTERS + 1)),
+    "PoolAdapters.adapters": pool_adapters("adapters", *[{}] * (admission_bounds.MAX_ADAPTERS + 1)),
     "PoolAdapter.name": pool_adapters("adapters.name", {"name": "x" * 129, "identity": bytes(32)}),
     "PoolAdapter.identity": pool_adapters("adapters.identity", {"name": "x", "identity": bytes(33)}),
     "RegisterPool.worker_address": registration("worker_address", worker_address="x" * 1_025),

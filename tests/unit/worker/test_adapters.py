@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from quire.cache.v1 import grant_pb2
 from quire.worker.__main__ import main
+from quire.worker.adapter_bounds import AdapterBounds
 from quire.worker.adapters import lora_linear
-from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter
+from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter
 from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.grant.adapter_users import AdapterUsers
@@ -347,7 +348,7 @@ def test_the_adapters_unused_the_longest_make_room() -> None:
         table.add(name, identity, 40)
         table.check_invariants()
     table.use(b"2")
-    assert (table.statistics().num_bytes, table.find_room(b"3", 20)) == (80, ["a"])
+    assert (table.num_bytes, table.find_room(b"3", 20)) == (80, ["a"])
     assert table.find_room(b"3", 60) == ["a", "same"]
     assert table.find_room(b"3", 60, is_used=lambda identity: identity == b"2") == ["a", "same"]
     with pytest.raises(NoAdapterRoomError, match="--max-loras 3 is reached, and all adapters are in use"):

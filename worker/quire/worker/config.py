@@ -9,6 +9,7 @@ from typing import Literal
 from quire.serving.addresses import Address, UnixAddress
 from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
+from quire.worker.adapter_bounds import DEFAULT_BOUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class WorkerConfig:
     """The part of the host tier for copies of evicted blocks, 0 to 1."""
     lora: tuple[tuple[str, Path], ...] = ()
     """The adapters: name and folder."""
-    max_loras: int = 16
-    max_lora_rank: int = 128
-    lora_memory_bytes: int = 4 << 30
+    max_loras: int = DEFAULT_BOUNDS.max_adapters
+    max_lora_rank: int = DEFAULT_BOUNDS.max_rank
+    lora_memory_bytes: int = DEFAULT_BOUNDS.max_bytes
 
     @property
     def has_ranks(self) -> bool:

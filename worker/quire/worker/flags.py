@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from quire.cache.v1.admission_bounds import ADAPTER_NAME, ADAPTER_NAME_LIMIT, MAX_ADAPTERS
 from quire.serving.flags import DIAL_ADDRESS, UNIX_ADDRESS, Flag, option
 from quire.serving.runtime_folder import default_cachemgr
+from quire.worker.adapter_bounds import DEFAULT_BOUNDS
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
@@ -23,8 +25,6 @@ WAIT_NAMES = ("block", "spin")
 DEFAULT_STEP_GRAPH = "parts"
 DEFAULT_MAX_WHOLE_GRAPH_TOKENS = 0
 MAX_RANKS = 256
-MAX_ADAPTERS = 1024
-MAX_LORA_RANK = 128
 BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -75,9 +75,6 @@ class StepRange(click.ParamType[tuple[int, int]]):
         return numbers
 
 
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-
-
 class NamedFolder(click.ParamType[tuple[str, Path]]):
     """NAME=PATH: a name for clients, and a folder."""
 
@@ -87,9 +84,8 @@ class NamedFolder(click.ParamType[tuple[str, Path]]):
         if isinstance(value, tuple):
             return value
         name, separator, path = str(value).partition("=")
-        if not separator or not ADAPTER_NAME.fullmatch(name):
-            limit = "a name of 1 to 128 letters, digits, '.', '_', '-', ':' and '/'"
-            self.fail(f"{value!r} is not NAME=PATH with {limit}", param, ctx)
+        if not separator or not re.fullmatch(ADAPTER_NAME, name):
+            self.fail(f"{value!r} is not NAME=PATH with a name of {ADAPTER_NAME_LIMIT}", param, ctx)
         return name, Path(path)
 
 
@@ -308,21 +304,21 @@ OWN_FLAGS: list[Flag] = [
     option(
         "--max-loras",
         type=click.IntRange(1, MAX_ADAPTERS),
-        default=16,
+        default=DEFAULT_BOUNDS.max_adapters,
         metavar="COUNT",
         help="Most LoRA adapters at a time. One more takes the place of the one that was unused the longest.",
     ),
     option(
         "--max-lora-rank",
-        type=click.IntRange(1, MAX_LORA_RANK),
-        default=MAX_LORA_RANK,
+        type=click.IntRange(1, DEFAULT_BOUNDS.max_rank),
+        default=DEFAULT_BOUNDS.max_rank,
         metavar="RANK",
         help="Largest rank of an adapter's updates.",
     ),
     option(
         "--lora-memory",
         type=ByteSize(),
-        default=4 << 30,
+        default=DEFAULT_BOUNDS.max_bytes,
         show_default="4G",
         metavar="BYTES",
         help="Most memory for the weights of all adapters, like 512M.",

@@ -14,6 +14,7 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2, error_pb2
+from quire.cache.v1.admission_bounds import ADAPTER_NAME, ADAPTER_NAME_LIMIT, MAX_ADAPTERS
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import (
     ADAPTER_BYTES,
@@ -46,8 +47,6 @@ MAX_TEXT_LENGTH = 1_024
 MAX_MEMORY_ID_LENGTH = 64
 MAX_OPEN_LEASES = 131_072
 """The most open leases in the registration of a worker."""
-MAX_ADAPTERS = 1_024
-ADAPTER_NAME = "[A-Za-z0-9._:/-]{1,128}"
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
 SHOWN_LEASE_ID_LENGTH = 8
 PIN_ID = "[0-9a-f]{32}"
@@ -180,7 +179,7 @@ def decode_adapters(field: str, message: attach_pb2.PoolAdapters) -> dict[str, b
     adapters = {}
     for adapter in message.adapters:
         if not re.fullmatch(ADAPTER_NAME, adapter.name) or adapter.name in adapters:
-            limit = "1 to 128 letters, digits, '.', '_', '-', ':' and '/', each name once"
+            limit = f"{ADAPTER_NAME_LIMIT}, each name once"
             raise CallRefused(invalid(f"{field}.adapters.name", repr(adapter.name[:129]), limit))
         if len(adapter.identity) != ADAPTER_BYTES:
             raise CallRefused(

@@ -41,13 +41,14 @@ from quire.cache.v1.grant_pb2 import SignedGrant
 from quire.client.cache_client import CacheApi, CacheClient
 from quire.client.channel import RetryPolicy, is_being_cancelled
 from quire.client.credentials import NO_CREDENTIALS, Credentials
+from quire.client.engine.adapters import adapters_of
 from quire.client.engine.caching import CacheParams, cache_params_of
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.connection import TEMPORARY_ERRORS, Connection, Outage
 from quire.client.engine.delivery import Delivery
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.inbox import Inbox
-from quire.client.engine.messages import adapters_of, limits_of
+from quire.client.engine.messages import limits_of
 from quire.client.engine.metrics import EngineLook, EnginePage, Measured
 from quire.client.engine.outputs import BeamCompletion, Chunk, Completion
 from quire.client.engine.requests import Prompt, Requests, one_for_each, params_of, prompts_of

@@ -106,11 +106,6 @@ def _decode_layer_group(group: attach_pb2.LayerGroup) -> LayerGroup:
     return LayerGroup(kind, group.window_token_count if kind is not LayerGroupKind.FULL else 0)
 
 
-def adapters_of(model: worker_service_pb2.GetModelResponse) -> dict[str, bytes]:
-    """Return the identities of a worker's adapters, by name."""
-    return {adapter.name: adapter.identity for adapter in model.adapters}
-
-
 def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> cache_service_pb2.PlanStepRequest:
     """A plan as a request. Raises RequestFault for a sequence with a value that the contract can't carry."""
     return cache_service_pb2.PlanStepRequest(

@@ -14,12 +14,12 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeVar
 
+from quire.client.engine.adapters import adapters_of, check_identity
 from quire.client.engine.backlog import Backlog
 from quire.client.engine.caching import CacheParams
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.grammar import Grammar
 from quire.client.engine.inbox import Inbox
-from quire.client.engine.messages import adapters_of
 from quire.client.engine.metrics import Measured, RequestTimes
 from quire.client.engine.outputs import (
     Beam,
@@ -48,9 +48,6 @@ from quire.compute.v1.sampling_ranges import leaves_token
 MAX_COMPILING_PER_TENANT = 2
 """Grammars of a named tenant that the worker is asked to compile at a time: as many as it compiles at once. Others find
 places then."""
-
-_MAX_SHOWN_ADAPTERS = 8
-"""In an error."""
 
 Prompt = str | abc.Sequence[int]
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
@@ -137,7 +134,7 @@ class Requests:
                 raise InvalidRequest.of_field(field, value, f"at most {self._max_logprobs}")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest.of_field("stop", params.stop, "empty, since there is no tokenizer")
-        self._check_adapter(cache)
+        check_identity(self._adapters, cache.adapter)
         token_ids = self._token_ids(prompt)
         params = self._encode_bad_words(params)
         check_request(self._limits, token_ids, params, cache, delivered)
@@ -153,18 +150,10 @@ class Requests:
             most = self._max_logprobs - num_ends
             limit = f"at most {most}: the worker's max_logprob_count, {self._max_logprobs}, less {num_ends} end tokens"
             raise InvalidRequest.of_field("beam_width", params.beam_width, limit)
-        self._check_adapter(cache)
+        check_identity(self._adapters, cache.adapter)
         token_ids = self._token_ids(prompt)
         check_beam_search(self._limits, token_ids, params, cache)
         return token_ids
-
-    def _check_adapter(self, cache: CacheParams) -> None:
-        """Raises InvalidRequest for an adapter that the worker does not have."""
-        if cache.adapter and cache.adapter not in self._adapters.values():
-            shown = sorted(self._adapters.items())[:_MAX_SHOWN_ADAPTERS]
-            names = ", ".join(f"{name} ({identity.hex()})" for name, identity in shown)
-            limit = f"one of {len(self._adapters)}, like {names}" if names else "empty: the worker has no adapters"
-            raise InvalidRequest.of_field("adapter", cache.adapter.hex(), limit)
 
     def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Parameters with all bad words as token ids."""

@@ -16,7 +16,6 @@ from quire.gateway.callers import NOBODY, Caller
 from quire.gateway.errors import HttpError
 from quire.gateway.gateway import Gateway
 from quire.gateway.http.endpoint import authorization_of, json_response
-from quire.gateway.metrics import kept_families
 from quire.serving.metrics import build_family, version
 
 
@@ -60,10 +59,7 @@ class _GatewayCollector(Collector):
         self._caller = caller
 
     def collect(self) -> list[Metric]:
-        gateway, models = self._gateway, self._gateway.models
-        adapters = gateway.adapters.families(models, shown=gateway.rate_limiter.adapters_of(self._caller))
-        kept = kept_families(gateway.responses.statistics())
-        return [*gateway.metrics.families(models, tenant=self._caller.tenant), *adapters, *kept, build_family()]
+        return [*self._gateway.families(self._caller), build_family()]
 
     def describe(self) -> list[Metric]:
         return []

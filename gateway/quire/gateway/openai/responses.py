@@ -121,7 +121,7 @@ def _kept(gateway: Gateway, request: Request) -> tuple[str, KeptResponse]:
 async def _create(gateway: Gateway, request: PostRequest) -> Response:
     """Answer a request, as a whole or as a stream."""
     tenant = request.caller.tenant
-    asked = read_request(gateway, request.fields, request.caller, tenant=tenant)
+    asked = read_request(gateway, request.fields, request.caller)
     begun = await begin(gateway, request.caller, asked, names=_NAMES)
     answer = _ResponsesAnswer(asked, begun, request, gateway.token_texts(asked.backend))
     if asked.shown["store"]:
@@ -138,14 +138,14 @@ async def _create(gateway: Gateway, request: PostRequest) -> Response:
 # Reading.
 
 
-def read_request(gateway: Gateway, fields: Fields, caller: Caller, *, tenant: str) -> ResponsesRequest:
+def read_request(gateway: Gateway, fields: Fields, caller: Caller) -> ResponsesRequest:
     """Return the request that a body makes. Raises HttpError."""
     backend = gateway.backend_of(fields.string("model"), caller)
     _refuse(fields)
     instructions = fields.string("instructions")
     system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    before = _items_before(gateway.responses, fields, tenant)
-    items = read_items(fields, find=partial(find_item, gateway.responses, tenant))
+    before = _items_before(gateway.responses, fields, caller.tenant)
+    items = read_items(fields, find=partial(find_item, gateway.responses, caller.tenant))
     kept = KeptEnds(read_cache_options(fields))
     tools = read_response_tools(fields, kept)
     messages = [*system]

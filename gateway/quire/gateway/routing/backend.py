@@ -8,6 +8,7 @@ from typing import Protocol
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
+from quire.client.engine.adapters import adapters_of
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheParams
 from quire.client.engine.engine import Engine
 from quire.client.engine.outputs import Chunk
@@ -271,7 +272,7 @@ async def follow_adapters(engine: Engine, pool: pb.Pool) -> None:
     """Have an engine ask its worker for its adapters, if cachemgr says that these have changed. Raises QuireError."""
     if not pool.attached or not pool.HasField("adapters"):
         return
-    if {adapter.name: adapter.identity for adapter in pool.adapters.adapters} != engine_adapters(engine):
+    if adapters_of(pool.adapters) != engine_adapters(engine):
         await engine.refresh_adapters()
 
 

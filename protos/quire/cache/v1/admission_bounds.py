@@ -7,6 +7,11 @@ core; a test compares the two. No gRPC: any side may import this.
 MAX_SALT_BYTES = 64
 ADAPTER_BYTES = 32
 """Of the identity of an adapter."""
+MAX_ADAPTERS = 1_024
+"""Of a pool."""
+ADAPTER_NAME = "[A-Za-z0-9._:/-]{1,128}"
+ADAPTER_NAME_LIMIT = "1 to 128 letters, digits, '.', '_', '-', ':' and '/'"
+"""The same in words."""
 MAX_RANGES = 16
 """Of an admission's retention."""
 LEAST_PRIORITY, MOST_PRIORITY = 1, 9

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter, Update
+from quire.worker.adapter_bounds import AdapterBounds
+from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter, Update
 from quire.worker.adapters.lora_linear import LoraLinear, Routing
 from quire.worker.memory.step_batch import AdapterTokens
 

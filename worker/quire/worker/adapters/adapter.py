@@ -11,15 +11,6 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterBounds:
-    """Most adapters that a worker serves, their largest rank, and the bytes of the weights that it keeps of all."""
-
-    max_adapters: int = 16
-    max_rank: int = 128
-    max_bytes: int = 4 << 30
-
-
 class UnsupportedAdapter(ValueError):
     """The worker cannot run this adapter correctly. The message names the adapter and the reason."""
 

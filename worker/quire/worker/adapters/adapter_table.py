@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from quire.worker.adapters.adapter import AdapterBounds
+from quire.worker.adapter_bounds import DEFAULT_BOUNDS, AdapterBounds
 
 
 class NoAdapterRoomError(Exception):
@@ -18,33 +17,27 @@ class NoAdapterRoomError(Exception):
         self.limit = limit
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterStatistics:
-    """Present numbers, and counters since the start. Two names of one content are two adapters, and have its bytes
-    once."""
-
-    num_adapters: int
-    num_bytes: int
-    num_evicted: int
-
-
 class AdapterTable:
     """Names of adapters, each with the identity of its content."""
 
-    def __init__(self, bounds: AdapterBounds | None = None) -> None:
-        self.bounds = bounds or AdapterBounds()
+    def __init__(self, bounds: AdapterBounds = DEFAULT_BOUNDS) -> None:
+        self.bounds = bounds
         self.on_change: Callable[[], None] = lambda: None
         """Called after each change of the names."""
         self._names: dict[str, bytes] = {}
         self._bytes: dict[bytes, int] = {}
         self._last_use: dict[bytes, int] = {}
         self._uses = itertools.count()
-        self._num_evicted = 0
 
     @property
     def names(self) -> Mapping[str, bytes]:
         """The identity of each name."""
         return MappingProxyType(self._names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights: two names of one content have its bytes once."""
+        return sum(self._bytes.values())
 
     def has(self, identity: bytes) -> bool:
         """Return True if an adapter of this content is served."""
@@ -83,10 +76,9 @@ class AdapterTable:
         self.use(identity)
         self.on_change()
 
-    def remove(self, name: str, *, is_evicted: bool = False) -> bytes | None:
+    def remove(self, name: str) -> bytes | None:
         """Serve a name no longer. Returns the identity of its content if no other name has it."""
         identity = self._names.pop(name)
-        self._num_evicted += is_evicted
         is_last = identity not in self._names.values()
         if is_last:
             del self._bytes[identity], self._last_use[identity]
@@ -96,12 +88,8 @@ class AdapterTable:
     def _bytes_of(self, names: Mapping[str, bytes]) -> int:
         return sum(self._bytes[identity] for identity in set(names.values()))
 
-    def statistics(self) -> AdapterStatistics:
-        """Return the present numbers."""
-        return AdapterStatistics(len(self._names), sum(self._bytes.values()), self._num_evicted)
-
     def check_invariants(self) -> None:
         """Raise AssertionError if the tables do not fit, or a bound is exceeded."""
         assert set(self._names.values()) == set(self._bytes) == set(self._last_use)
         assert len(self._names) <= self.bounds.max_adapters
-        assert sum(self._bytes.values()) <= self.bounds.max_bytes
+        assert self.num_bytes <= self.bounds.max_bytes

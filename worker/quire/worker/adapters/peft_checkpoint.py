@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.worker.adapters.adapter import Adapter, AdapterBounds, UnsupportedAdapter, Update
+from quire.worker.adapter_bounds import DEFAULT_BOUNDS, AdapterBounds
+from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter, Update
 from quire.worker.unsupported_model import first_line
 
 CONFIG_FILE = "adapter_config.json"
@@ -44,13 +45,12 @@ _NEEDS_MORE = (
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal", None)
 
 
-def read_adapter(name: str, folder: Path, bounds: AdapterBounds | None = None) -> Adapter:
+def read_adapter(name: str, folder: Path, bounds: AdapterBounds = DEFAULT_BOUNDS) -> Adapter:
     """Read the adapter in a folder. Raises UnsupportedAdapter if a file is missing, damaged or asks for more than LoRA,
     or if it is beyond the bounds of one adapter.
 
     Its layers are not compared with a model's here. Cost: reads the weights once.
     """
-    bounds = bounds or AdapterBounds()
     config = _Config(name, _read_config(name, folder / CONFIG_FILE), bounds.max_rank)
     config.check()
     layers: dict[str, dict[str, Tensor]] = {}

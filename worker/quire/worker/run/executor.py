@@ -537,8 +537,8 @@ class Executor:
         if self._kept is not None:
             self._kept.begin_writing((*grant.copy_target_block_ids, *grant.restore_target_block_ids, *written))
         self._host_pool.offload(list(zip(sources, grant.offload_target_host_block_ids, strict=True)))
-        handed_out = grant.write_block_ids if sources else ()  # evicted blocks are copied and handed out by one grant
-        if not written.union(handed_out).isdisjoint(sources):
+        # Evicted blocks are copied and handed out by one grant.
+        if sources and not written.union(grant.write_block_ids).isdisjoint(sources):
             self._host_pool.join()  # a sharer of a released block, or its new holder, may write it from here on
         self._pool.copy_blocks(list(zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True)))
         self._host_pool.restore(

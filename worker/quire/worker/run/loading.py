@@ -18,7 +18,8 @@ import psutil
 import torch
 import transformers
 
-from quire.worker.adapters.adapter import AdapterBounds, UnsupportedAdapter
+from quire.worker.adapter_bounds import AdapterBounds
+from quire.worker.adapters.adapter import UnsupportedAdapter
 from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.attention.torch_attention import AttentionStep

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from quire.cache.v1.admission_bounds import ADAPTER_NAME, ADAPTER_NAME_LIMIT
 from quire.worker.adapters.adapted_model import PreparedAdapter
 from quire.worker.adapters.adapter import UnsupportedAdapter
 from quire.worker.adapters.adapter_table import NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
-from quire.worker.flags import ADAPTER_NAME
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.model_thread import ModelThread
@@ -31,7 +32,6 @@ from quire.worker.service.steps import Steps
 log = logging.getLogger(__name__)
 
 MAX_PATH_LENGTH = 4096
-NAME_LIMIT = "1 to 128 letters, digits, '.', '_', '-', ':' and '/'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class LoadedAdapter:
 
 def check_name(name: str) -> None:
     """Raises Refused (INVALID_ARGUMENT) for a name that no adapter can have."""
-    if not ADAPTER_NAME.fullmatch(name):
-        raise invalid("name", repr(name[:129]), NAME_LIMIT)
+    if not re.fullmatch(ADAPTER_NAME, name):
+        raise invalid("name", repr(name[:129]), ADAPTER_NAME_LIMIT)
 
 
 def check_path(path: str) -> None:
@@ -121,7 +121,7 @@ class AdapterLoader:
                 self._take_out(adapter.identity)
             raise
         for each in evicted:
-            self._remove(each, is_evicted=True)
+            self._remove(each)
             log.info("adapter evicted name=%s for=%s", each, name)
         table.add(name, adapter.identity, adapter.num_bytes)
         log.info("adapter loaded name=%s identity=%s bytes=%d", name, adapter.identity.hex(), adapter.num_bytes)
@@ -158,9 +158,9 @@ class AdapterLoader:
             self._take_out(adapter.identity)
             raise
 
-    def _remove(self, name: str, *, is_evicted: bool = False) -> None:
+    def _remove(self, name: str) -> None:
         """Serve a name no longer."""
-        identity = self._steps.adapters.remove(name, is_evicted=is_evicted)
+        identity = self._steps.adapters.remove(name)
         if identity is not None:
             self._take_out(identity)
 
