@@ -458,7 +458,11 @@ class Harness:
         return await self._children.start("client", arguments, self.folder / f"client-{name}.log")
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = json.loads(await reader.readline())
+        line = await reader.readline()
+        if not line:  # it was killed before it could say who it is
+            writer.close()
+            return
+        hello = json.loads(line)
         self._clients[hello["client"]].connected(reader, writer)
 
     async def _make_reference(self) -> dict[int, Delivery]:
