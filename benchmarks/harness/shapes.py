@@ -14,6 +14,7 @@ from worker_flags import DEFAULTS, WorkerFlags
 
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
+from quire.worker.quantization.at_load import quantize_at_load
 from quire.worker.run.loading import choose_launches, choose_tiles, pick_attention, pick_steps
 
 BLOCK_SIZE = 16
@@ -71,8 +72,11 @@ class Shape:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        model.requires_grad_(False)
+        if flags.quantization is not None:
+            quantize_at_load(model, flags.quantization)
         return prepare_model(
-            model.eval().requires_grad_(False),
+            model.eval(),
             max_model_len=max_model_len,
             step_kind=step_kind,
             fused_steps=pick_steps(

@@ -12,6 +12,7 @@ from quire.worker.flags import (
     DEFAULT_MAX_WHOLE_GRAPH_TOKENS,
     DEFAULT_STEP_GRAPH,
     PRODUCT_NAMES,
+    QUANTIZATION_NAMES,
     STEP_GRAPH_NAMES,
     WAIT_NAMES,
 )
@@ -29,6 +30,7 @@ class WorkerFlags:
     max_graph_tokens: int | None = None
     max_whole_graph_tokens: int = DEFAULT_MAX_WHOLE_GRAPH_TOKENS
     deterministic: bool = False
+    quantization: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WorkerFlags:
@@ -67,10 +69,10 @@ def each_alone(given: WorkerFlags) -> list[WorkerFlags]:
     return [given, *(replace(given, **change) for change in (*changes, together))]
 
 
-def deterministic_in_turns(given: WorkerFlags) -> list[WorkerFlags]:
-    """Return the given flags with and without --deterministic, each twice: one after the other, so that a machine that
-    gets slower slows both."""
-    return [replace(given, deterministic=each) for each in (False, True, False, True)]
+def in_turns(given: WorkerFlags) -> list[WorkerFlags]:
+    """Return the given flags, with --deterministic and with --quantization int8, each twice: one after the other, so
+    that a machine that gets slower slows all."""
+    return 2 * [given, replace(given, deterministic=True), replace(given, quantization="int8")]
 
 
 OPTIONS = [
@@ -79,6 +81,7 @@ OPTIONS = [
     click.Option(["--step-graph"], type=click.Choice(STEP_GRAPH_NAMES), help="As the worker's flag."),
     click.Option(["--wait"], type=click.Choice(WAIT_NAMES), help="As the worker's flag."),
     click.Option(["--deterministic"], is_flag=True, default=None, help="As the worker's flag."),
+    click.Option(["--quantization"], type=click.Choice(QUANTIZATION_NAMES), help="As the worker's flag."),
     click.Option(["--max-graph-tokens"], type=click.IntRange(min=0), help="As the worker's flag."),
     click.Option(["--max-whole-graph-tokens"], type=click.IntRange(min=0), help="As the worker's flag."),
 ]

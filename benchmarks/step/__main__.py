@@ -4,7 +4,7 @@
 
     quire bench step --cells "0.6B 1x1k,8B 32x1k,0.6B prompt 512" --seconds 10 --json FILE
     quire bench step --cells "0.6B 1x1k" --each-flag    with each flag of the worker that a GPU must judge
-    quire bench step --cells "56M 16x128,demo 16x128" --each-flag    on a CPU: --deterministic on and off in turns
+    quire bench step --cells "56M 16x128" --each-flag   on a CPU: --deterministic, and --quantization int8, in turns
 
 Random weights. A step's least time follows from the rates of reading and of a large matrix product, measured in the
 same run: weights read once or multiplied, keys and values read once or multiplied. Steps run as in a worker: on a GPU
@@ -45,7 +45,7 @@ from rich.progress import Progress
 from rich.table import Table
 from roofline import Ceilings, measure_ceilings
 from shapes import LLAMA_1B, LLAMA_8B, LLAMA_56M, QWEN3_06B, QWEN3_8B, QWEN3_17B, SHAPES, TINY, Shape, shape_of
-from worker_flags import DEFAULTS, WorkerFlags, deterministic_in_turns, each_alone
+from worker_flags import DEFAULTS, WorkerFlags, each_alone, in_turns
 from workloads import ROWS, Served, Work, equal_lengths, mixed_lengths, rows_on, serve
 
 from quire.serving.runtime import tune_garbage_collector
@@ -118,7 +118,7 @@ def cpu_plan(*, float32: bool) -> Plan:
     prompts += [Cell(1, 1024, 64), Cell(1, 1024, 256), Cell(1, 1024, 512)]
     dtypes = (torch.float32,) if float32 else (torch.float32, torch.bfloat16)
     steps = [(LLAMA_56M, (*decodes, *prompts))]
-    return Plan(steps, dtypes, (), 15, read_bytes=1 << 28, product_size=2048, each=deterministic_in_turns)
+    return Plan(steps, dtypes, (), 15, read_bytes=1 << 28, product_size=2048, each=in_turns)
 
 
 def quick_plan() -> Plan:
@@ -128,7 +128,7 @@ def quick_plan() -> Plan:
     )
     cells = (Cell(2, 20), Cell(2, 20, is_mixed=True), Cell(1, 0, 9), Cell(1, 8, 5))
     dtypes = (torch.float32,)
-    return Plan([(TINY, cells)], dtypes, works, 2, read_bytes=1 << 16, product_size=32, each=deterministic_in_turns)
+    return Plan([(TINY, cells)], dtypes, works, 2, read_bytes=1 << 16, product_size=32, each=in_turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +465,8 @@ OPTIONS = [
     click.Option(
         ["--each-flag"],
         is_flag=True,
-        help="On a GPU, also with each of these flags that it must judge, and all; on a CPU, with and without "
-        "--deterministic in turns.",
+        help="On a GPU, also with each of these flags that it must judge, and all; on a CPU, as it is, with "
+        "--deterministic and with --quantization int8, in turns.",
     ),
     *worker_flags.OPTIONS,
     ALLOW_DEGRADED,

@@ -39,7 +39,8 @@ from quire.kernels import launching
 from quire.kernels.ring_layout import TAGS
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
-from quire.worker.model import paged_model, probe, self_check
+from quire.worker.model import checkpoint, paged_model, probe, self_check
+from quire.worker.quantization import scaled_linear
 from quire.worker.run import graphs
 
 TOTAL_BYTES = 80 << 30
@@ -474,6 +475,8 @@ class FakeGPU:
         yield self_check, "_relative_error", _difference_of_kind
         yield self_check, "STEPS_ALONE", 1  # more of the same step are for the median of errors
         yield capture, "_line_of", _line_outside
+        yield checkpoint, "find_fault", lambda model: None
+        yield scaled_linear, "agree", _agree_in_kind
         yield fusion_trial.FusionTrial, "differ", _differ_in_kind
 
 
@@ -501,6 +504,12 @@ def _zero_of(dtype: torch.dtype) -> Any:
 
 
 _real_tolist = torch.Tensor.tolist
+
+
+def _agree_in_kind(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+
+
 _REAL_CLASSIFY_MASK = probe.classify_mask
 _REAL_LINE_OF = capture._line_of
 

@@ -105,3 +105,18 @@ def test_a_cpu_has_no_graphs_and_is_not_degraded(model: Path) -> None:
     loaded = start(model, device="cpu")
     assert reasons(loaded) == {}
     assert "decode: without CUDA graphs: a CPU has none" in map(str, loaded.model.modes.all())
+
+
+def test_weights_in_float8_are_multiplied_or_dequantized_with_a_reason(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("no kernel for this GPU\nat some line")
+
+    with FakeGPU():
+        assert reasons(start(model, dtype="bfloat16", quantization="fp8")) == {}
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    with FakeGPU():
+        assert reasons(start(model, dtype="bfloat16", quantization="fp8")) == {
+            Part.WEIGHTS: "each product dequantizes its weight: no kernel for this GPU"
+        }

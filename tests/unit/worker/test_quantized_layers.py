@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from quire.worker.quantization.formats import READERS, read_scheme
+from quire.worker.quantization.inputs import KEEP, InputRounding
 from quire.worker.quantization.quantized_linear import QuantizedLinear
 from quire.worker.quantization.quantizer import find_fault, find_quantization, use_scheme
+from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear, Way, try_float8
 from quire.worker.quantization.scheme import UnsupportedFormat
 
 FOLDER = Path(__file__).parent / "quantized"
@@ -86,6 +88,96 @@ def test_a_layer_has_the_weight_and_the_results_of_its_tool(name: str, tmp_path:
         torch.testing.assert_close(found, expected["expected_output"], atol=1e-5, rtol=1e-5)
         unrounded = nn.functional.linear(expected["input"], weight)
         assert (found - unrounded).abs().max() > 1e-2, "the input was not rounded"
+
+
+EIGHT_BITS = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+PER_ROW, PER_TENSOR = (1, 0), (0, 0)
+
+
+def scaled(
+    kind: str, inputs: InputRounding, *, shape: tuple[int, int] = (48, 64), block: tuple[int, int] = PER_ROW
+) -> Any:
+    """A layer [N, K] with a bias and random numbers, and scales such as those of its format."""
+    generator = torch.Generator().manual_seed(3)
+    layer = ScaledLinear(nn.Linear(shape[1], shape[0]), ScaledFormat(kind, EIGHT_BITS[kind], block), inputs)
+    layer.requires_grad_(False).quantize(torch.randn(*shape, generator=generator))
+    if block == PER_TENSOR:
+        layer.register_buffer(layer.form.scale, torch.tensor([0.03]))
+    if inputs.scales == "layer":
+        layer.register_buffer("input_scale", torch.tensor([0.02]))
+    return layer
+
+
+def multiply(layer: Any, num_rows: int, dtype: torch.dtype) -> Way:
+    """Compare a product with the exact one of the same numbers. Returns how it was computed."""
+    input = torch.randn(2, num_rows, layer.in_features, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    layer.bias.data = layer.bias.data.to(dtype)
+    exact = input.double()
+    if layer.inputs.dtype is not None:
+        numbers, scale = layer.inputs.quantize(input, layer)
+        exact = numbers.double() * scale.double()
+    expected = exact @ layer.dequantized(torch.float64).t() + layer.bias.double()
+    found = layer(input)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < (1e-2 if dtype.itemsize == 2 else 1e-6)
+    return layer.find_way(input)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scales", ["token", "layer"])
+@pytest.mark.parametrize("block", [PER_ROW, PER_TENSOR], ids=["rows", "tensor"])
+def test_integers_are_multiplied_without_a_dequantized_weight(
+    block: tuple[int, int], scales: Any, dtype: torch.dtype
+) -> None:
+    layer = scaled("int8", InputRounding(torch.int8, scales), block=block, shape=(7, 33))
+    assert [multiply(layer, num_rows, dtype) for num_rows in (1, 20)] == [Way.INTEGERS] * 2
+
+
+def test_an_integer_product_of_a_row_is_the_same_in_any_batch() -> None:
+    layer, rows = scaled("int8", InputRounding(torch.int8)), torch.randn(40, 64)
+    assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_are_multiplied_with_integers_as_they_are(dtype: torch.dtype) -> None:
+    layer = scaled("int8", KEEP)
+    ways = [multiply(layer, num_rows, dtype) for num_rows in (1, 8, 9)]
+    assert ways == [Way.FEW_ROWS, Way.FEW_ROWS, Way.DEQUANTIZED]
+    assert multiply(layer, 1, torch.float32) is Way.DEQUANTIZED
+
+
+def test_columns_that_torch_reads_beyond_are_dequantized() -> None:
+    """torch._weight_int8pack_mm ends the process with 33 columns."""
+    assert multiply(scaled("int8", KEEP, shape=(7, 33)), 1, torch.bfloat16) is Way.DEQUANTIZED
+
+
+def test_float8_is_multiplied_once_the_device_has_shown_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has the product too, if a slow one."""
+    rounded = InputRounding(torch.float8_e4m3fn)
+    layer = scaled("float8", rounded)
+    assert multiply(layer, 3, torch.bfloat16) is Way.DEQUANTIZED
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_scaled_mm", lambda *_, **__: torch.zeros(1, 48, dtype=torch.bfloat16))
+        assert try_float8([layer]) == "a product in float8, 64 to 48, is wrong"
+    assert not layer.multiplies_float8
+    assert try_float8([layer]) is None
+    assert multiply(layer, 3, torch.bfloat16) is Way.FLOAT8
+    assert multiply(layer, 3, torch.float16) is Way.DEQUANTIZED
+    assert scaled("float8", rounded, shape=(48, 40)).way is Way.DEQUANTIZED
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_a_weight_is_quantized_to_the_nearest_numbers(kind: str) -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+    layer = scaled(kind, KEEP)
+    step = 1 / 127 if kind == "int8" else 1 / 16
+    assert ((layer.dequantized(torch.float32) - weight).abs() <= step * weight.abs().amax(1, keepdim=True)).all()
+    layer.quantize(torch.zeros(48, 64))
+    assert find_fault(nn.Sequential(layer)) is None
+    assert not layer.dequantized(torch.float32).any()
 
 
 def test_every_format_has_a_layer_of_its_tool() -> None:

@@ -12,8 +12,10 @@ import model_zoo as zoo
 import pytest
 import quantized_zoo
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from quire.worker.__main__ import main
 from quire.worker.fusion.steps import TorchSteps
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.modes import Part
@@ -55,6 +57,37 @@ def test_a_model_with_rounded_inputs_passes_the_self_check_and_gives_its_own_tok
     model._model.set_attn_implementation("eager")
     for tokens, prompt in zip(found, driver.make_prompts(), strict=True):
         assert tokens[: len(prompt) + 1] == zoo.generate(model._model, prompt, 1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_plain_model_is_quantized_at_load(kind: str, tmp_path: Path) -> None:
+    model = load_model(zoo.save("llama", tmp_path), max_model_len=driver.MAX_MODEL_LEN, quantization=kind)
+    assert {mode.part: mode.how for mode in model.modes.all()}[Part.WEIGHTS] == f"quantized, {kind} at load"
+    assert type(model._model.lm_head) is torch.nn.Linear
+    plain = load_model(zoo.save("llama", tmp_path), max_model_len=driver.MAX_MODEL_LEN)
+    assert model.num_layer_parameters == plain.num_layer_parameters
+    assert model.fingerprint != plain.fingerprint
+    found, _ = driver.run_mixed(model, NEW_TOKENS)
+    model._model.set_attn_implementation("eager")
+    for tokens, prompt in zip(found, driver.make_prompts(), strict=True):
+        assert tokens[: len(prompt) + 1] == zoo.generate(model._model, prompt, 1)
+
+
+def test_weights_that_are_quantized_or_not_in_linear_layers_are_not_quantized_at_load(tmp_path: Path) -> None:
+    folder, _ = quantized_zoo.save("gptq", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"quantized \(gptq, 4 bits\): --quantization is for plain weights"):
+        load_model(folder, quantization="int8")
+    with pytest.raises(UnsupportedModel, match=r"--quantization fp8: only 0% of its weights are in linear layers"):
+        load_model(zoo.save("gpt2", tmp_path), quantization="fp8")
+    with pytest.raises(UnsupportedModel, match=r"--quantization int8: only \d+% of its weights are in linear layers"):
+        load_model(zoo.save("mixtral", tmp_path), quantization="int8")
+
+
+def test_ranks_exclude_quantization(tmp_path: Path) -> None:
+    flags = ["--model", str(tmp_path), "--quantization", "int8", "--tensor-parallel-size", "2"]
+    result = CliRunner().invoke(main, flags)
+    assert result.exit_code == 2
+    assert "--quantization excludes --tensor-parallel-size 2" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

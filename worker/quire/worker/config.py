@@ -55,6 +55,8 @@ class WorkerConfig:
     deterministic: bool
     products: Literal["auto", "own", "library"]
     tensor_parallel_size: int
+    quantization: Literal["int8", "fp8"] | None = None
+    """How plain weights are quantized at load."""
     host_cache_share: float = 0.0
     """The part of the host tier for copies of evicted blocks, 0 to 1."""
     lora: tuple[tuple[str, Path], ...] = ()
@@ -77,6 +79,9 @@ class WorkerConfig:
             return f"--holder excludes --tensor-parallel-size {self.tensor_parallel_size}: it keeps one pool on a CPU."
         if self.holder is not None and self.device not in ("auto", "cpu"):
             return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
+        if self.quantization is not None and self.has_ranks:
+            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
+            return f"--quantization excludes {ranks}: quantized weights are not divided among ranks."
         if self.verify_kept_blocks and self.holder is None:
             return "--verify-kept-blocks needs --holder."
         if self.host_cache_share and not self.host_memory_bytes:

@@ -16,6 +16,7 @@ from quire.worker.adapter_bounds import DEFAULT_BOUNDS
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float8")
+QUANTIZATION_NAMES = ("int8", "fp8")
 ATTENTION_NAMES = ("auto", "torch", "triton", "flashinfer")
 LAYER_GROUP_NAMES = ("auto", "one")
 PRODUCT_NAMES = ("auto", "own", "library")
@@ -156,6 +157,13 @@ OWN_FLAGS: list[Flag] = [
     ),
     option("--block-size", type=click.IntRange(1, 1024), default=16, metavar="TOKENS", help="Tokens per block."),
     option("--dtype", type=click.Choice(DTYPE_NAMES), default="auto", help="Weights and activations; auto: as saved."),
+    option(
+        "--quantization",
+        type=click.Choice(QUANTIZATION_NAMES),
+        show_default="weights as the checkpoint has them",
+        help="Quantize the linear layers of a checkpoint with plain weights at load, weights and inputs to 8 bits, "
+        "half of 16, and less exact. int8 is for a CPU, fp8 for a GPU that multiplies it.",
+    ),
     option(
         "--kv-dtype",
         type=click.Choice(KV_DTYPE_NAMES),

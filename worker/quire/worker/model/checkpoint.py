@@ -20,6 +20,7 @@ from quire.worker.model.preparing import prepare_model
 from quire.worker.model.self_check import SHORTEST_TOKENS
 from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
 from quire.worker.model.token_ids import drop_unknown_padding
+from quire.worker.quantization.at_load import quantize_at_load
 from quire.worker.quantization.quantizer import find_fault, find_unused_scale, use_scheme
 from quire.worker.quantization.scheme import UnsupportedFormat
 from quire.worker.unsupported_model import UnsupportedModel, first_line
@@ -44,6 +45,7 @@ def load_model(
     ranks: ModelRanks = ONE_PART,
     layer_groups: LayerGroupChoice = "auto",
     deterministic: bool = False,
+    quantization: str | None = None,
 ) -> PagedModel:
     """Load a model from a folder or the Hub, and make sure that it runs correctly on a block pool.
 
@@ -51,7 +53,7 @@ def load_model(
     frequencies that depend on the length (dynamic NTK, longrope) is pinned to max_model_len's; see pin_rope(). With
     fused_steps modules are fused (quire.worker.fusion.fuse), and a pool has at least their block size. With several
     ranks each loads its part, at the same time. layer_groups as in quire.worker.memory.layer_groups. deterministic as
-    for prepare_model().
+    for prepare_model(). quantization, a kind of quire.worker.quantization.at_load, quantizes plain weights.
 
     Raises ModelNotFound if there is none at `source`, UnsupportedModel if it cannot run correctly, ValueError for a
     dtype or a max_model_len out of range. Cost beside reading the weights: some forwards of a few tokens each.
@@ -64,7 +66,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
     max_model_len = _model_len(config, max_model_len)
-    _use_quantization(config)
+    _use_quantization(config, quantization)
     sharding = None
     if ranks.size > 1:
         sharding = plan_sharding(_outline(config, trust_remote_code=trust_remote_code), ranks.size)
@@ -78,6 +80,8 @@ def load_model(
         local_files_only=local_only,
         sharding=sharding,
     )
+    if quantization is not None:
+        _quantize(model, quantization)
     model = model.eval().requires_grad_(False).to(device)
     return prepare_model(
         model,
@@ -103,14 +107,32 @@ def check_sharding(
     plan_sharding(_outline(config, trust_remote_code=trust_remote_code), num_ranks)
 
 
-def _use_quantization(config: Any) -> None:
-    """Prepare the configuration for a checkpoint with quantized weights. Raises UnsupportedModel."""
+def _use_quantization(config: Any, wanted: str | None) -> None:
+    """Prepare the configuration for a checkpoint with quantized weights.
+
+    Raises UnsupportedModel for a format that the worker does not have, and if another one is wanted at load.
+    """
     try:
         scheme = use_scheme(config)
     except UnsupportedFormat as error:
         raise UnsupportedModel(_architecture(config), f"its weights are quantized; {error}") from error
     if scheme is not None:
+        if wanted is not None:
+            raise UnsupportedModel(
+                _architecture(config), f"its weights are quantized ({scheme.name}): --quantization is for plain weights"
+            )
         log.info("weights: quantized, %s", scheme.name)
+
+
+def _quantize(model: Any, kind: str) -> None:
+    try:
+        quantize_at_load(model, kind)
+    except UnsupportedFormat as error:
+        raise UnsupportedModel(type(model).__name__, f"--quantization {kind}: {error}") from error
+    fault = find_fault(model)
+    if fault is not None:
+        raise UnsupportedModel(type(model).__name__, f"its weight {fault}")
+    log.info("weights: quantized, %s at load", kind)
 
 
 def _architecture(config: Any) -> str:

@@ -43,6 +43,7 @@ from quire.worker.model.tiled_model import TiledModel
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
 from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.scaled_linear import ScaledLinear, Way, try_float8
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def prepare_model(
     pin_rope(model, max_model_len)
     arithmetic = Arithmetic.of(deterministic=deterministic, is_fused=fused_steps is not None)
     experts = _choose_experts_implementation(model, arithmetic)
+    without_float8 = _choose_float8(model) if arithmetic is Arithmetic.ANY else "--deterministic"
     paged = _prepare(
         model,
         max_model_len=max_model_len,
@@ -99,7 +101,7 @@ def prepare_model(
         layer_groups=layer_groups,
         arithmetic=arithmetic,
     )
-    _note_weights(paged, model)
+    _note_weights(paged, model, without_float8)
     if experts is not None:
         how, reason = experts
         paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
@@ -112,12 +114,23 @@ def prepare_model(
     return paged
 
 
-def _note_weights(paged: PagedModel, model: Any) -> None:
-    """Note the formats of quantized weights, if there are any. No kernel multiplies with packed weights."""
-    formats = sorted({linear.dequantizer for _, linear in quantized_linears(model)})
-    if formats:
-        reason = "each product dequantizes its weight" if paged.device.type == "cuda" else ""
-        paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=reason)
+def _choose_float8(model: Any) -> str:
+    """Let quantized layers multiply in float8 on a GPU that can. Returns why it can't, "" if it can or none has to."""
+    layers = [layer for _, layer in quantized_linears(model) if isinstance(layer, ScaledLinear)]
+    layers = [layer for layer in layers if layer.way is Way.FLOAT8]
+    return (try_float8(layers) or "") if layers and model.device.type == "cuda" else ""
+
+
+def _note_weights(paged: PagedModel, model: Any, without_float8: str) -> None:
+    """Note the formats of quantized weights, if there are any, and whether products dequantize them on a GPU."""
+    layers = [layer for _, layer in quantized_linears(model)]
+    if not layers:
+        return
+    reason = ""
+    if paged.device.type == "cuda" and not all(getattr(layer, "multiplies_float8", False) for layer in layers):
+        reason = "each product dequantizes its weight" + (f": {without_float8}" if without_float8 else "")
+    formats = sorted({layer.dequantizer for layer in layers})
+    paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=reason)
 
 
 def _prepare(

@@ -8,7 +8,9 @@ The files, in that order:
     scheme              which linear layers of a model are quantized, and as which module
     quantizer           transformers' loading with the modules of a scheme
     compressed_tensors, float8, gptq, awq, torchao, bitsandbytes   one family each: reads its configuration
+    at_load             plain weights, quantized once they are loaded
     scaled_linear       weights of 8 bits times scales
+    products            products with them that write no dequantized weight
     packed_linear       weights of 2, 4 or 8 bits in words of 32
     quantized_linear    the linear layer that all formats have in common
     inputs              activations, rounded as a format with quantized inputs rounds them

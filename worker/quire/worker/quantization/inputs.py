@@ -1,7 +1,4 @@
-"""Rounding of a linear layer's input, for formats in which activations are quantized too.
-
-The rounded numbers stay floats: they are those that a product of 8 bits has, for any device.
-"""
+"""Rounding of a linear layer's input, for formats in which activations are quantized too."""
 
 from __future__ import annotations
 
@@ -29,13 +26,22 @@ class InputRounding:
     group_size: int = 0
 
     def round(self, input: Tensor, layer: nn.Module) -> Tensor:
-        """Return the input of a layer, rounded, in its own dtype."""
+        """Return the input of a layer, rounded, in its own dtype: the numbers that a product of 8 bits has."""
         if self.dtype is None:
             return input
         rows = input.view(*input.shape[:-1], -1, self.group_size) if self.scales == "group" else input
+        numbers, scale = self.quantize(rows, layer)
+        return (numbers.to(rows.dtype) * scale).view(input.shape)
+
+    def quantize(self, rows: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return a layer's input [..., K] as numbers of 8 bits, and their scale, [..., 1] or [1] of the input's dtype.
+
+        If groups have a scale each, K is that of a group.
+        """
+        assert self.dtype is not None
         scale = layer.get_buffer(INPUT_SCALE) if self.scales == "layer" else self._scales(rows)
         scale = scale.to(rows.dtype)
-        return (round_to(rows / scale, self.dtype).to(rows.dtype) * scale).view(input.shape)
+        return round_to(rows / scale, self.dtype), scale
 
     def _scales(self, rows: Tensor) -> Tensor:
         """[..., 1], so that the largest element of a row is the largest number."""

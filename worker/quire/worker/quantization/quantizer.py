@@ -106,16 +106,11 @@ class _Quantizer(HfQuantizer):
 def replace_linears(model: Any, scheme: Scheme) -> None:
     """Put the scheme's layers in place of linear ones, without weights. Raises UnsupportedFormat."""
     kept = get_keys_to_not_convert(model)
-    replacements = {}
-    for name, linear in model.named_modules():
-        if type(linear) is not nn.Linear:
-            continue
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         try:
             with torch.device("meta"):
-                replacement = scheme.replacement(name, linear, kept)
+                replacement = scheme.replacement(name, model.get_submodule(name), kept)
         except ValueError as error:
             raise UnsupportedFormat(f"{scheme.name}: {name}: {error}") from error
         if replacement is not None:
-            replacements[name] = replacement
-    for name, replacement in replacements.items():
-        model.set_submodule(name, replacement)
+            model.set_submodule(name, replacement)

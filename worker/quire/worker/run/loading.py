@@ -174,6 +174,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         ranks=ranks,
         layer_groups=config.layer_groups,
         deterministic=config.deterministic,
+        quantization=config.quantization,
     )
     adapters = load_adapters(config, model)
     if model.fusion is not None:
