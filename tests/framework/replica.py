@@ -1,13 +1,13 @@
-"""A copy of a pool's blocks, made of the answers of WatchBlocks, which knows what the watch promises. Pure.
+"""Copies of a pool's blocks and of the list of pools, made of the answers of WatchBlocks and WatchPools. Pure.
 
-The promise has six words. docs/reference/watch.md has a sentence for each. BrokenPromise names the word that an answer,
+They know what a watch promises. The promise has six words. docs/reference/watch.md has a sentence for each. BrokenPromise names the word that an answer,
 or a copy, breaks:
 
 ordered         a later answer is never of an earlier moment
 unique          a change is told once
 reliable        no change is left out
-atomic          with each answer that has a cursor, the copy is what ListBlocks says at that moment
-resumable       a watch with a cursor goes on after it
+atomic          with each answer that ends a moment, the copy is what ListBlocks or ListPools says at that moment
+resumable       a watch of blocks with a cursor goes on after it; each watch of pools begins with all of them
 bounded delay   a change is told in time; the caller has the times, and raises it
 
 `BlockReplica.find` is LookupPrefix on the copy, by the words of docs/protocol.md alone: no code of the product computes
@@ -17,9 +17,10 @@ the hashes or the windows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
@@ -54,6 +55,103 @@ def number_of(cursor: str) -> int:
 
 
 @dataclass
+class Comparison:
+    """Copies at the ends of moments, compared with what is listed then."""
+
+    what: str
+    wrong: set[Any] = field(default_factory=set)
+    """The entries that differed at the last end of a moment."""
+
+    def check(self, copy: Mapping[Any, Any], listed: Mapping[Any, Any], *, is_last: bool) -> None:
+        """Compare a copy with the list. Raises BrokenPromise.
+
+        is_last   all changes were told. Otherwise an entry that differs is judged with the next end of a moment: a
+                  change that comes with it was cut off its moment, one that does not was left out.
+        """
+        wrong = {each for each in copy.keys() | listed.keys() if copy.get(each) != listed.get(each)}
+        if cut := self.wrong - wrong:
+            raise BrokenPromise(
+                "atomic", f"{self.what} {sorted(cut)} were not as listed at the end of a moment, and are at the next"
+            )
+        if wrong and (is_last or wrong & self.wrong):
+            raise BrokenPromise("reliable", f"{self.what} {sorted(wrong)} are not as they are listed")
+        self.wrong = wrong
+
+
+@dataclass
+class PoolReplica:
+    """The copy of the list, through any number of watches: `begin` each one, then `apply` its answers in order."""
+
+    pools: dict[str, pb.Pool] = field(default_factory=dict)
+    is_complete: bool = False
+    num_answers: int = 0
+    _is_first: bool = True
+    _past_epochs: set[tuple[int, str, int]] = field(default_factory=set)
+    _told_until: dict[str, int] = field(default_factory=dict)
+    """By pool, the number of changes when it was told last in this watch."""
+    _comparison: Comparison = field(default_factory=lambda: Comparison("pools"))
+
+    def begin(self) -> None:
+        """A new watch begins."""
+        self._is_first, self.is_complete = True, False
+
+    def apply(
+        self,
+        answer: pb.WatchPoolsResponse,
+        *,
+        num_changes: int | None = None,
+        has_changed: Callable[[str, int], bool] | None = None,
+    ) -> None:
+        """Apply an answer. Raises BrokenPromise.
+
+        num_changes   of the list, when the answer was made
+        has_changed   finds pools that are told without a change since a number; without it only those told at once
+        """
+        if answer.cleared != self._is_first:
+            raise BrokenPromise("resumable", f"cleared: {answer.cleared}, the first answer: {self._is_first}")
+        self._is_first = False
+        self.num_answers += 1
+        if answer.cleared:
+            self.pools.clear()
+            self._told_until.clear()
+            self._comparison.wrong.clear()
+        names = [pool.name for pool in answer.pools]
+        if len(set(names)) < len(names):
+            raise BrokenPromise("unique", f"an answer has a pool twice: {sorted(names)}")
+        for pool in answer.pools:
+            self._check_order(pool)
+            since = self._told_until.get(pool.name)
+            if has_changed is not None and since is not None and not has_changed(pool.name, since):
+                raise BrokenPromise("unique", f"pool {pool.name} has not changed since it was told")
+            self.pools[pool.name] = pool
+        if num_changes is not None:
+            self._told_until.update(dict.fromkeys(names, num_changes))
+        self.is_complete = answer.complete
+
+    def _check_order(self, pool: pb.Pool) -> None:
+        known = self.pools.get(pool.name)
+        if known is not None and known.term > pool.term:
+            raise BrokenPromise("ordered", f"term {pool.term} of pool {pool.name} after {known.term}")
+        if (pool.term, pool.name, pool.epoch) in self._past_epochs:
+            raise BrokenPromise("ordered", f"epoch {pool.epoch} of pool {pool.name} comes back")
+        if known is not None and known.epoch != pool.epoch:
+            self._past_epochs.add((known.term, known.name, known.epoch))
+
+    def check(self, listed: Iterable[pb.Pool], *, is_last: bool = False) -> None:
+        """Compare with ListPools at the end of a moment. Raises BrokenPromise."""
+        self._comparison.check(self.pools, {pool.name: without_counts(pool) for pool in listed}, is_last=is_last)
+
+
+def without_counts(pool: pb.Pool) -> pb.Pool:
+    """Return a pool as a watch tells it."""
+    told = pb.Pool()
+    told.CopyFrom(pool)
+    for name in ("block_counts", "lease_count", "sequence_count", "host_block_counts"):
+        told.ClearField(name)
+    return told
+
+
+@dataclass
 class BlockReplica:
     """The copy, through any number of watches: `begin` each one with `cursor`, then `apply` its answers in order."""
 
@@ -66,8 +164,7 @@ class BlockReplica:
     _is_first: bool = True
     _told_until: dict[int, int] = field(default_factory=dict)
     """Of the blocks that were told since the last cursor: the number of changes then."""
-    _wrong: set[int] = field(default_factory=set)
-    """Blocks that differed from the list at the last cursor."""
+    _comparison: Comparison = field(default_factory=lambda: Comparison("blocks"))
 
     def begin(self) -> str:
         """Return the cursor of a new watch: that of the last answer which had one."""
@@ -114,7 +211,7 @@ class BlockReplica:
         if self.epoch not in (None, answer.epoch):
             self._past_epochs.add(self.epoch or 0)
         self.epoch, self.cursor = answer.epoch, ""
-        for each in (self.blocks, self.contents, self._told_until, self._wrong):
+        for each in (self.blocks, self.contents, self._told_until, self._comparison.wrong):
             each.clear()
 
     def _check_is_news(self, block_id: int, has_changed: HasChanged, *, cleared: bool) -> None:
@@ -157,19 +254,8 @@ class BlockReplica:
         self._told_until.clear()
 
     def check(self, listed: Mapping[int, pb.Block], *, is_last: bool = False) -> None:
-        """Compare with ListBlocks at the moment of the last cursor. Raises BrokenPromise.
-
-        is_last   all changes were told. Otherwise a block that differs is judged with the next cursor: a change that
-                  comes with it was cut off its moment, one that does not was left out.
-        """
-        wrong = {each for each in self.blocks.keys() | listed.keys() if self.blocks.get(each) != listed.get(each)}
-        if cut := self._wrong - wrong:
-            raise BrokenPromise(
-                "atomic", f"blocks {sorted(cut)} were not as listed at a cursor, and are at the next one"
-            )
-        if wrong and (is_last or wrong & self._wrong):
-            raise BrokenPromise("reliable", f"blocks {sorted(wrong)} are not as they are listed")
-        self._wrong = wrong
+        """Compare with ListBlocks at the moment of the last cursor. Raises BrokenPromise."""
+        self._comparison.check(self.blocks, listed, is_last=is_last)
 
     def find(self, token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> int:
         """Return what LookupPrefix finds of a prompt, in tokens."""

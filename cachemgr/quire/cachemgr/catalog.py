@@ -23,6 +23,7 @@ from quire.cachemgr._core import DEFAULT_POLICY, Lease, Ledger
 from quire.cachemgr.blocks import BlockShare
 from quire.cachemgr.errors import CallRefused, Reason, lease_not_found, pool_not_found, refuse
 from quire.cachemgr.geometry import Geometry
+from quire.cachemgr.pool_journal import PoolJournal
 
 SIGNING_KEY_BYTES = 32
 MAX_TERM = 2**63 - 1
@@ -173,6 +174,7 @@ class Catalog:
         `keep_tokens`: the tokens of findable blocks are kept for watchers with the role content.
         """
         self.term = term
+        self.journal = PoolJournal()
         self._begin_state = begin_state
         self._policy = policy
         self._verify = verify
@@ -265,13 +267,29 @@ class Catalog:
             is_followed = not (known.is_contradicted or known.lacks(registration))
             if not is_ours or not is_followed or registration.highest_term > known.term:
                 return NewEpoch(term)
-            known.is_attached = True
-            known.worker_address = registration.worker_address
-            known.set_adapters(registration.adapters)
+            self._attach_again(known, registration)
             return known
         if registration.attached_term:
             return NewEpoch(term)
         return self._begin(registration, signing_key, known, term, now)
+
+    def _attach_again(self, pool: AttachedPool, registration: Registration) -> None:
+        before = (pool.is_attached, pool.worker_address)
+        pool.is_attached, pool.worker_address = True, registration.worker_address
+        if before != (True, registration.worker_address):
+            self.journal.touch(registration.pool)
+        self.set_adapters(pool, registration.adapters)
+
+    def detach(self, pool: AttachedPool) -> None:
+        """The pool's worker has gone."""
+        pool.is_attached = False
+        self.journal.touch(pool.ledger.pool)
+
+    def set_adapters(self, pool: AttachedPool, adapters: Mapping[str, bytes] | None) -> None:
+        """The worker's adapters, as it says them now."""
+        if adapters != pool.adapters:
+            pool.set_adapters(adapters)
+            self.journal.touch(pool.ledger.pool)
 
     def _begin(
         self, registration: Registration, signing_key: bytes, known: AttachedPool | None, term: int, now: float
@@ -302,6 +320,7 @@ class Catalog:
                 self._pool_of_lease.pop(lease.lease_id, None)
         for tell in self.listeners(registration.pool):
             tell()
+        self.journal.touch(registration.pool)
         return pool
 
     def _make_books(self, saved: SavedPool, now: float) -> Ledger:
@@ -336,6 +355,7 @@ class Catalog:
         pool.memory_id = saved.memory_id
         pool.acknowledged_report = ledger.inspector.last_report
         self._pools[saved.pool] = pool
+        self.journal.touch(saved.pool)
         self._pool_of_lease.update((lease.lease_id, saved.pool) for lease in ledger.inspector.leases())
 
     def open_lease(self, pool: AttachedPool, lease_id: str, *, ttl_s: float, now: float, tenant: str = "") -> None:

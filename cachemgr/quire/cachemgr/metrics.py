@@ -225,7 +225,9 @@ def process_families(term: int, servicer: ServicerStatistics, calls: CallStatist
         "Plans with admissions that wait for their turn.",
         value=servicer.num_waiting_admissions,
     )
-    yield GaugeMetricFamily("quire_cache_watches", "WatchBlocks streams that are open.", value=servicer.num_watches)
+    yield GaugeMetricFamily(
+        "quire_cache_watches", "WatchBlocks and WatchPools streams that are open.", value=servicer.num_watches
+    )
     refused = CounterMetricFamily(
         "quire_cache_calls_refused",
         "Calls, and plans on streams, that were refused as a whole.",

@@ -137,6 +137,15 @@ class CacheClient:
         pages = self._pages(self._stub.ListPools, pb.ListPoolsRequest())
         return [each async for page in pages for each in page.pools]
 
+    async def watch_pools(self) -> AsyncGenerator[pb.WatchPoolsResponse, None]:
+        """See CacheService.WatchPools; goes on until it is closed.
+
+        With each complete answer, a copy of the pools is the whole list. Raises OutOfRoom, Unavailable, AccessDenied.
+        """
+        async with contextlib.aclosing(answers(self._stub.WatchPools(pb.WatchPoolsRequest()))) as changes:
+            async for answer in changes:
+                yield answer
+
     async def list_leases(self, pool: str = "") -> list[pb.Lease]:
         """See CacheService.ListLeases; all pages."""
         pages = self._pages(self._stub.ListLeases, pb.ListLeasesRequest(pool=pool))

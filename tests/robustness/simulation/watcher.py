@@ -1,18 +1,19 @@
-"""A simulated process that keeps copies of all pools' blocks, by WatchBlocks, and goes on after every break."""
+"""A simulated process that keeps a copy of the list of pools, by WatchPools, and copies of all pools' blocks, by
+WatchBlocks. It goes on after every break."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import lru_cache
 
-from replica import BlockReplica, BrokenPromise, chain_of, num_found
+from replica import BlockReplica, BrokenPromise, PoolReplica, chain_of, num_found
 from robustness.simulation.cachemgr import ADDRESS, SimulatedCachemgr
 from robustness.simulation.workload import requests
 from robustness.simulation.world import Process
 
 from quire.cache.v1 import attach_pb2, cache_service_pb2
 from quire.cachemgr.catalog import AttachedPool
-from quire.cachemgr.service.messages import encode_geometry, int32_bytes
+from quire.cachemgr.service.messages import encode_geometry, encode_pool, int32_bytes
 from quire.client.cache_client import CacheClient
 from quire.client.errors import CursorExpired, NotFound, OutOfRoom, Unavailable
 
@@ -24,13 +25,28 @@ class SimulatedWatcher:
 
     def __init__(self, process: Process, pools: list[str]) -> None:
         self.process = process
+        self._list = PoolReplica()
         self._replicas = {pool: BlockReplica() for pool in pools}
+        process.spawn(self._follow_list())
         for pool in pools:
             process.spawn(self._follow(pool))
 
     async def terminate(self) -> None:
         """SIGTERM: it keeps nothing."""
         self.process.end()
+
+    async def _follow_list(self) -> None:
+        cache = CacheClient(ADDRESS)
+        while True:
+            self._list.begin()
+            try:
+                async for answer in cache.watch_pools():
+                    self._list.apply(answer)
+            except (Unavailable, OutOfRoom):
+                await asyncio.sleep(AGAIN_S)
+            except BrokenPromise as broken:
+                self.process.world.fail(f"{self.process.name}: {broken}", broken)
+                return
 
     async def _follow(self, pool: str) -> None:
         cache, replica = CacheClient(ADDRESS), self._replicas[pool]
@@ -48,7 +64,17 @@ class SimulatedWatcher:
 
     def left(self, cachemgr: SimulatedCachemgr) -> list[str]:
         """List the changes that its copies do not have yet, and wrong copies that have everything."""
-        return [what for pool in cachemgr.catalog.pools() for what in self._left_of(pool)]
+        of_list = self._left_of_list(cachemgr)
+        return of_list + [what for pool in cachemgr.catalog.pools() for what in self._left_of(pool)]
+
+    def _left_of_list(self, cachemgr: SimulatedCachemgr) -> list[str]:
+        if not self._list.is_complete:
+            return ["a list of pools in part"]
+        try:
+            self._list.check(map(encode_pool, cachemgr.catalog.pools()), is_last=True)
+        except BrokenPromise as broken:
+            return [str(broken)]
+        return []
 
     def _left_of(self, pool: AttachedPool) -> list[str]:
         replica, inspector = self._replicas[pool.ledger.pool], pool.ledger.inspector

@@ -860,6 +860,18 @@ pub struct ListPoolsResponse {
     #[prost(string, tag="2")]
     pub next_page_token: ::prost::alloc::string::String,
 }
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct WatchPoolsRequest {
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct WatchPoolsResponse {
+    #[prost(bool, tag="1")]
+    pub cleared: bool,
+    #[prost(message, repeated, tag="2")]
+    pub pools: ::prost::alloc::vec::Vec<Pool>,
+    #[prost(bool, tag="3")]
+    pub complete: bool,
+}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListLeasesRequest {
     #[prost(string, tag="1")]

@@ -126,7 +126,7 @@ class Attachments:
             raise pool_already_attached(pool) from None
         finally:
             if pool is not None and self._streams.get(pool.ledger.pool) is stream:
-                pool.is_attached = False
+                self._catalog.detach(pool)
                 del self._streams[pool.ledger.pool]
                 log.info("worker detached pool=%s epoch=%d", pool.ledger.pool, pool.ledger.epoch)
             stream.orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
@@ -198,7 +198,8 @@ class Attachments:
         elif kind == "lease_fenced":
             self._catalog.lease_fenced(pool, request.lease_fenced.lease_id)
         elif kind == "adapters_changed":
-            pool.set_adapters(messages.decode_adapters("adapters_changed", request.adapters_changed))
+            adapters = messages.decode_adapters("adapters_changed", request.adapters_changed)
+            self._catalog.set_adapters(pool, adapters)
         else:
             limit = "step_report, lease_opened, lease_fenced or adapters_changed"
             raise CallRefused(invalid("message", kind_of(request), limit))

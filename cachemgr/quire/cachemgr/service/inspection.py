@@ -19,6 +19,7 @@ from quire.cachemgr.service.pools import VisiblePools, is_visible, require_role,
 from quire.cachemgr.service.statuses import refusing, to_error_status
 from quire.cachemgr.service.turns import in_turns
 from quire.cachemgr.service.watch import View, watch_blocks
+from quire.cachemgr.service.watch_pools import watch_pools
 from quire.serving.access import Role, caller
 from quire.serving.errors import CallEnded
 
@@ -67,6 +68,17 @@ class Inspection:
         if len(pools) > limit:
             response.next_page_token = pools[limit - 1].ledger.pool
         return response
+
+    async def WatchPools(  # noqa: N802
+        self, request: cache_service_pb2.WatchPoolsRequest, context: Context
+    ) -> AsyncIterator[cache_service_pb2.WatchPoolsResponse]:
+        try:
+            with self._watch_places.taken():
+                async with contextlib.aclosing(watch_pools(self._catalog)) as answers:
+                    async for answer in answers:
+                        yield answer
+        except CallRefused as refused:
+            raise CallEnded(to_error_status(refused.refusal)) from None
 
     @refusing
     async def GetStatistics(  # noqa: N802

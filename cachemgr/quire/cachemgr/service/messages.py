@@ -310,7 +310,17 @@ def statistics_of(ledger: Ledger) -> cache_service_pb2.PoolStatistics:
 
 
 def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
-    statistics = statistics_of(pool.ledger)
+    statistics, message = statistics_of(pool.ledger), encode_pool_without_counts(pool)
+    message.block_counts.CopyFrom(statistics.block_counts)
+    message.lease_count = statistics.lease_count
+    message.sequence_count = statistics.sequence_count
+    if statistics.HasField("host_block_counts"):
+        message.host_block_counts.CopyFrom(statistics.host_block_counts)
+    return message
+
+
+def encode_pool_without_counts(pool: AttachedPool) -> cache_service_pb2.Pool:
+    """All of a pool that no step changes."""
     message = cache_service_pb2.Pool(
         name=pool.ledger.pool,
         epoch=pool.ledger.epoch,
@@ -318,12 +328,7 @@ def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
         attached=pool.is_attached,
         geometry=encode_geometry(pool.ledger.geometry),
         worker_address=pool.worker_address,
-        block_counts=statistics.block_counts,
-        lease_count=statistics.lease_count,
-        sequence_count=statistics.sequence_count,
     )
-    if statistics.HasField("host_block_counts"):
-        message.host_block_counts.CopyFrom(statistics.host_block_counts)
     if pool.adapters is not None:
         named = sorted(pool.adapters.items())
         adapters = [attach_pb2.PoolAdapter(name=name, identity=identity) for name, identity in named]

@@ -22,7 +22,7 @@ ROLES: dict[str, Roles] = {
         # A client that is no gateway asks for its own tenant only.
         (("LookupPrefix", "ExplainPrefix", "CheckAdmission"), CLIENT | OPERATOR),
         (("PinPrefix", "UnpinPrefix", "ListPins", "ResetPrefixCache"), CLIENT | OPERATOR),
-        (("GetPool", "ListPools"), CLIENT | OPERATOR),
+        (("GetPool", "ListPools", "WatchPools"), CLIENT | OPERATOR),
         # A client sees its own tenant's data, an operator every tenant's.
         (("GetSequence", "ListLeases", "ListSequences", "ListBlocks", "WatchBlocks"), CLIENT | OPERATOR),
         (("ListTenants",), CLIENT | OPERATOR),

@@ -74,7 +74,7 @@ async def watch_blocks(
     Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
     """
     place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
-    with listening(catalog, name) as changed:
+    with listening(catalog.listeners(name)) as changed:
         while True:
             ledger = catalog.pool(name).ledger
             if view.with_content and not ledger.inspector.contents_are_kept():
@@ -96,10 +96,9 @@ async def watch_blocks(
 
 
 @contextmanager
-def listening(catalog: Catalog, pool: str) -> Iterator[asyncio.Event]:
-    """An event that is set with every change of a pool, and with its new epoch."""
+def listening(listeners: dict[Callable[[], None], None]) -> Iterator[asyncio.Event]:
+    """An event that is set with every change that these listeners are told of."""
     changed = asyncio.Event()
-    listeners = catalog.listeners(pool)
     listeners[changed.set] = None
     try:
         yield changed

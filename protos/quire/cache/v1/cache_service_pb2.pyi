@@ -1529,6 +1529,63 @@ class ListPoolsResponse(_message.Message):
 Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
 
 @_typing.final
+class WatchPoolsRequest(_message.Message):
+    """See CacheService.WatchPools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPoolsRequest: _TypeAlias = WatchPoolsRequest  # noqa: Y015
+
+@_typing.final
+class WatchPoolsResponse(_message.Message):
+    """See CacheService.WatchPools. Apply in this order: `cleared`, then `pools`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLEARED_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    cleared: _builtins.bool
+    """Drop every pool: this is the first answer of a watch. Pools that were there in
+    an earlier watch, and do not come again up to the first answer that is
+    complete, are gone.
+    """
+    complete: _builtins.bool
+    """True if the copy is the whole list with this answer. False: more answers follow
+    that belong to the same moment, and until then the copy has pools of several
+    moments. An answer has 100 pools at most.
+    """
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
+        """Pools as they are now, each at most once, in no order. Without block_counts,
+        lease_count, sequence_count and host_block_counts.
+        """
+
+    def __init__(
+        self,
+        *,
+        cleared: _builtins.bool = ...,
+        pools: _abc.Iterable[Global___Pool] | None = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "complete", b"complete", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchPoolsResponse: _TypeAlias = WatchPoolsResponse  # noqa: Y015
+
+@_typing.final
 class ListLeasesRequest(_message.Message):
     """See CacheService.ListLeases."""
 

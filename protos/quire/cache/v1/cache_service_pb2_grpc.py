@@ -85,6 +85,11 @@ class CacheServiceStub:
                 request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsRequest.SerializeToString,
                 response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsResponse.FromString,
                 _registered_method=True)
+        self.WatchPools = channel.unary_stream(
+                '/quire.cache.v1.CacheService/WatchPools',
+                request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsRequest.SerializeToString,
+                response_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsResponse.FromString,
+                _registered_method=True)
         self.ListLeases = channel.unary_unary(
                 '/quire.cache.v1.CacheService/ListLeases',
                 request_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListLeasesRequest.SerializeToString,
@@ -243,6 +248,20 @@ class CacheServiceServicer:
 
     def ListPools(self, request, context):
         """Lists all pools, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchPools(self, request, context):
+        """All pools, then each pool that changes: its epoch, term, geometry, worker
+        address or adapters are others, or its worker came or went. Numbers that change
+        with each step are not told: GetPool and ListPools have them. With each answer
+        that is complete, a copy that has all answers up to it is what ListPools would
+        say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+        resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+        each word. A pool stays as long as this cachemgr runs, without a worker too.
+        Reasons: OVERLOADED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -433,6 +452,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListPools,
                     request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsRequest.FromString,
                     response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'WatchPools': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPools,
+                    request_deserializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsRequest.FromString,
+                    response_serializer=quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsResponse.SerializeToString,
             ),
             'ListLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.ListLeases,
@@ -736,6 +760,33 @@ class CacheService:
             '/quire.cache.v1.CacheService/ListPools',
             quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsRequest.SerializeToString,
             quire_dot_cache_dot_v1_dot_cache__service__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.cache.v1.CacheService/WatchPools',
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsRequest.SerializeToString,
+            quire_dot_cache_dot_v1_dot_cache__service__pb2.WatchPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,16 @@ class CacheServiceStub:
     """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND."""
     ListPools: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPoolsRequest, _cache_service_pb2.ListPoolsResponse]
     """Lists all pools, by name."""
+    WatchPools: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchPoolsRequest, _cache_service_pb2.WatchPoolsResponse]
+    """All pools, then each pool that changes: its epoch, term, geometry, worker
+    address or adapters are others, or its worker came or went. Numbers that change
+    with each step are not told: GetPool and ListPools have them. With each answer
+    that is complete, a copy that has all answers up to it is what ListPools would
+    say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+    resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+    each word. A pool stays as long as this cachemgr runs, without a worker too.
+    Reasons: OVERLOADED.
+    """
     ListLeases: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListLeasesRequest, _cache_service_pb2.ListLeasesResponse]
     """Lists all leases, by id."""
     GetSequence: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]
@@ -217,6 +227,16 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Returns a pool's geometry, address and block counts. Reasons: POOL_NOT_FOUND."""
     ListPools: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPoolsRequest, _cache_service_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """Lists all pools, by name."""
+    WatchPools: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchPoolsRequest, _cache_service_pb2.WatchPoolsResponse]  # type: ignore[assignment]
+    """All pools, then each pool that changes: its epoch, term, geometry, worker
+    address or adapters are others, or its worker came or went. Numbers that change
+    with each step are not told: GetPool and ListPools have them. With each answer
+    that is complete, a copy that has all answers up to it is what ListPools would
+    say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+    resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+    each word. A pool stays as long as this cachemgr runs, without a worker too.
+    Reasons: OVERLOADED.
+    """
     ListLeases: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListLeasesRequest, _cache_service_pb2.ListLeasesResponse]  # type: ignore[assignment]
     """Lists all leases, by id."""
     GetSequence: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.GetSequenceRequest, _cache_service_pb2.GetSequenceResponse]  # type: ignore[assignment]
@@ -396,6 +416,22 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListPoolsResponse, _abc.Awaitable[_cache_service_pb2.ListPoolsResponse]]:
         """Lists all pools, by name."""
+
+    @_abc_1.abstractmethod
+    def WatchPools(
+        self,
+        request: _cache_service_pb2.WatchPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WatchPoolsResponse], _abc.AsyncIterator[_cache_service_pb2.WatchPoolsResponse]]:
+        """All pools, then each pool that changes: its epoch, term, geometry, worker
+        address or adapters are others, or its worker came or went. Numbers that change
+        with each step are not told: GetPool and ListPools have them. With each answer
+        that is complete, a copy that has all answers up to it is what ListPools would
+        say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+        resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+        each word. A pool stays as long as this cachemgr runs, without a worker too.
+        Reasons: OVERLOADED.
+        """
 
     @_abc_1.abstractmethod
     def ListLeases(

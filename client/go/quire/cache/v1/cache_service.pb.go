@@ -2701,6 +2701,112 @@ func (x *ListPoolsResponse) GetNextPageToken() string {
 	return ""
 }
 
+// See CacheService.WatchPools.
+type WatchPoolsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchPoolsRequest) Reset() {
+	*x = WatchPoolsRequest{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchPoolsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchPoolsRequest) ProtoMessage() {}
+
+func (x *WatchPoolsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchPoolsRequest.ProtoReflect.Descriptor instead.
+func (*WatchPoolsRequest) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+}
+
+// See CacheService.WatchPools. Apply in this order: `cleared`, then `pools`.
+type WatchPoolsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Drop every pool: this is the first answer of a watch. Pools that were there in
+	// an earlier watch, and do not come again up to the first answer that is
+	// complete, are gone.
+	Cleared bool `protobuf:"varint,1,opt,name=cleared,proto3" json:"cleared,omitempty"`
+	// Pools as they are now, each at most once, in no order. Without block_counts,
+	// lease_count, sequence_count and host_block_counts.
+	Pools []*Pool `protobuf:"bytes,2,rep,name=pools,proto3" json:"pools,omitempty"`
+	// True if the copy is the whole list with this answer. False: more answers follow
+	// that belong to the same moment, and until then the copy has pools of several
+	// moments. An answer has 100 pools at most.
+	Complete      bool `protobuf:"varint,3,opt,name=complete,proto3" json:"complete,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchPoolsResponse) Reset() {
+	*x = WatchPoolsResponse{}
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchPoolsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchPoolsResponse) ProtoMessage() {}
+
+func (x *WatchPoolsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchPoolsResponse.ProtoReflect.Descriptor instead.
+func (*WatchPoolsResponse) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *WatchPoolsResponse) GetCleared() bool {
+	if x != nil {
+		return x.Cleared
+	}
+	return false
+}
+
+func (x *WatchPoolsResponse) GetPools() []*Pool {
+	if x != nil {
+		return x.Pools
+	}
+	return nil
+}
+
+func (x *WatchPoolsResponse) GetComplete() bool {
+	if x != nil {
+		return x.Complete
+	}
+	return false
+}
+
 // See CacheService.ListLeases.
 type ListLeasesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2720,7 +2826,7 @@ type ListLeasesRequest struct {
 
 func (x *ListLeasesRequest) Reset() {
 	*x = ListLeasesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2732,7 +2838,7 @@ func (x *ListLeasesRequest) String() string {
 func (*ListLeasesRequest) ProtoMessage() {}
 
 func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[27]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2745,7 +2851,7 @@ func (x *ListLeasesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesRequest.ProtoReflect.Descriptor instead.
 func (*ListLeasesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{27}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListLeasesRequest) GetPool() string {
@@ -2796,7 +2902,7 @@ type ListLeasesResponse struct {
 
 func (x *ListLeasesResponse) Reset() {
 	*x = ListLeasesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2808,7 +2914,7 @@ func (x *ListLeasesResponse) String() string {
 func (*ListLeasesResponse) ProtoMessage() {}
 
 func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[28]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2821,7 +2927,7 @@ func (x *ListLeasesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListLeasesResponse.ProtoReflect.Descriptor instead.
 func (*ListLeasesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{28}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListLeasesResponse) GetLeases() []*Lease {
@@ -2867,7 +2973,7 @@ type Lease struct {
 
 func (x *Lease) Reset() {
 	*x = Lease{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2879,7 +2985,7 @@ func (x *Lease) String() string {
 func (*Lease) ProtoMessage() {}
 
 func (x *Lease) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[29]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2892,7 +2998,7 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lease.ProtoReflect.Descriptor instead.
 func (*Lease) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{29}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Lease) GetLeaseIdPrefix() string {
@@ -2972,7 +3078,7 @@ type GetSequenceRequest struct {
 
 func (x *GetSequenceRequest) Reset() {
 	*x = GetSequenceRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2984,7 +3090,7 @@ func (x *GetSequenceRequest) String() string {
 func (*GetSequenceRequest) ProtoMessage() {}
 
 func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[30]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2997,7 +3103,7 @@ func (x *GetSequenceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceRequest.ProtoReflect.Descriptor instead.
 func (*GetSequenceRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{30}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetSequenceRequest) GetLeaseId() string {
@@ -3025,7 +3131,7 @@ type GetSequenceResponse struct {
 
 func (x *GetSequenceResponse) Reset() {
 	*x = GetSequenceResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3037,7 +3143,7 @@ func (x *GetSequenceResponse) String() string {
 func (*GetSequenceResponse) ProtoMessage() {}
 
 func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[31]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3050,7 +3156,7 @@ func (x *GetSequenceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSequenceResponse.ProtoReflect.Descriptor instead.
 func (*GetSequenceResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{31}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetSequenceResponse) GetSequence() *Sequence {
@@ -3104,7 +3210,7 @@ type Sequence struct {
 
 func (x *Sequence) Reset() {
 	*x = Sequence{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3116,7 +3222,7 @@ func (x *Sequence) String() string {
 func (*Sequence) ProtoMessage() {}
 
 func (x *Sequence) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[32]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3129,7 +3235,7 @@ func (x *Sequence) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
 func (*Sequence) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{32}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Sequence) GetLeaseIdPrefix() string {
@@ -3258,7 +3364,7 @@ type GroupBlockTable struct {
 
 func (x *GroupBlockTable) Reset() {
 	*x = GroupBlockTable{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3270,7 +3376,7 @@ func (x *GroupBlockTable) String() string {
 func (*GroupBlockTable) ProtoMessage() {}
 
 func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[33]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3283,7 +3389,7 @@ func (x *GroupBlockTable) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupBlockTable.ProtoReflect.Descriptor instead.
 func (*GroupBlockTable) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{33}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *GroupBlockTable) GetPassedBlockCount() int32 {
@@ -3321,7 +3427,7 @@ type ListSequencesRequest struct {
 
 func (x *ListSequencesRequest) Reset() {
 	*x = ListSequencesRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3333,7 +3439,7 @@ func (x *ListSequencesRequest) String() string {
 func (*ListSequencesRequest) ProtoMessage() {}
 
 func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[34]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3346,7 +3452,7 @@ func (x *ListSequencesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesRequest.ProtoReflect.Descriptor instead.
 func (*ListSequencesRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{34}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListSequencesRequest) GetPool() string {
@@ -3397,7 +3503,7 @@ type ListSequencesResponse struct {
 
 func (x *ListSequencesResponse) Reset() {
 	*x = ListSequencesResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3409,7 +3515,7 @@ func (x *ListSequencesResponse) String() string {
 func (*ListSequencesResponse) ProtoMessage() {}
 
 func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[35]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3422,7 +3528,7 @@ func (x *ListSequencesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSequencesResponse.ProtoReflect.Descriptor instead.
 func (*ListSequencesResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{35}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListSequencesResponse) GetSequences() []*Sequence {
@@ -3471,7 +3577,7 @@ type Block struct {
 
 func (x *Block) Reset() {
 	*x = Block{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3483,7 +3589,7 @@ func (x *Block) String() string {
 func (*Block) ProtoMessage() {}
 
 func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[36]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3496,7 +3602,7 @@ func (x *Block) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Block.ProtoReflect.Descriptor instead.
 func (*Block) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{36}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Block) GetBlockId() int32 {
@@ -3585,7 +3691,7 @@ type ListBlocksRequest struct {
 
 func (x *ListBlocksRequest) Reset() {
 	*x = ListBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3597,7 +3703,7 @@ func (x *ListBlocksRequest) String() string {
 func (*ListBlocksRequest) ProtoMessage() {}
 
 func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[37]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3610,7 +3716,7 @@ func (x *ListBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksRequest.ProtoReflect.Descriptor instead.
 func (*ListBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{37}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ListBlocksRequest) GetPool() string {
@@ -3668,7 +3774,7 @@ type ListBlocksResponse struct {
 
 func (x *ListBlocksResponse) Reset() {
 	*x = ListBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3680,7 +3786,7 @@ func (x *ListBlocksResponse) String() string {
 func (*ListBlocksResponse) ProtoMessage() {}
 
 func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[38]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3693,7 +3799,7 @@ func (x *ListBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListBlocksResponse.ProtoReflect.Descriptor instead.
 func (*ListBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{38}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListBlocksResponse) GetBlocks() []*Block {
@@ -3725,7 +3831,7 @@ type ListTenantsRequest struct {
 
 func (x *ListTenantsRequest) Reset() {
 	*x = ListTenantsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3737,7 +3843,7 @@ func (x *ListTenantsRequest) String() string {
 func (*ListTenantsRequest) ProtoMessage() {}
 
 func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[39]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3750,7 +3856,7 @@ func (x *ListTenantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsRequest.ProtoReflect.Descriptor instead.
 func (*ListTenantsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{39}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListTenantsRequest) GetPool() string {
@@ -3787,7 +3893,7 @@ type ListTenantsResponse struct {
 
 func (x *ListTenantsResponse) Reset() {
 	*x = ListTenantsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3799,7 +3905,7 @@ func (x *ListTenantsResponse) String() string {
 func (*ListTenantsResponse) ProtoMessage() {}
 
 func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[40]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3812,7 +3918,7 @@ func (x *ListTenantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTenantsResponse.ProtoReflect.Descriptor instead.
 func (*ListTenantsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{40}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListTenantsResponse) GetTenants() []*Tenant {
@@ -3872,7 +3978,7 @@ type Tenant struct {
 
 func (x *Tenant) Reset() {
 	*x = Tenant{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3884,7 +3990,7 @@ func (x *Tenant) String() string {
 func (*Tenant) ProtoMessage() {}
 
 func (x *Tenant) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[41]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3897,7 +4003,7 @@ func (x *Tenant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tenant.ProtoReflect.Descriptor instead.
 func (*Tenant) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{41}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Tenant) GetName() string {
@@ -4034,7 +4140,7 @@ type WatchBlocksRequest struct {
 
 func (x *WatchBlocksRequest) Reset() {
 	*x = WatchBlocksRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4046,7 +4152,7 @@ func (x *WatchBlocksRequest) String() string {
 func (*WatchBlocksRequest) ProtoMessage() {}
 
 func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[42]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4059,7 +4165,7 @@ func (x *WatchBlocksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksRequest.ProtoReflect.Descriptor instead.
 func (*WatchBlocksRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{42}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *WatchBlocksRequest) GetPool() string {
@@ -4110,7 +4216,7 @@ type WatchBlocksResponse struct {
 
 func (x *WatchBlocksResponse) Reset() {
 	*x = WatchBlocksResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4122,7 +4228,7 @@ func (x *WatchBlocksResponse) String() string {
 func (*WatchBlocksResponse) ProtoMessage() {}
 
 func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[43]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4135,7 +4241,7 @@ func (x *WatchBlocksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchBlocksResponse.ProtoReflect.Descriptor instead.
 func (*WatchBlocksResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{43}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *WatchBlocksResponse) GetEpoch() int64 {
@@ -4191,7 +4297,7 @@ type BlockEvent struct {
 
 func (x *BlockEvent) Reset() {
 	*x = BlockEvent{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4203,7 +4309,7 @@ func (x *BlockEvent) String() string {
 func (*BlockEvent) ProtoMessage() {}
 
 func (x *BlockEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[44]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4216,7 +4322,7 @@ func (x *BlockEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BlockEvent.ProtoReflect.Descriptor instead.
 func (*BlockEvent) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{44}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *BlockEvent) GetKind() BlockEventKind {
@@ -4282,7 +4388,7 @@ type ExplainPrefixRequest struct {
 
 func (x *ExplainPrefixRequest) Reset() {
 	*x = ExplainPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4294,7 +4400,7 @@ func (x *ExplainPrefixRequest) String() string {
 func (*ExplainPrefixRequest) ProtoMessage() {}
 
 func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[45]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4307,7 +4413,7 @@ func (x *ExplainPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixRequest.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{45}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ExplainPrefixRequest) GetPool() string {
@@ -4392,7 +4498,7 @@ type ExplainPrefixResponse struct {
 
 func (x *ExplainPrefixResponse) Reset() {
 	*x = ExplainPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4404,7 +4510,7 @@ func (x *ExplainPrefixResponse) String() string {
 func (*ExplainPrefixResponse) ProtoMessage() {}
 
 func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[46]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4417,7 +4523,7 @@ func (x *ExplainPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainPrefixResponse.ProtoReflect.Descriptor instead.
 func (*ExplainPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{46}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ExplainPrefixResponse) GetPool() string {
@@ -4547,7 +4653,7 @@ type CheckAdmissionRequest struct {
 
 func (x *CheckAdmissionRequest) Reset() {
 	*x = CheckAdmissionRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4559,7 +4665,7 @@ func (x *CheckAdmissionRequest) String() string {
 func (*CheckAdmissionRequest) ProtoMessage() {}
 
 func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[47]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4572,7 +4678,7 @@ func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{47}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *CheckAdmissionRequest) GetPool() string {
@@ -4608,7 +4714,7 @@ type CheckAdmissionResponse struct {
 
 func (x *CheckAdmissionResponse) Reset() {
 	*x = CheckAdmissionResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4620,7 +4726,7 @@ func (x *CheckAdmissionResponse) String() string {
 func (*CheckAdmissionResponse) ProtoMessage() {}
 
 func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[48]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4633,7 +4739,7 @@ func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
 func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{48}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *CheckAdmissionResponse) GetChecks() []*AdmissionCheck {
@@ -4669,7 +4775,7 @@ type AdmissionCheck struct {
 
 func (x *AdmissionCheck) Reset() {
 	*x = AdmissionCheck{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4681,7 +4787,7 @@ func (x *AdmissionCheck) String() string {
 func (*AdmissionCheck) ProtoMessage() {}
 
 func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[49]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4694,7 +4800,7 @@ func (x *AdmissionCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionCheck.ProtoReflect.Descriptor instead.
 func (*AdmissionCheck) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{49}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *AdmissionCheck) GetPool() string {
@@ -4779,7 +4885,7 @@ type PinPrefixRequest struct {
 
 func (x *PinPrefixRequest) Reset() {
 	*x = PinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4791,7 +4897,7 @@ func (x *PinPrefixRequest) String() string {
 func (*PinPrefixRequest) ProtoMessage() {}
 
 func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[50]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4804,7 +4910,7 @@ func (x *PinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*PinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{50}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *PinPrefixRequest) GetPool() string {
@@ -4868,7 +4974,7 @@ type PinPrefixResponse struct {
 
 func (x *PinPrefixResponse) Reset() {
 	*x = PinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4880,7 +4986,7 @@ func (x *PinPrefixResponse) String() string {
 func (*PinPrefixResponse) ProtoMessage() {}
 
 func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[51]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4893,7 +4999,7 @@ func (x *PinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*PinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{51}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *PinPrefixResponse) GetPinId() string {
@@ -4948,7 +5054,7 @@ type UnpinPrefixRequest struct {
 
 func (x *UnpinPrefixRequest) Reset() {
 	*x = UnpinPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4960,7 +5066,7 @@ func (x *UnpinPrefixRequest) String() string {
 func (*UnpinPrefixRequest) ProtoMessage() {}
 
 func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[52]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4973,7 +5079,7 @@ func (x *UnpinPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixRequest.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{52}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *UnpinPrefixRequest) GetPool() string {
@@ -5006,7 +5112,7 @@ type UnpinPrefixResponse struct {
 
 func (x *UnpinPrefixResponse) Reset() {
 	*x = UnpinPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5018,7 +5124,7 @@ func (x *UnpinPrefixResponse) String() string {
 func (*UnpinPrefixResponse) ProtoMessage() {}
 
 func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[53]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5031,7 +5137,7 @@ func (x *UnpinPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnpinPrefixResponse.ProtoReflect.Descriptor instead.
 func (*UnpinPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{53}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
 }
 
 // See CacheService.ListPins.
@@ -5053,7 +5159,7 @@ type ListPinsRequest struct {
 
 func (x *ListPinsRequest) Reset() {
 	*x = ListPinsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5065,7 +5171,7 @@ func (x *ListPinsRequest) String() string {
 func (*ListPinsRequest) ProtoMessage() {}
 
 func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[54]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5078,7 +5184,7 @@ func (x *ListPinsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsRequest.ProtoReflect.Descriptor instead.
 func (*ListPinsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{54}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ListPinsRequest) GetPool() string {
@@ -5122,7 +5228,7 @@ type ListPinsResponse struct {
 
 func (x *ListPinsResponse) Reset() {
 	*x = ListPinsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5134,7 +5240,7 @@ func (x *ListPinsResponse) String() string {
 func (*ListPinsResponse) ProtoMessage() {}
 
 func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[55]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5147,7 +5253,7 @@ func (x *ListPinsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPinsResponse.ProtoReflect.Descriptor instead.
 func (*ListPinsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{55}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ListPinsResponse) GetPins() []*Pin {
@@ -5181,7 +5287,7 @@ type Pin struct {
 
 func (x *Pin) Reset() {
 	*x = Pin{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5193,7 +5299,7 @@ func (x *Pin) String() string {
 func (*Pin) ProtoMessage() {}
 
 func (x *Pin) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[56]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5206,7 +5312,7 @@ func (x *Pin) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pin.ProtoReflect.Descriptor instead.
 func (*Pin) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{56}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *Pin) GetPinId() string {
@@ -5259,7 +5365,7 @@ type LookupPrefixRequest struct {
 
 func (x *LookupPrefixRequest) Reset() {
 	*x = LookupPrefixRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5271,7 +5377,7 @@ func (x *LookupPrefixRequest) String() string {
 func (*LookupPrefixRequest) ProtoMessage() {}
 
 func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[57]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5284,7 +5390,7 @@ func (x *LookupPrefixRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixRequest.ProtoReflect.Descriptor instead.
 func (*LookupPrefixRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{57}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *LookupPrefixRequest) GetPool() string {
@@ -5333,7 +5439,7 @@ type LookupPrefixResponse struct {
 
 func (x *LookupPrefixResponse) Reset() {
 	*x = LookupPrefixResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5345,7 +5451,7 @@ func (x *LookupPrefixResponse) String() string {
 func (*LookupPrefixResponse) ProtoMessage() {}
 
 func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[58]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5358,7 +5464,7 @@ func (x *LookupPrefixResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LookupPrefixResponse.ProtoReflect.Descriptor instead.
 func (*LookupPrefixResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{58}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *LookupPrefixResponse) GetMatches() []*PrefixMatch {
@@ -5388,7 +5494,7 @@ type PrefixMatch struct {
 
 func (x *PrefixMatch) Reset() {
 	*x = PrefixMatch{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5400,7 +5506,7 @@ func (x *PrefixMatch) String() string {
 func (*PrefixMatch) ProtoMessage() {}
 
 func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[59]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5413,7 +5519,7 @@ func (x *PrefixMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefixMatch.ProtoReflect.Descriptor instead.
 func (*PrefixMatch) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{59}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *PrefixMatch) GetPool() string {
@@ -5464,7 +5570,7 @@ type MediumTokens struct {
 
 func (x *MediumTokens) Reset() {
 	*x = MediumTokens{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5476,7 +5582,7 @@ func (x *MediumTokens) String() string {
 func (*MediumTokens) ProtoMessage() {}
 
 func (x *MediumTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[60]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5489,7 +5595,7 @@ func (x *MediumTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MediumTokens.ProtoReflect.Descriptor instead.
 func (*MediumTokens) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{60}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *MediumTokens) GetMedium() Medium {
@@ -5535,7 +5641,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5547,7 +5653,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[61]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5560,7 +5666,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{61}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ResetPrefixCacheRequest) GetPool() string {
@@ -5611,7 +5717,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5623,7 +5729,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[62]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5636,7 +5742,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{62}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ResetPrefixCacheResponse) GetDroppedBlockCount() int32 {
@@ -5664,7 +5770,7 @@ type AuditPoolRequest struct {
 
 func (x *AuditPoolRequest) Reset() {
 	*x = AuditPoolRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5676,7 +5782,7 @@ func (x *AuditPoolRequest) String() string {
 func (*AuditPoolRequest) ProtoMessage() {}
 
 func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[63]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5689,7 +5795,7 @@ func (x *AuditPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolRequest.ProtoReflect.Descriptor instead.
 func (*AuditPoolRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{63}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *AuditPoolRequest) GetPool() string {
@@ -5714,7 +5820,7 @@ type AuditPoolResponse struct {
 
 func (x *AuditPoolResponse) Reset() {
 	*x = AuditPoolResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5726,7 +5832,7 @@ func (x *AuditPoolResponse) String() string {
 func (*AuditPoolResponse) ProtoMessage() {}
 
 func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[64]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5739,7 +5845,7 @@ func (x *AuditPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuditPoolResponse.ProtoReflect.Descriptor instead.
 func (*AuditPoolResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{64}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *AuditPoolResponse) GetViolations() []string {
@@ -5774,7 +5880,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5786,7 +5892,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[65]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5799,7 +5905,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{65}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *GetStatisticsRequest) GetPool() string {
@@ -5820,7 +5926,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5832,7 +5938,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[66]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5845,7 +5951,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{66}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *GetStatisticsResponse) GetPools() []*PoolStatistics {
@@ -5966,7 +6072,7 @@ type PoolStatistics struct {
 
 func (x *PoolStatistics) Reset() {
 	*x = PoolStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5978,7 +6084,7 @@ func (x *PoolStatistics) String() string {
 func (*PoolStatistics) ProtoMessage() {}
 
 func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[67]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5991,7 +6097,7 @@ func (x *PoolStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolStatistics.ProtoReflect.Descriptor instead.
 func (*PoolStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{67}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *PoolStatistics) GetPool() string {
@@ -6343,7 +6449,7 @@ type LayerGroupStatistics struct {
 
 func (x *LayerGroupStatistics) Reset() {
 	*x = LayerGroupStatistics{}
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6355,7 +6461,7 @@ func (x *LayerGroupStatistics) String() string {
 func (*LayerGroupStatistics) ProtoMessage() {}
 
 func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[68]
+	mi := &file_quire_cache_v1_cache_service_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6368,7 +6474,7 @@ func (x *LayerGroupStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LayerGroupStatistics.ProtoReflect.Descriptor instead.
 func (*LayerGroupStatistics) Descriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{68}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *LayerGroupStatistics) GetActiveBlockCount() int32 {
@@ -6590,7 +6696,12 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"g\n" +
 	"\x11ListPoolsResponse\x12*\n" +
 	"\x05pools\x18\x01 \x03(\v2\x14.quire.cache.v1.PoolR\x05pools\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xbd\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x13\n" +
+	"\x11WatchPoolsRequest\"v\n" +
+	"\x12WatchPoolsResponse\x12\x18\n" +
+	"\acleared\x18\x01 \x01(\bR\acleared\x12*\n" +
+	"\x05pools\x18\x02 \x03(\v2\x14.quire.cache.v1.PoolR\x05pools\x12\x1a\n" +
+	"\bcomplete\x18\x03 \x01(\bR\bcomplete\"\xbd\x01\n" +
 	"\x11ListLeasesRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
@@ -6955,7 +7066,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x06Medium\x12\x16\n" +
 	"\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rMEDIUM_DEVICE\x10\x01\x12\x0f\n" +
-	"\vMEDIUM_HOST\x10\x022\xeb\x0f\n" +
+	"\vMEDIUM_HOST\x10\x022\xc2\x10\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
@@ -6966,7 +7077,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\n" +
 	"AttachPool\x12!.quire.cache.v1.AttachPoolRequest\x1a\".quire.cache.v1.AttachPoolResponse(\x010\x01\x12J\n" +
 	"\aGetPool\x12\x1e.quire.cache.v1.GetPoolRequest\x1a\x1f.quire.cache.v1.GetPoolResponse\x12P\n" +
-	"\tListPools\x12 .quire.cache.v1.ListPoolsRequest\x1a!.quire.cache.v1.ListPoolsResponse\x12S\n" +
+	"\tListPools\x12 .quire.cache.v1.ListPoolsRequest\x1a!.quire.cache.v1.ListPoolsResponse\x12U\n" +
+	"\n" +
+	"WatchPools\x12!.quire.cache.v1.WatchPoolsRequest\x1a\".quire.cache.v1.WatchPoolsResponse0\x01\x12S\n" +
 	"\n" +
 	"ListLeases\x12!.quire.cache.v1.ListLeasesRequest\x1a\".quire.cache.v1.ListLeasesResponse\x12V\n" +
 	"\vGetSequence\x12\".quire.cache.v1.GetSequenceRequest\x1a#.quire.cache.v1.GetSequenceResponse\x12\\\n" +
@@ -6998,7 +7111,7 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 70)
+var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
 	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
@@ -7034,183 +7147,188 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*Pool)(nil),                     // 31: quire.cache.v1.Pool
 	(*ListPoolsRequest)(nil),         // 32: quire.cache.v1.ListPoolsRequest
 	(*ListPoolsResponse)(nil),        // 33: quire.cache.v1.ListPoolsResponse
-	(*ListLeasesRequest)(nil),        // 34: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 35: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 36: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 37: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 38: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 39: quire.cache.v1.Sequence
-	(*GroupBlockTable)(nil),          // 40: quire.cache.v1.GroupBlockTable
-	(*ListSequencesRequest)(nil),     // 41: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 42: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 43: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 44: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 45: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 46: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 47: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 48: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 49: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 50: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 51: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 52: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 53: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 54: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 55: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 56: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 57: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 58: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 59: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 60: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 61: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 62: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 63: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 64: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 65: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 66: quire.cache.v1.PrefixMatch
-	(*MediumTokens)(nil),             // 67: quire.cache.v1.MediumTokens
-	(*ResetPrefixCacheRequest)(nil),  // 68: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 69: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 70: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 71: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 72: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 73: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 74: quire.cache.v1.PoolStatistics
-	(*LayerGroupStatistics)(nil),     // 75: quire.cache.v1.LayerGroupStatistics
-	nil,                              // 76: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 77: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 78: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 79: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 80: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 81: quire.cache.v1.SignedGrant
-	(*PoolAdapters)(nil),             // 82: quire.cache.v1.PoolAdapters
-	(*AttachPoolRequest)(nil),        // 83: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 84: quire.cache.v1.AttachPoolResponse
+	(*WatchPoolsRequest)(nil),        // 34: quire.cache.v1.WatchPoolsRequest
+	(*WatchPoolsResponse)(nil),       // 35: quire.cache.v1.WatchPoolsResponse
+	(*ListLeasesRequest)(nil),        // 36: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 37: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 38: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 39: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 40: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 41: quire.cache.v1.Sequence
+	(*GroupBlockTable)(nil),          // 42: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 43: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 44: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 45: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 46: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 47: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 48: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 49: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 50: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 51: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 52: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 53: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 54: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 55: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 56: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 57: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 58: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 59: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 60: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 61: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 62: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 63: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 64: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 65: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 66: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 67: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 68: quire.cache.v1.PrefixMatch
+	(*MediumTokens)(nil),             // 69: quire.cache.v1.MediumTokens
+	(*ResetPrefixCacheRequest)(nil),  // 70: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 71: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 72: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 73: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 74: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 75: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 76: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 77: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 78: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 79: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 80: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 81: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 82: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 83: quire.cache.v1.SignedGrant
+	(*PoolAdapters)(nil),             // 84: quire.cache.v1.PoolAdapters
+	(*AttachPoolRequest)(nil),        // 85: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 86: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	77, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	78, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	79, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	78, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	79, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	80, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	81, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	80, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
 	14, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
 	15, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
 	17, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
 	18, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
 	19, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
 	21, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	77, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	77, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
-	77, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	79, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	79, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	79, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
 	16, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
 	0,  // 14: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
 	20, // 15: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
-	77, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
+	79, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
 	1,  // 17: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	80, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	81, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	82, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	83, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
 	22, // 20: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
 	24, // 21: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
 	25, // 22: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
 	26, // 23: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
 	5,  // 24: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
-	78, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
+	80, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
 	13, // 26: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
 	23, // 27: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	80, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	82, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
 	31, // 29: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	79, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	81, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
 	25, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
 	26, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	82, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	84, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
 	31, // 34: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	2,  // 35: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	36, // 36: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	2,  // 37: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	77, // 38: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	78, // 39: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	39, // 40: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	0,  // 41: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	40, // 42: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	39, // 43: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 44: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 45: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	43, // 46: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	48, // 47: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	78, // 48: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	51, // 49: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 50: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	43, // 51: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 52: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	78, // 53: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	78, // 54: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	67, // 55: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	19, // 56: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	56, // 57: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	80, // 58: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	25, // 59: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	77, // 60: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	78, // 61: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	63, // 62: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	78, // 63: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	66, // 64: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	25, // 65: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	67, // 66: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	6,  // 67: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
-	74, // 68: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	25, // 69: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	26, // 70: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	76, // 71: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	75, // 72: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	7,  // 73: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	9,  // 74: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	11, // 75: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	13, // 76: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	27, // 77: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	83, // 78: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	29, // 79: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	32, // 80: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	34, // 81: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	37, // 82: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	41, // 83: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	44, // 84: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	46, // 85: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	49, // 86: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	64, // 87: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	52, // 88: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	54, // 89: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	57, // 90: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	59, // 91: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	61, // 92: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	68, // 93: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	70, // 94: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	72, // 95: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	8,  // 96: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	10, // 97: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	12, // 98: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	23, // 99: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	28, // 100: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	84, // 101: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	30, // 102: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	33, // 103: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	35, // 104: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	38, // 105: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	42, // 106: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	45, // 107: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	47, // 108: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	50, // 109: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	65, // 110: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	53, // 111: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	55, // 112: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	58, // 113: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	60, // 114: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	62, // 115: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	69, // 116: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	71, // 117: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	73, // 118: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	96, // [96:119] is the sub-list for method output_type
-	73, // [73:96] is the sub-list for method input_type
-	73, // [73:73] is the sub-list for extension type_name
-	73, // [73:73] is the sub-list for extension extendee
-	0,  // [0:73] is the sub-list for field type_name
+	31, // 35: quire.cache.v1.WatchPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	2,  // 36: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	38, // 37: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	2,  // 38: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	79, // 39: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	80, // 40: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	41, // 41: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	0,  // 42: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	42, // 43: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	41, // 44: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	3,  // 45: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	3,  // 46: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	45, // 47: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	50, // 48: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	80, // 49: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	53, // 50: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	4,  // 51: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	45, // 52: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	5,  // 53: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	80, // 54: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	80, // 55: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	69, // 56: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	19, // 57: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	58, // 58: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	82, // 59: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	25, // 60: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	79, // 61: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	80, // 62: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	65, // 63: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	80, // 64: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	68, // 65: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	25, // 66: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	69, // 67: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	6,  // 68: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
+	76, // 69: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	25, // 70: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	26, // 71: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	78, // 72: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	77, // 73: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	7,  // 74: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	9,  // 75: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	11, // 76: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	13, // 77: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	27, // 78: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	85, // 79: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	29, // 80: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	32, // 81: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	34, // 82: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
+	36, // 83: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	39, // 84: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	43, // 85: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	46, // 86: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	48, // 87: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	51, // 88: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	66, // 89: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	54, // 90: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	56, // 91: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	59, // 92: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	61, // 93: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	63, // 94: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	70, // 95: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	72, // 96: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	74, // 97: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	8,  // 98: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	10, // 99: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	12, // 100: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	23, // 101: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	28, // 102: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	86, // 103: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	30, // 104: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	33, // 105: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	35, // 106: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
+	37, // 107: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	40, // 108: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	44, // 109: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	47, // 110: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	49, // 111: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	52, // 112: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	67, // 113: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	55, // 114: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	57, // 115: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	60, // 116: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	62, // 117: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	64, // 118: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	71, // 119: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	73, // 120: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	75, // 121: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	98, // [98:122] is the sub-list for method output_type
+	74, // [74:98] is the sub-list for method input_type
+	74, // [74:74] is the sub-list for extension type_name
+	74, // [74:74] is the sub-list for extension extendee
+	0,  // [0:74] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -7232,24 +7350,24 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		(*PlanStepsResponse_Plan)(nil),
 		(*PlanStepsResponse_Error)(nil),
 	}
-	file_quire_cache_v1_cache_service_proto_msgTypes[27].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[34].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[37].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[42].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[45].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[46].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[50].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[29].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[36].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[39].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[44].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[47].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[48].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[52].OneofWrappers = []any{}
 	file_quire_cache_v1_cache_service_proto_msgTypes[54].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[57].OneofWrappers = []any{}
-	file_quire_cache_v1_cache_service_proto_msgTypes[61].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[56].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[59].OneofWrappers = []any{}
+	file_quire_cache_v1_cache_service_proto_msgTypes[63].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   70,
+			NumMessages:   72,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

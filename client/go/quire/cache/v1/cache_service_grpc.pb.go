@@ -27,6 +27,7 @@ const (
 	CacheService_AttachPool_FullMethodName       = "/quire.cache.v1.CacheService/AttachPool"
 	CacheService_GetPool_FullMethodName          = "/quire.cache.v1.CacheService/GetPool"
 	CacheService_ListPools_FullMethodName        = "/quire.cache.v1.CacheService/ListPools"
+	CacheService_WatchPools_FullMethodName       = "/quire.cache.v1.CacheService/WatchPools"
 	CacheService_ListLeases_FullMethodName       = "/quire.cache.v1.CacheService/ListLeases"
 	CacheService_GetSequence_FullMethodName      = "/quire.cache.v1.CacheService/GetSequence"
 	CacheService_ListSequences_FullMethodName    = "/quire.cache.v1.CacheService/ListSequences"
@@ -92,6 +93,15 @@ type CacheServiceClient interface {
 	GetPool(ctx context.Context, in *GetPoolRequest, opts ...grpc.CallOption) (*GetPoolResponse, error)
 	// Lists all pools, by name.
 	ListPools(ctx context.Context, in *ListPoolsRequest, opts ...grpc.CallOption) (*ListPoolsResponse, error)
+	// All pools, then each pool that changes: its epoch, term, geometry, worker
+	// address or adapters are others, or its worker came or went. Numbers that change
+	// with each step are not told: GetPool and ListPools have them. With each answer
+	// that is complete, a copy that has all answers up to it is what ListPools would
+	// say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+	// resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+	// each word. A pool stays as long as this cachemgr runs, without a worker too.
+	// Reasons: OVERLOADED.
+	WatchPools(ctx context.Context, in *WatchPoolsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchPoolsResponse], error)
 	// Lists all leases, by id.
 	ListLeases(ctx context.Context, in *ListLeasesRequest, opts ...grpc.CallOption) (*ListLeasesResponse, error)
 	// Returns one sequence with its block table. A caller that is no operator sees
@@ -256,6 +266,25 @@ func (c *cacheServiceClient) ListPools(ctx context.Context, in *ListPoolsRequest
 	return out, nil
 }
 
+func (c *cacheServiceClient) WatchPools(ctx context.Context, in *WatchPoolsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchPoolsResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_WatchPools_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchPoolsRequest, WatchPoolsResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WatchPoolsClient = grpc.ServerStreamingClient[WatchPoolsResponse]
+
 func (c *cacheServiceClient) ListLeases(ctx context.Context, in *ListLeasesRequest, opts ...grpc.CallOption) (*ListLeasesResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ListLeasesResponse)
@@ -308,7 +337,7 @@ func (c *cacheServiceClient) ListTenants(ctx context.Context, in *ListTenantsReq
 
 func (c *cacheServiceClient) WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[2], CacheService_WatchBlocks_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[3], CacheService_WatchBlocks_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -463,6 +492,15 @@ type CacheServiceServer interface {
 	GetPool(context.Context, *GetPoolRequest) (*GetPoolResponse, error)
 	// Lists all pools, by name.
 	ListPools(context.Context, *ListPoolsRequest) (*ListPoolsResponse, error)
+	// All pools, then each pool that changes: its epoch, term, geometry, worker
+	// address or adapters are others, or its worker came or went. Numbers that change
+	// with each step are not told: GetPool and ListPools have them. With each answer
+	// that is complete, a copy that has all answers up to it is what ListPools would
+	// say at that moment, without these numbers. Ordered, unique, reliable, atomic,
+	// resumable, and with a bounded delay: docs/reference/watch.md has a sentence for
+	// each word. A pool stays as long as this cachemgr runs, without a worker too.
+	// Reasons: OVERLOADED.
+	WatchPools(*WatchPoolsRequest, grpc.ServerStreamingServer[WatchPoolsResponse]) error
 	// Lists all leases, by id.
 	ListLeases(context.Context, *ListLeasesRequest) (*ListLeasesResponse, error)
 	// Returns one sequence with its block table. A caller that is no operator sees
@@ -564,6 +602,9 @@ func (UnimplementedCacheServiceServer) GetPool(context.Context, *GetPoolRequest)
 }
 func (UnimplementedCacheServiceServer) ListPools(context.Context, *ListPoolsRequest) (*ListPoolsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListPools not implemented")
+}
+func (UnimplementedCacheServiceServer) WatchPools(*WatchPoolsRequest, grpc.ServerStreamingServer[WatchPoolsResponse]) error {
+	return status.Error(codes.Unimplemented, "method WatchPools not implemented")
 }
 func (UnimplementedCacheServiceServer) ListLeases(context.Context, *ListLeasesRequest) (*ListLeasesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListLeases not implemented")
@@ -752,6 +793,17 @@ func _CacheService_ListPools_Handler(srv interface{}, ctx context.Context, dec f
 	}
 	return interceptor(ctx, in, info, handler)
 }
+
+func _CacheService_WatchPools_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchPoolsRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).WatchPools(m, &grpc.GenericServerStream[WatchPoolsRequest, WatchPoolsResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_WatchPoolsServer = grpc.ServerStreamingServer[WatchPoolsResponse]
 
 func _CacheService_ListLeases_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListLeasesRequest)
@@ -1116,6 +1168,11 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 			Handler:       _CacheService_AttachPool_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "WatchPools",
+			Handler:       _CacheService_WatchPools_Handler,
+			ServerStreams: true,
 		},
 		{
 			StreamName:    "WatchBlocks",
