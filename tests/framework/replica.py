@@ -1,7 +1,7 @@
 """Copies of a pool's blocks and of the list of pools, made of the answers of WatchBlocks and WatchPools. Pure.
 
-They know what a watch promises. The promise has six words. docs/reference/watch.md has a sentence for each. BrokenPromise names the word that an answer,
-or a copy, breaks:
+They know what a watch promises. The promise has six words. docs/reference/watch.md has a sentence for each.
+BrokenPromise names the word that an answer, or a copy, breaks:
 
 ordered         a later answer is never of an earlier moment
 unique          a change is told once

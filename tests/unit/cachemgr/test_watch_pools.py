@@ -1,4 +1,4 @@
-"""The words of the promise of WatchPools, each with its tests: copies of a list that changes at random, in virtual time.
+"""The words of the promise of WatchPools, each with its tests: copies of a random list of pools, in virtual time.
 
 The catalog and WatchPools are the real ones, in this process. `framework/replica.py` says which word is broken. The
 list's changes are found by comparing it before and after each thing that happens, without the journal.
@@ -91,7 +91,9 @@ class World:
 
     def attach(self, name: str, *, new: bool = False, address: str = "1") -> AttachedPool:
         epoch = self.epochs[name] = self.epochs.get(name, 0) + new
-        registration = Registration(name, epoch, 0, 0, geometry(8 + epoch), address, adapters=self.draw.choice(ADAPTERS))
+        registration = Registration(
+            name, epoch, 0, 0, geometry(8 + epoch), address, adapters=self.draw.choice(ADAPTERS)
+        )
         attached = self.catalog.register(registration, signing_key=b"k")
         assert isinstance(attached, AttachedPool)
         return attached

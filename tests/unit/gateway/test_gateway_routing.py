@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from deadlines import DEADLINE_S
+from replica import without_counts
 from unit.engine.test_engine import RECITED, TOKENIZER, Services, geometry, greedy
 
+from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client import (
     Engine,
@@ -25,9 +27,11 @@ from quire.client import (
     OutOfRoom,
     RequestFailed,
     SamplingParams,
+    Unavailable,
     WorkerUnavailable,
 )
 from quire.client.engine.scheduling.faults import BrokenInvariantError
+from quire.compute.v1 import worker_service_pb2
 from quire.gateway.routing.members import RouterConfig, SameModel
 from quire.gateway.routing.router import Router
 
@@ -42,6 +46,8 @@ class Pool(Services):
         self.name, self.fingerprint, self.model, self.max_tokens = name, fingerprint, model, max_tokens
         self.attached = True
         self.num_cached = 0
+        self.adapters: dict[str, bytes] = {}
+        self.is_mute = False
 
     def described(self) -> pb.Pool:
         shape = geometry()
@@ -54,7 +60,18 @@ class Pool(Services):
             geometry=shape,
             worker_address=self.name,
             block_counts=counts,
+            adapters=attach_pb2.PoolAdapters(
+                adapters=[attach_pb2.PoolAdapter(name=name, identity=each) for name, each in self.adapters.items()]
+            ),
         )
+
+    async def get_model(self) -> worker_service_pb2.GetModelResponse:
+        if self.is_mute:
+            await asyncio.get_running_loop().create_future()
+        model = await super().get_model()
+        for name, identity in self.adapters.items():
+            model.adapters.add(name=name, identity=identity)
+        return model
 
     async def create_lease(self, pool: str, *, ttl_s: float) -> pb.CreateLeaseResponse:
         lease = await super().create_lease(pool, ttl_s=ttl_s)
@@ -71,9 +88,20 @@ class Cache:
         self.pool: Pool | None = None
         self.lookups = 0
         self.is_mute = False
+        self.is_away = False
 
     async def list_pools(self) -> list[pb.Pool]:
         return [pool.described() for pool in self.pools.values()]
+
+    async def watch_pools(self) -> AsyncIterator[pb.WatchPoolsResponse]:
+        told: list[pb.Pool] | None = None
+        while True:
+            if self.is_away:
+                raise Unavailable("away")
+            if told != (pools := [without_counts(pool.described()) for pool in self.pools.values()]):
+                yield pb.WatchPoolsResponse(cleared=told is None, pools=pools, complete=True)
+                told = pools
+            await asyncio.sleep(0.005)
 
     async def lookup_prefix(
         self, token_ids: list[int], *, salt: bytes, adapter: bytes, tenant: str | None
@@ -168,7 +196,7 @@ def test_without_a_pool_it_waits_and_says_so() -> None:
     run(body())
 
 
-def test_the_first_pool_is_used_at_once_however_seldom_pools_are_listed_later() -> None:
+def test_the_first_pool_is_used_at_once_however_seldom_blocks_are_counted() -> None:
     async def body() -> None:
         router = LocalRouter(refresh_s=86_400.0, start_timeout_s=86_400.0)
         starting = asyncio.create_task(router.start())
@@ -184,7 +212,7 @@ def test_the_first_pool_is_used_at_once_however_seldom_pools_are_listed_later() 
 def test_pools_that_attach_join_and_those_that_detach_are_spared() -> None:
     async def body() -> None:
         a, b = Pool("a"), Pool("b")
-        async with routing(a) as router:
+        async with routing(a, refresh_s=86_400.0) as router:
             router.fleet["b"] = b
             await until_pools(router, "a", "b")
             b.num_cached = 4
@@ -193,6 +221,44 @@ def test_pools_that_attach_join_and_those_that_detach_are_spared() -> None:
             await until_pools(router, "a")
             await router.text_of(greedy(5))
             assert router.router_statistics().placed == {"a": 1, "b": 1}
+
+    run(body())
+
+
+def test_a_restarted_cachemgr_without_a_pool_has_it_spared() -> None:
+    """The copy begins anew with each watch: a pool that the next cachemgr does not have is gone."""
+
+    async def body() -> None:
+        async with routing(Pool("a"), Pool("b"), refresh_s=86_400.0) as router:
+            await until_pools(router, "a", "b")
+            cache: Cache = router._cache  # type: ignore[assignment]
+            cache.is_away = True
+            while router.is_ready:
+                await asyncio.sleep(0.005)
+            assert tuple(router.pools) == ("a", "b"), "they may be there, and their engines find out"
+            del router.fleet["a"]
+            cache.is_away = False
+            await until_pools(router, "b")
+            assert router.is_ready
+            assert await router.text_of(greedy(5)) == RECITED[:5]
+            router.fleet["a"] = Pool("a")
+            await until_pools(router, "a", "b")
+
+    run(body())
+
+
+def test_adapters_are_followed_and_a_worker_that_hangs_delays_no_other_pool() -> None:
+    async def body() -> None:
+        a, b = Pool("a"), Pool("b")
+        async with routing(a, b) as router:
+            await until_pools(router, "a", "b")
+            a.is_mute = True
+            a.adapters = b.adapters = {"x": b"1" * 32}
+            while not router._members["b"].engine.adapters:
+                await asyncio.sleep(0.005)
+            router.fleet["c"] = Pool("c")
+            await until_pools(router, "a", "b", "c")
+            assert not router._members["a"].engine.adapters
 
     run(body())
 

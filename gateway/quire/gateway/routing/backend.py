@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
 from quire.client.engine.adapters import adapters_of
@@ -51,9 +52,8 @@ class PoolUse:
     num_used: int
 
 
-def pool_use(pool: pb.Pool) -> PoolUse:
+def pool_use(geometry: attach_pb2.PoolGeometry, counts: pb.BlockCounts) -> PoolUse:
     """Return the use of a pool's blocks; block 0 is nobody's."""
-    counts, geometry = pool.block_counts, pool.geometry
     return PoolUse(
         block_size=geometry.block_size_tokens,
         num_blocks=max(0, geometry.block_count - 1),
@@ -219,7 +219,7 @@ class EngineBackend:
     @property
     def pool_uses(self) -> Sequence[PoolUse]:
         """That of the pool, as watch() saw it last; none before it did."""
-        return (pool_use(self._seen),) if self._seen.attached else ()
+        return (pool_use(self._seen.geometry, self._seen.block_counts),) if self._seen.attached else ()
 
     @property
     def is_ready(self) -> bool:
@@ -236,7 +236,8 @@ class EngineBackend:
             try:
                 pool = await cache.get_pool(self._pool)
                 self._is_attached, self._seen = pool.attached, pool
-                await follow_adapters(self._engine, pool)
+                if lacks_adapters(self._engine, pool):
+                    await self._engine.refresh_adapters()
             except QuireError:
                 self._is_attached = False
             except Exception:
@@ -268,12 +269,10 @@ def engine_adapters(engine: Engine) -> dict[str, bytes]:
         return {}
 
 
-async def follow_adapters(engine: Engine, pool: pb.Pool) -> None:
-    """Have an engine ask its worker for its adapters, if cachemgr says that these have changed. Raises QuireError."""
-    if not pool.attached or not pool.HasField("adapters"):
-        return
-    if adapters_of(pool.adapters) != engine_adapters(engine):
-        await engine.refresh_adapters()
+def lacks_adapters(engine: Engine, pool: pb.Pool) -> bool:
+    """Return True if an engine knows other adapters of its worker than cachemgr does."""
+    is_known = pool.attached and pool.HasField("adapters")
+    return is_known and adapters_of(pool.adapters) != engine_adapters(engine)
 
 
 @dataclass(frozen=True, slots=True)

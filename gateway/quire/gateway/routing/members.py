@@ -1,8 +1,8 @@
 """The pools of one model, with an engine on each: new pools join, others leave.
 
-Pools are listed each second, more often until there is a first one, and at once when an error shows that the list is
-old. If a pool's worker stays unavailable for failover_after_s, and another pool can be used, the pool's engine fails
-its requests, which the router moves.
+cachemgr tells of each pool that comes, changes or goes (WatchPools). Each second it is asked for the blocks in use,
+which a watch does not tell, and pools that could not be used are tried again. If a pool's worker stays unavailable for
+failover_after_s, and another pool can be used, the pool's engine fails its requests, which the router moves.
 """
 
 import asyncio
@@ -14,24 +14,26 @@ from typing import Any
 
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheApi, CacheClient
+from quire.client.channel import is_being_cancelled
 from quire.client.engine.config import EngineConfig
 from quire.client.engine.engine import Engine
 from quire.client.engine.scheduling.policy import PriorityPolicy
 from quire.client.engine.tokenizer import Tokenizer
 from quire.client.engine.tracing import Tracing
-from quire.client.errors import InvalidRequest, NotFound, QuireError, Unavailable, WorkerUnavailable
+from quire.client.errors import InvalidRequest, NotFound, OutOfRoom, QuireError, Unavailable, WorkerUnavailable
 from quire.client.worker_client import WorkerApi
 from quire.compute.v1 import worker_service_pb2
-from quire.gateway.routing.backend import BackendStatistics, follow_adapters, statistics_of
+from quire.gateway.routing.backend import BackendStatistics, lacks_adapters, statistics_of
 from quire.gateway.routing.choosing import PoolLoad, PoolUse
 
 _log = logging.getLogger(__name__)
 
 # A worker that was away, and is attached in the same epoch, is tried again after this long.
 _RETRY_S = 5.0
-# Until there is a first pool, the pools are listed this often: a worker that has just attached is used at once.
-_START_REFRESH_S = 0.05
-# A pool that is not listed any more, and has no open request, is forgotten after this long.
+# A watch of the pools that broke begins again after this long.
+_WATCH_AGAIN_S = 0.2
+_NO_COUNTS = pb.BlockCounts()
+# A pool that is gone, and has no open request, is forgotten after this long.
 _FORGET_S = 60.0
 
 
@@ -40,7 +42,7 @@ class RouterConfig:
     """The settings of a router. Raises InvalidRequest.
 
     failover_after_s    a request moves when its pool's worker has been away for so long and another pool can be used
-    refresh_s           the pools are listed anew this often
+    refresh_s           the blocks in use are asked for this often, and a pool that can't be used is tried again
     lookup_timeout_s    without an answer of cachemgr in this time a request is placed without its prefix
     start_timeout_s     start() waits so long for a first pool
     names_tenants       prefixes are looked up for the request's tenant: needs the role `gateway` at cachemgr
@@ -62,10 +64,10 @@ class RouterConfig:
 class Member:
     """A pool and the engine on it.
 
-    pool       as it was listed last; attached is False if it is not listed any more
+    pool       as it was told last, without counts; attached is False if it is gone
     away_epoch the pool's epoch when its worker was found to be away; None: it was not, or is back
     retry_at   by the loop's clock: then the same epoch is tried again
-    unlisted_at    by the loop's clock; None: it is listed
+    unlisted_at    by the loop's clock, if it is gone; None: it is there
     has_stopped    the engine's loop has died: another engine will replace it
     """
 
@@ -119,7 +121,7 @@ class Members(Mapping[str, Member]):
         tokenizer: Tokenizer | str | None,
         tracing: Tracing | None,
     ) -> None:
-        """cache lists the pools; each engine has a client of its own. The others are as in Router."""
+        """cache tells of the pools; each engine has a client of its own. The others are as in Router."""
         self._cache = cache
         self._connect_cache = connect_cache
         self._connect_worker = connect_worker
@@ -131,17 +133,19 @@ class Members(Mapping[str, Member]):
         self._tracing = tracing
         self._fingerprint: str | None = None
         self._by_name: dict[str, Member] = {}
+        self._listed: dict[str, pb.Pool] = {}
+        self._coming: dict[str, pb.Pool] = {}
+        self._counts: dict[str, pb.BlockCounts] = {}
         self._joining: set[str] = set()
+        self._learning_adapters: set[str] = set()
         self._join_error: BaseException | None = None
+        self._watch_error: QuireError | None = None
+        self._count_error: QuireError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._has_failed = asyncio.Event()
         self._past = BackendStatistics(0, 0, 0, 0, 0)
-        self.is_stale = asyncio.Event()
-        """Set it to have the pools listed at once."""
-        self.is_listed = True
-        """False if the last attempt to list the pools failed."""
 
     def __getitem__(self, name: str) -> Member:
         """Return a pool by its name. Raises KeyError."""
@@ -160,6 +164,15 @@ class Members(Mapping[str, Member]):
         """The pool that joined first, of those that are left."""
         return next(iter(self._by_name.values()))
 
+    @property
+    def is_listed(self) -> bool:
+        """False while cachemgr can't be reached, or does not answer."""
+        return self._watch_error is None and self._count_error is None
+
+    def counts(self, name: str) -> pb.BlockCounts:
+        """Return a pool's blocks by state, as cachemgr was asked last; zeros before."""
+        return self._counts.get(name, _NO_COUNTS)
+
     def statistics(self) -> BackendStatistics:
         """Return the sums of all engines; counters include those of pools that have gone."""
         return _sum([self._past, *(statistics_of(member.engine) for member in self._by_name.values())])
@@ -174,7 +187,7 @@ class Members(Mapping[str, Member]):
     def replace_stopped(self, member: Member) -> None:
         """Start another engine for a member, because the loop of its engine has died."""
         member.has_stopped = True
-        self.is_stale.set()
+        self._update()
 
     async def start(self) -> None:
         """Take a lease on each pool. Returns when one can be used.
@@ -184,62 +197,91 @@ class Members(Mapping[str, Member]):
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.start_timeout_s
-        error: BaseException = NotFound("no worker has attached a pool of the model", reason="POOL_NOT_FOUND")
+        self._spawn(self._follow_for_ever(), "quire-router-pools")
+        self._spawn(self._count_for_ever(), "quire-router-blocks")
+        none = NotFound("no worker has attached a pool of the model", reason="POOL_NOT_FOUND")
         while not self._by_name:
-            try:
-                await self._refresh()
-            except Unavailable as away:
-                error = away
-            refresh_s = self._config.refresh_s
-            if self._join_error is None:  # else each attempt is a log line
-                refresh_s = min(refresh_s, _START_REFRESH_S)
-            await self._wait_for_change(min(refresh_s, max(0.001, deadline - loop.time())))
-            error = self._join_error or error
-            if not self._by_name and (loop.time() >= deadline or not isinstance(error, QuireError)):
-                raise error
-        self._spawn(self._refresh_for_ever(), "quire-router")
-
-    async def _wait_for_change(self, timeout_s: float) -> None:
-        self._changed.clear()
-        if self._joining or not self._by_name:
+            self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
+            error = self._join_error or self._watch_error or none
+            is_over = loop.time() >= deadline or not isinstance(error, QuireError) or not self._may_go_on_watching
+            if not self._by_name and is_over:
+                raise error
 
-    async def _refresh_for_ever(self) -> None:
+    @property
+    def _may_go_on_watching(self) -> bool:
+        """False if the watch of the pools was refused for a reason that time does not cure."""
+        return self._watch_error is None or isinstance(self._watch_error, Unavailable | OutOfRoom)
+
+    async def _follow_for_ever(self) -> None:
+        """Keep the list of pools as cachemgr tells it. A watch that breaks begins again, with all pools."""
         while True:
             try:
-                await self._refresh()
-                self.is_listed = True
+                async with contextlib.aclosing(self._cache.watch_pools()) as answers:
+                    async for answer in answers:
+                        self._take(answer)
             except QuireError as error:
-                _log.warning("the pools can't be listed: %s", error)
-                self.is_listed = False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.refresh_s):
-                    await self.is_stale.wait()
-            await asyncio.sleep(min(0.05, self._config.refresh_s))  # a stale list is read once for many requests
-            self.is_stale.clear()
+                if self._watch_error is None:
+                    _log.warning("the pools can't be watched: %s", error)
+                self._watch_error = error
+                self._changed.set()
+            except asyncio.CancelledError:
+                if is_being_cancelled():
+                    raise
+            await asyncio.sleep(_WATCH_AGAIN_S)
 
-    async def _refresh(self) -> None:
-        """List the pools: new ones join, those of another model leave."""
-        listed = {pool.name: pool for pool in await self._cache.list_pools()}
-        self._choose_model(listed.values())
+    def _take(self, answer: pb.WatchPoolsResponse) -> None:
+        if answer.cleared:
+            self._coming = {}
+        self._coming.update((pool.name, pool) for pool in answer.pools)
+        if answer.complete:
+            self._choose_model(self._coming.values())
+            self._listed, self._watch_error = dict(self._coming), None
+            self._update()
+
+    async def _count_for_ever(self) -> None:
+        """Ask for what changes with each step, which a watch does not tell, and try again what could not be done."""
+        while True:
+            try:
+                self._counts = {pool.name: pool.block_counts for pool in await self._cache.list_pools()}
+                self._count_error = None
+            except QuireError as error:
+                self._count_error = error
+            self._update()
+            await asyncio.sleep(self._config.refresh_s)
+
+    def _update(self) -> None:
+        """Compare the pools with the list: new ones join, those of another model leave."""
         now = asyncio.get_running_loop().time()
         for name, member in list(self._by_name.items()):
-            if name not in listed:
+            if name not in self._listed:
                 self._miss(member, now)
-            elif listed[name].geometry.model_fingerprint != self._fingerprint:
+            elif self._listed[name].geometry.model_fingerprint != self._fingerprint:
                 self._lose_model(member)
             else:
-                member.pool, member.unlisted_at = listed[name], None
-                with contextlib.suppress(QuireError):  # a worker that is away is asked when the pools are listed next
-                    await follow_adapters(member.engine, member.pool)
-        for name, pool in listed.items():
+                member.pool, member.unlisted_at = self._listed[name], None
+                self._learn_adapters(member)
+        for name, pool in self._listed.items():
             is_ours = pool.attached and pool.geometry.model_fingerprint == self._fingerprint
             is_served = name in self._by_name and not self._by_name[name].has_stopped
             if is_ours and not is_served and name not in self._joining:
                 self._joining.add(name)
                 self._spawn(self._join(pool), f"quire-join-{name}")
+
+    def _learn_adapters(self, member: Member) -> None:
+        """Have an engine ask its worker for its adapters, if these have changed. A worker that hangs delays nothing."""
+        if lacks_adapters(member.engine, member.pool) and member.name not in self._learning_adapters:
+            self._learning_adapters.add(member.name)
+            self._spawn(self._ask_for_adapters(member), f"quire-adapters-{member.name}")
+
+    async def _ask_for_adapters(self, member: Member) -> None:
+        try:
+            with contextlib.suppress(QuireError):  # a worker that is away is asked again
+                await member.engine.refresh_adapters()
+        finally:
+            self._learning_adapters.discard(member.name)
 
     def _lose_model(self, member: Member) -> None:
         """Leave a pool that has another model now; the last one is kept, and may get its model back."""
@@ -263,7 +305,7 @@ class Members(Mapping[str, Member]):
         self._fingerprint = next(iter(found), None)
 
     def _miss(self, member: Member, now: float) -> None:
-        """Take a pool that is not listed any more for detached; forget it in the end, if it is not the last."""
+        """Take a pool that is gone for detached; forget it in the end, if it is not the last."""
         member.pool.attached = False
         member.unlisted_at = member.unlisted_at or now
         is_over = now >= member.unlisted_at + _FORGET_S and not member.use.num_open
@@ -271,7 +313,7 @@ class Members(Mapping[str, Member]):
             self._spawn(self._leave(member), f"quire-leave-{member.name}")
 
     async def _join(self, pool: pb.Pool) -> None:
-        """Start an engine on a pool; if that fails it is tried again when the pools are listed next."""
+        """Start an engine on a pool; if that fails it is tried again after refresh_s."""
         policy = PriorityPolicy(self._weights)
         tokenizer = self.first.engine.tokenizer if self._by_name else self._tokenizer
         engine = Engine(
@@ -301,6 +343,7 @@ class Members(Mapping[str, Member]):
         member.watcher = asyncio.create_task(self._watch(member), name=f"quire-watch-{pool.name}")
         member.watcher.add_done_callback(self._note_end)
         _log.info("pool %s joined", pool.name)
+        self._update()  # the pool may have changed meanwhile
         if before is not None:
             await self._retire(before)
 
@@ -336,7 +379,6 @@ class Members(Mapping[str, Member]):
                 if seen is None:
                     member.away_epoch = None
                 continue
-            self.is_stale.set()
             if member.away_epoch is None:
                 member.away_epoch = member.pool.epoch
             member.retry_at = loop.time() + _RETRY_S

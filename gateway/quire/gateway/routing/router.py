@@ -218,7 +218,8 @@ class Router:
     @property
     def pool_uses(self) -> Sequence[PoolUse]:
         """Those of the pools that are attached."""
-        return [pool_use(member.pool) for member in self._members.values() if member.pool.attached]
+        attached = [member for member in self._members.values() if member.pool.attached]
+        return [pool_use(member.pool.geometry, self._members.counts(member.name)) for member in attached]
 
     @property
     def is_ready(self) -> bool:
@@ -326,7 +327,7 @@ class Router:
         loads = {
             member.name: member.load(match.cached_token_count, match.block_counts)
             if (match := matches.get(member.name))
-            else member.load(0, member.pool.block_counts)
+            else member.load(0, self._members.counts(member.name))
             for member in candidates
         }
         chosen = self._members[cheapest(loads.items(), len(token_ids))]
@@ -355,8 +356,6 @@ class Router:
             _log.warning("a prefix was not looked up: %s", error or "no answer in time")
             return {}
         matches = {match.pool: match for match in found.matches}
-        if not matches.keys() <= self._members.keys():
-            self._members.is_stale.set()
         if not cache.reads_cache:
             for match in matches.values():
                 match.cached_token_count = 0
