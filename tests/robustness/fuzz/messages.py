@@ -38,6 +38,7 @@ WEIGHTS: Mapping[str, float] = {
     "RunStep": 3,
     "AttachPool": 3,
     "WatchBlocks": 0.5,
+    "WatchPools": 0.2,
     "GetModel": 0.3,
     "/vllm.grpc.engine.VllmEngine/Generate": 30,
 }
@@ -342,6 +343,7 @@ REAL: Mapping[str, Sequence[Any]] = {
         cache_service_pb2.ListBlocksRequest(pool=names.CANARY_POOL, lease_id=names.CANARY_LEASE),
     ],
     "ListTenants": [cache_service_pb2.ListTenantsRequest(**_POOLED, page_size=1, page_token="n00")],
+    "WatchPools": [cache_service_pb2.WatchPoolsRequest()],
     "WatchBlocks": [
         cache_service_pb2.WatchBlocksRequest(**_POOLED),
         cache_service_pb2.WatchBlocksRequest(**_POOLED, cursor="0" * 15 + "7" + "0" * 16, include_content=True),

@@ -72,6 +72,7 @@ BOOKS = [
         "state",
         "bounds",
         "watch_promise",
+        "watch_pools",
         "watch",
         "looking",
         "time",

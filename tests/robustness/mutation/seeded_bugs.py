@@ -1563,6 +1563,74 @@ BUGS = [
         "bounded delay: changes wait for three intervals",
         ("pause", "self._looked_at + INTERVAL_S", "self._looked_at + 3 * INTERVAL_S"),
     ),
+    manager(
+        PROMISE_IDEA,
+        "ordered: of the list of pools, the first of two changes is told last",
+        ("touch", "self._last.pop(pool, None)\nself._last[pool]", "self._last[pool]"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "unique: a worker that registers again as it was is a change of its pool",
+        ("_attach_again", "before != (True, registration.worker_address)", "True"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "unique: an answer about the list of pools is sent twice",
+        ("watch_pools", "number = told[-1][1] if told else number", "number = told[-1][1] - 1 if told else number"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: a change of the list while its last answer is read wakes nobody",
+        (
+            "watch_pools",
+            "await changed.wait()",
+            "changed.clear()\nawait changed.wait()",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: a watch of the list is not told that a worker has gone",
+        ("detach", "self.journal.touch(pool.ledger.pool)", "pass"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: a watch of the list is not told of other adapters",
+        (
+            "set_adapters",
+            "pool.set_adapters(adapters)\nself.journal.touch(pool.ledger.pool)",
+            "pool.set_adapters(adapters)",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "reliable: pools of before a warm restart are not in the list of a watch",
+        ("recover", "self.journal.touch(saved.pool)", "pass"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "atomic: a part of a long list is complete",
+        ("watch_pools", "is_complete = number == journal.num_changes", "is_complete = bool(told)"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "resumable: a watch of the list does not begin anew, and a pool that is gone stays",
+        ("watch_pools", "cleared=is_first", "cleared=False"),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "bounded delay: changes of the list wait for three intervals",
+        ("watch_pools", "looked_at + INTERVAL_S", "looked_at + 3 * INTERVAL_S"),
+    ),
+    gateway(
+        PROMISE_IDEA,
+        "the router keeps a pool that the next cachemgr does not have",
+        ("_take", "self._coming = {}", "pass"),
+    ),
+    gateway(
+        PROMISE_IDEA,
+        "the router does not ask for adapters that have changed",
+        ("_update", "self._learn_adapters(member)", "pass"),
+    ),
     events(
         PROMISE_IDEA,
         "atomic: `quire events` publishes a part of a moment",

@@ -34,6 +34,7 @@ CHANGING = {
 READING: dict[str, Any] = {
     "GetPool": pb.GetPoolRequest(),
     "ListPools": pb.ListPoolsRequest(),
+    "WatchPools": pb.WatchPoolsRequest(),
     "ListLeases": pb.ListLeasesRequest(),
     "GetSequence": pb.GetSequenceRequest(lease_id=LEASE, sequence_id=2),
     "ListSequences": pb.ListSequencesRequest(),
