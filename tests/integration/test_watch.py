@@ -570,9 +570,16 @@ def test_watches_end_with_the_server() -> None:
         worker = Bookkeeper(cachemgr, "a", epoch=1)
         replica = Replica(cachemgr.stub("olga"), "a").follow()
         await_that("the snapshot has come", lambda: replica.cursor)
+        pools = cachemgr.stub("alice").WatchPools(cache_service_pb2.WatchPoolsRequest(), timeout=DEADLINE_S)
+        told = next(pools)
+        assert ([pool.name for pool in told.pools], told.cleared, told.complete) == (["a"], True, True)
+        worker.detach()
+        assert not next(pools).pools[0].attached
         assert cachemgr.process.terminate() == 0
         refused = await_that("it ends", lambda: replica.refused)
         assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
-        worker.detach()
+        with pytest.raises(grpc.RpcError) as ended:
+            next(pools)
+        assert RefusedError.of_call(ended.value).reason == "SHUTTING_DOWN"
         replica.stop()
         cachemgr.close()
