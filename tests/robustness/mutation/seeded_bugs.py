@@ -1594,6 +1594,11 @@ BUGS = [
     ),
     manager(
         PROMISE_IDEA,
+        "reliable: a watch of the list is not told of a new epoch",
+        ("_begin", "self.journal.touch(registration.pool)", "pass"),
+    ),
+    manager(
+        PROMISE_IDEA,
         "reliable: a watch of the list is not told of other adapters",
         (
             "set_adapters",
