@@ -1,4 +1,4 @@
-"""Packed weights: the same products, and the same models, in bfloat16; everything else is left as it was."""
+"""Packed weights: the same products, and the same models; everything else is left as it was."""
 
 from __future__ import annotations
 
@@ -43,7 +43,33 @@ class Router(nn.Linear):
     """A class of its own may read its weight."""
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(8, 8), Router(8, 8).to(torch.bfloat16)], ids=["float32", "a subclass"])
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (2, 3), (100,)], ids=str)
+def test_a_large_float32_layer_is_packed_too(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    large, small = nn.Linear(512, 1024), nn.Linear(512, 1023, bias=False)
+    rows = torch.randn(*shape, 512)
+    for layer, count in ((large, 1), (small, 0)):
+        parent = nn.Sequential(layer)
+        with torch.inference_mode():
+            expected = parent(rows)
+            assert pack_linears(parent) == Packing(count)
+            torch.testing.assert_close(parent(rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_float32_stays_as_it_is_in_a_deterministic_model() -> None:
+    assert zoo.build("llama").lm_head.weight.dtype == torch.float32
+    config = zoo.build("llama").config
+    config.vocab_size = 1 << 16
+
+    def packed(*, deterministic: bool) -> int:
+        model = type(zoo.build("llama"))(config).eval()
+        prepare_model(model, max_model_len=MAX_LEN, deterministic=deterministic)
+        return num_packed(model)
+
+    assert (packed(deterministic=False), packed(deterministic=True)) == (1, 0)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 8), Router(8, 8).to(torch.bfloat16)], ids=["a small one", "a subclass"])
 def test_what_is_not_known_to_gain_is_left(layer: nn.Module) -> None:
     parent = nn.Sequential(layer)
     assert pack_linears(parent).num_packed == 0
@@ -52,9 +78,9 @@ def test_what_is_not_known_to_gain_is_left(layer: nn.Module) -> None:
 
 def test_a_product_that_is_not_right_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: rows.new_zeros(*rows.shape[:-1], self.out_features))
-    parent = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16))
-    assert pack_linears(parent) == Packing(0, num_different=int(CAN_PACK))
-    assert type(parent[0]) is nn.Linear
+    parent = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16), nn.Linear(1024, 1024))
+    assert pack_linears(parent) == Packing(0, num_different=1 + CAN_PACK)
+    assert all(type(layer) is nn.Linear for layer in parent)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "phi3", "qwen3_moe", "opt", "gpt_neox"])

@@ -49,6 +49,8 @@ from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, fi
 log = logging.getLogger(__name__)
 
 EXPERTS = ("grouped_mm", "eager")
+TILED_DTYPES = (torch.bfloat16,)
+"""Of the linear layers that are packed in a model that computes in tiles: packing changes the bits of its results."""
 """Ways to run a mixture of experts, the fastest first."""
 
 
@@ -222,7 +224,8 @@ def _prepare_paged(
         _make_fixed(paged)
     packing = Packing(0)
     if expanded is None and fused_steps is None:
-        packing = pack_linears(model)  # after the fingerprint, which is of the weights as they were loaded
+        # After the fingerprint, which is of the weights as they were loaded.
+        packing = pack_linears(model, dtypes=TILED_DTYPES) if is_tiled else pack_linears(model)
     _note_packing(paged.modes, packing)
     if fused_steps is None or not _fuse(paged, model, expanded or specs, fused_steps):
         _check_against_own_attention(paged)
