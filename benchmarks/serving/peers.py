@@ -6,7 +6,7 @@ Rows: transformers' `generate` on static batches of 16, its continuous batching,
 the two real processes, and Quire with both services in this process (the difference is the cost of the process
 boundary). The rows take turns in every round, so that other load of the machine hits all of them; medians of the
 rounds. Greedy, float32, random weights, 16 sequences at a time; prefix caches are emptied before each run; every
-row's tokens are compared with the first row's.
+row's tokens are compared with the first row's. Then Quire's time in one process is told by part, beside bounds.
 
 llama.cpp needs an environment of its own:
 
@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,9 +37,14 @@ from environments import ENVIRONMENTS, python_of
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from models import llama_56m
+from parts import PartTimes, describe, measure_cpu, parts_table, time_parts
 from report import Findings, benchmark, plain, spread, table
 from rich.progress import Progress
+from roofline import Ceilings
+from shapes import LLAMA_56M
 from transformers import LlamaForCausalLM
+
+from quire.worker.model.preparing import prepare_model
 
 BATCH = 16
 BLOCK_SIZE = 16
@@ -230,8 +236,18 @@ async def measure_rows(
     ]
 
 
-async def run(*, quick: bool, progress: Progress) -> tuple[list[Measurement], str]:
-    """All rows; and llama.cpp's version, or why it is not among them."""
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All rows; llama.cpp's version, or the reason why it is not among them; and Quire's time by part."""
+
+    measurements: list[Measurement]
+    llama_cpp: str
+    parts: list[PartTimes]
+    ceilings: Ceilings
+
+
+async def run(*, quick: bool, progress: Progress) -> Results:
+    """All rows, then the parts of the last one."""
     torch.set_num_threads(NUM_CORES)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -245,13 +261,33 @@ async def run(*, quick: bool, progress: Progress) -> tuple[list[Measurement], st
                 llama_cpp = driver.version
                 rows.append(driver.row())
             rows.append(engine_row("Quire, two services", await stack.enter_async_context(two_processes(setup))))
-            rows.append(engine_row("Quire, in one process", await stack.enter_async_context(one_process(setup))))
+            own = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
+            paged = prepare_model(own, max_model_len=LLAMA_56M.config.max_position_embeddings)
+            running = await stack.enter_async_context(one_process(setup, model=paged))
+            rows.append(engine_row("Quire, in one process", running))
             works = workloads(model.config.vocab_size, quick=quick)
-            return await measure_rows(rows, works, QUICK_ROUNDS if quick else ROUNDS, progress), llama_cpp
+            rounds = QUICK_ROUNDS if quick else ROUNDS
+            measurements = await measure_rows(rows, works, rounds, progress)
+            ceilings = measure_cpu()
+            parts = [
+                await time_parts(
+                    work.name,
+                    work.num_generated,
+                    partial(rows[-1].generate, work),
+                    forget=running.forget,
+                    model=own,
+                    shape=LLAMA_56M,
+                    ceilings=ceilings,
+                    rounds=rounds,
+                )
+                for work in works
+            ]
+            return Results(measurements, llama_cpp, parts, ceilings)
 
 
 def measure(quick: bool, progress: Progress) -> Findings:
-    measurements, llama_cpp = asyncio.run(run(quick=quick, progress=progress))
+    results = asyncio.run(run(quick=quick, progress=progress))
+    measurements, llama_cpp = results.measurements, results.llama_cpp
     made = table(
         "tokens per second, medians",
         *("workload", "row", "tokens/s", "of static batch", "sequences equal to the first row's"),
@@ -268,9 +304,10 @@ def measure(quick: bool, progress: Progress) -> Findings:
         "threads": NUM_CORES,
         "llama_cpp": llama_cpp,
         "figures": [asdict(measured) | {"tokens_per_s": measured.median} for measured in measurements],
+        "parts": describe(results.parts, results.ceilings),
     }
     notes = [f"llama.cpp (llama-cpp-python): {llama_cpp}.", f"Every row has {NUM_CORES} threads."]
-    return Findings([made], figures, lambda: plot(measurements), notes)
+    return Findings([made, parts_table(results.parts, results.ceilings)], figures, lambda: plot(measurements), notes)
 
 
 def plot(measurements: Sequence[Measurement]) -> Figure:
