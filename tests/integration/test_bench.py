@@ -24,7 +24,16 @@ FILES = {
 """JSON and plot where they are not called as the benchmark or its part."""
 WITHOUT_PLOT = {
     *("step draws", "step grammars", "step prompts", "step slow-grammar", "prefix windows", "prefix queued-prompts"),
-    *("control-plane worker", "control-plane kept-memory", "start", "serve-gpu", "pipeline", "drafts", "lora"),
+    *(
+        "control-plane worker",
+        "control-plane profiles",
+        "control-plane kept-memory",
+        "start",
+        "serve-gpu",
+        "pipeline",
+        "drafts",
+        "lora",
+    ),
 }
 ELSEWHERE = {
     "control-plane kv-events": "tests/unit/integrations/test_kv_events.py",
@@ -293,6 +302,10 @@ def test_peers_generate_the_same_tokens(tmp_path: Path) -> None:
     assert {"transformers, static batch", "Quire, two services", "Quire, in one process"} <= names
     assert ("llama.cpp, 16 slots" in names) != written["llama_cpp"].startswith("absent")
     assert all(figure["equal_sequences"] == figure["num_sequences"] for figure in rows.values())
+    for work in written["parts"]["workloads"]:
+        assert min(work["seconds"].values()) > 0
+        assert work["products_s"] > 0
+        assert 0 < work["by_rates_s"] < sum(work["seconds"].values())
 
 
 def test_allocator_measures_every_row_of_ours(tmp_path: Path) -> None:
@@ -356,6 +369,16 @@ def test_the_workers_own_work_is_measured_by_sequences_and_windows(tmp_path: Pat
     for work in written["work_per_step"]:
         assert len(work["launched_ms"]) == len(work["answered_ms"]) == 2
         assert min(work["launched_ms"] + work["answered_ms"]) > 0
+
+
+@pytest.mark.night
+def test_each_process_is_profiled_by_function(tmp_path: Path) -> None:
+    written, _ = run_quick("control-plane profiles", tmp_path)
+    named = {each["process"]: {line["function"] for line in each["lines"]} for each in written["profiles"]}
+    assert named.keys() == {"engine", "cachemgr", "worker"}
+    assert any("Ledger" in function for function in named["cachemgr"])
+    assert any(function.startswith("run/executor.py::") for function in named["worker"])
+    assert all(each["lines"][0]["own_us"] > 0 for each in written["profiles"])
 
 
 @pytest.mark.night

@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "serve-gpu": (),
     "lab": (),
     "allocator": ("schedulers",),
-    "control-plane": ("restart", "kept-memory", "kv-events", "worker"),
+    "control-plane": ("restart", "kept-memory", "kv-events", "worker", "profiles"),
     "scale": (),
     "pressure": (),
     "tensor-parallel": (),

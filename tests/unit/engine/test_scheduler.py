@@ -2015,7 +2015,7 @@ class Eager(Stubborn):
     """Preempts and admits whenever it is asked."""
 
     def victim(self, needy: Sequence, candidates: list[Sequence], *, missing_blocks: int, view: PoolView):
-        return candidates[0] if candidates else None
+        return candidates[0]  # it is not asked where there is nothing to choose
 
     def admits(self, newcomer: Sequence, view: PoolView) -> bool:
         return True

@@ -64,9 +64,10 @@ class Policy(Protocol):
     ) -> Sequence | None:
         """Return the candidate to preempt for a sequence that lacks so many blocks; None: it waits.
 
-        needy runs, or waits for admission. candidates are running sequences below it in rank, in order of rank. If
-        needy is a suspect they are all other running sequences, and after None the last of them is preempted. Called
-        again until enough blocks are freed. A waiting sequence that lacks a place, not blocks, needs one block.
+        needy runs, or waits for admission. candidates are the running sequences below it in rank, at least one, in
+        order of rank. If needy is a suspect they are all other running sequences, and after None the last of them is
+        preempted. Called again until enough blocks are freed. A waiting sequence that lacks a place, not blocks, needs
+        one block.
         """
         ...
 

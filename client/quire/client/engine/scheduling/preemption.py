@@ -49,9 +49,11 @@ class Preemption:
             candidates = self._queues.below(needy)
         if of_tenant:
             candidates = [other for other in candidates if other.tenant == needy.tenant]
+        if not candidates:  # as in each plan while a queue waits for places: a policy may look at all that run
+            return None
         view = self._room.view(self._queues.running)
         victim = self._policy.victim(needy, candidates, missing_blocks=missing, view=view)
-        return candidates[-1] if victim is None and needy.is_suspect and candidates else victim
+        return candidates[-1] if victim is None and needy.is_suspect else victim
 
     def preempt_for_place(self) -> None:
         """If all places are taken, preempt a sequence below the first in the queue, one with each plan."""
