@@ -1,4 +1,4 @@
-"""Where a decode step's processor time goes in the engine, in cachemgr and in the worker, by function.
+"""Profiles of a decode step in the engine, in cachemgr and in the worker: processor time by function.
 
     quire bench control-plane profiles
 
