@@ -17,6 +17,7 @@ from robustness.simulation.deliveries import Answer, Deliveries
 from robustness.simulation.disk import Disk
 from robustness.simulation.faults import apply
 from robustness.simulation.gateway import DRAFTS, SimulatedGateway, Task
+from robustness.simulation.holdings import of_cachemgr, of_gateway, of_network, of_worker
 from robustness.simulation.network import Network
 from robustness.simulation.schedule import LEASE_TTL_S, LONGEST_KEEP_S, FaultKind, Features, Schedule
 from robustness.simulation.server import SimulatedServer
@@ -239,7 +240,7 @@ class Cluster:
                 apply(self, faults.pop(0))
             world.stop_at = faults[0].at_callback if faults else None
 
-        world.on_stop = next_fault
+        world.on_stop, world.check = next_fault, self._check_holdings
         next_fault()
         self.start_all()
         if not world.run_until(self._is_served, ends_at=lambda: self.disturbed_until + SERVED_WITHIN_S):
@@ -251,6 +252,7 @@ class Cluster:
             gateway.close()
         self._await_clean(self._is_clean, self.left, "when all leases were given back")
         self._check_invariants()
+        self._check_holdings()
         self._await_ends_of_keeps()
         if not self.fired and not any(call.may_leave for calls in self.schedule.calls for call in calls):
             self.admissions.require_all_answered(self._searched())
@@ -269,6 +271,18 @@ class Cluster:
             lambda: self.cachemgr is not None and not self.cachemgr.num_kept(), ends_at=lambda: ends_at
         ):
             raise WorldFailed("blocks are kept after the last time to live")
+
+    def _check_holdings(self) -> None:
+        """Fail the world if a process holds more of anything than it may."""
+        held = [("the network", of_network(self.network))]
+        held += [(name, of_worker(worker, self.cachemgr)) for name, worker in self.workers.items()]
+        held += [(name, of_gateway(gateway)) for name, gateway in self.gateways.items()]
+        if self.cachemgr is not None:
+            held.append((CACHEMGR, of_cachemgr(self.cachemgr)))
+        for name, holdings in held:
+            for what, count, most in holdings:
+                if count > most:
+                    self.world.fail(f"{name} holds {count} {what}, {most:g} at most")
 
     def _check_invariants(self) -> None:
         """Raises WorldFailed if the books, or a worker's memory, are not as they must be."""

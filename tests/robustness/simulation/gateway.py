@@ -172,6 +172,11 @@ class SimulatedGateway:
         await backend.close()
         self.is_closed = True
 
+    @property
+    def num_callers(self) -> int:
+        """Of all its starts."""
+        return len(self._task.calls)
+
     def close(self) -> None:
         """Let it give its leases back when its calls have ended. May be called from outside of the process."""
         self.process.loop.call_soon(self._may_close.set)

@@ -41,6 +41,8 @@ class UnreliableReports(Reports):
         self._num_twice = 0
         self._lies: list[Lie] = []
         self.has_lied = False
+        self.last_acknowledged = 0
+        """Of the present epoch: cachemgr has said so."""
         super().__init__()
 
     @property
@@ -51,6 +53,16 @@ class UnreliableReports(Reports):
     @send.setter
     def send(self, outward: Send) -> None:
         self._outward = outward
+
+    def acknowledge(self, report_number: int) -> None:
+        """See Reports.acknowledge."""
+        super().acknowledge(report_number)
+        self.last_acknowledged = max(self.last_acknowledged, report_number)
+
+    def begin_epoch(self) -> None:
+        """See Reports.begin_epoch."""
+        super().begin_epoch()
+        self.last_acknowledged = 0
 
     def late(self, seconds: float) -> None:
         """Hold all reports of the next seconds back, and send them then, in their order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from robustness.simulation.workload import ModelKind
 from samples import others_at_night
 
 from quire.worker.grant.gate import Gate
+from quire.worker.service.steps import Reports
 
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
@@ -70,6 +72,16 @@ def test_a_mistake_is_found_and_its_schedule_is_shrunk(monkeypatch: pytest.Monke
         assert kind_of(run(smaller).failure or "") == kind_of(found)
     assert len(smaller.faults) <= len(schedule.faults)
     assert sum(map(len, smaller.calls)) < sum(map(len, schedule.calls)) or smaller.features != schedule.features
+
+
+def test_a_process_that_holds_too_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that keeps its reports when cachemgr has acknowledged them."""
+    schedule = make_schedule(1)
+    with simulating():
+        answers(schedule.features.model)
+        monkeypatch.setattr(Reports, "acknowledge", lambda self, report_number: None)
+        failure = run(schedule).failure
+    assert re.fullmatch(r"worker-\d holds \d+ acknowledged reports, 0 at most", failure or "")
 
 
 @pytest.mark.parametrize("lie", Lie)

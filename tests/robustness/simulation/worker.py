@@ -127,7 +127,7 @@ class SimulatedWorker:
     def __init__(self, process: Process, settings: WorkerSettings, *, address: str, cachemgr: Address) -> None:
         """`address` is where clients reach its service; `cachemgr` is dialed as all workers do."""
         self.process = process
-        self._settings = settings
+        self.settings = settings
         self.reports = UnreliableReports(process)
         numbers = random.Random(process.world.random.getrandbits(64))
         self.thread = SimulatedModelThread(process, numbers, mean_step_s=settings.mean_step_s)
@@ -219,10 +219,10 @@ class SimulatedWorker:
 
     async def watch(self) -> None:
         """End the process if a step does not end in twice its time."""
-        if self._settings.step_timeout_s is None:
+        if self.settings.step_timeout_s is None:
             return
         try:
-            await Watchdog(self.steps.oldest, HEALTH_IS_NOT_SIMULATED, limit_s=self._settings.step_timeout_s).run()
+            await Watchdog(self.steps.oldest, HEALTH_IS_NOT_SIMULATED, limit_s=self.settings.step_timeout_s).run()
         except StuckStepError:
             self.process.end()
 

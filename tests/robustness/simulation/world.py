@@ -24,6 +24,8 @@ MAX_CALLBACKS = 2_000_000
 """Of one world: more of them are a process that never becomes idle."""
 CALLBACKS_BETWEEN_LOOKS = 16
 """The end of a schedule is looked for this often."""
+CALLBACKS_BETWEEN_CHECKS = 256
+"""What processes hold is counted this often."""
 
 
 class WorldFailed(Exception):
@@ -152,6 +154,8 @@ class World:
         self.stop_at: int | None = None
         """The number of the callback before which `on_stop` is called: a fault begins there."""
         self.on_stop: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] = lambda: None
+        """Called behind every so many callbacks; changes nothing, and may fail the world."""
         self.tells = False
         """True if somebody reads the story: only then lines are made for it."""
         self.tell: Callable[[str], None] = lambda line: None
@@ -267,6 +271,8 @@ class World:
                 handle._run()
         self.running = None
         self.now += self._callback_s * process.slowness * (0.5 + self.random.random())
+        if self.num_callbacks % CALLBACKS_BETWEEN_CHECKS == 0:
+            self.check()
 
     def _next_time(self) -> float | None:
         """The time of the next timer or event; None if there is none."""
