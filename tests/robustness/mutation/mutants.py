@@ -36,24 +36,29 @@ if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # the or
 sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 # isort: split
-import hypothesis.stateful  # noqa: F401 - once, for all processes
+import grpc.aio  # noqa: F401 - once, for all processes
+import hypothesis.stateful  # noqa: F401
+import llguidance.torch  # noqa: F401
 import numpy  # noqa: F401
+import prometheus_client  # noqa: F401
 import pytest
 import torch  # noqa: F401
-import transformers.masking_utils  # noqa: F401
+import transformers.masking_utils
+import transformers.modeling_utils  # noqa: F401
 from seeded_bugs import (
     BUGS,
     CORE,
     GPU_IDEA,
     HOLDER_IDEA,
-    NEEDS,
+    NOT_SIMULATED,
     RANKS_IDEA,
     SIMULATED_IDEAS,
     VERIFIED_IDEA,
     Bug,
     NotSeeded,
+    needs_of,
 )
-from simulated import SCHEDULES, record, simulate
+from simulated import SCHEDULES, drawn, is_judged, record, recorded, simulate
 from standing_in import forked, require_imported_from, stand_in
 
 TESTS = Path(__file__).parents[2]
@@ -98,8 +103,7 @@ EXAMPLES_OF_IDEA = {
 """For the bugs of an idea, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
 SIMULATED = {CORE, "cachemgr", "worker", "client", "gateway"}
-"""The packages with code that runs in the simulation, but for these ideas."""
-NOT_SIMULATED = {GPU_IDEA, HOLDER_IDEA, RANKS_IDEA}
+"""The packages with code that runs in the simulation."""
 
 ENVIRONMENT = {
     "CARGO_TERM_COLOR": "never",
@@ -319,7 +323,7 @@ def judge_one(job: tuple[Bug, Sequence[str], Path, int]) -> Verdict:
             scratch,
             examples=examples,
             num_schedules=num_schedules,
-            needs=NEEDS.get(bug.name, frozenset()),
+            needs=needs_of(bug),
         )
     except (NotSeeded, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{bug.name}: {error}", file=sys.stderr, flush=True)
@@ -382,21 +386,30 @@ def main() -> int:
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only these tests; default: all, in this order"
     )
-    parser.add_argument("--package", choices=sorted(SIMULATED | {"integrations"}), help="only bugs of this one")
+    parser.add_argument(
+        "--package", choices=sorted(SIMULATED | {"integrations"}), action="append", help="only bugs of these"
+    )
     parser.add_argument("--sample", action="store_true", help="a few, in some minutes of one core")
     parser.add_argument("--schedules", type=int, default=SCHEDULES, help="of the simulation, at most")
-    parser.add_argument("--record", action="store_true", help="keep the verdicts in simulated.json")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the verdicts in simulated.json, and leave out bugs that have one there; without the simulation also "
+        "those that it finds",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     by_default = [suite for suite in SUITES if suite != "simulation"] if options.sample else SUITES
     suites = [suite for suite in SUITES if suite in (options.suite or by_default)]
     bugs = sample() if options.sample else BUGS
-    bugs = [bug for bug in bugs if options.package in (None, bug.package)]
+    bugs = [bug for bug in bugs if not options.package or bug.package in options.package]
     bugs = [bug for bug in bugs if not options.words or any(word in f"{bug.idea} {bug.name}" for word in options.words)]
     # A bug of the sample that the crate's tests do not notice is an error: the build for Python takes too long.
     core_suites = ["crate"] if options.sample else suites
     if suites == ["simulation"]:
-        bugs = [bug for bug in bugs if bug.package in SIMULATED and bug.idea not in NOT_SIMULATED]
+        bugs = [bug for bug in bugs if bug.package in SIMULATED and bug.name not in NOT_SIMULATED]
+    if options.record:
+        bugs = list(without_verdict(bugs, suites, options.schedules))
 
     def keep(verdict: Verdict) -> None:
         if options.record and verdict.noticed != ERROR:
@@ -413,13 +426,25 @@ def main() -> int:
     return 1 if num_survivors else 0
 
 
+def without_verdict(bugs: Sequence[Bug], suites: Sequence[str], num_schedules: int) -> Iterator[Bug]:
+    """Yield the bugs of which the record does not say yet what a run of these suites would show."""
+    known = recorded()
+    for bug in bugs:
+        values = known.get(bug.name, {})
+        if suites == ["simulation"]:
+            if not is_judged(values, num_schedules):
+                yield bug
+        elif "else" not in values and values.get("schedules") is None:
+            yield bug
+
+
 def record_verdict(verdict: Verdict, suites: Sequence[str], num_schedules: int) -> None:
     """Keep what a run of the simulation alone, or of other suites, has shown of a bug."""
     noticed = verdict.noticed
     assert not isinstance(noticed, str)
     if suites == ["simulation"]:
         values = (None, "") if noticed is None else (noticed.num_schedules, noticed.failure)
-        record(verdict.bug, schedules=values[0], failure=values[1], limit=num_schedules)
+        record(verdict.bug, schedules=values[0], failure=values[1], limit=num_schedules, drawn=drawn())
     elif "simulation" not in suites:
         record(verdict.bug, **{"else": "" if noticed is None else noticed.suite})
 

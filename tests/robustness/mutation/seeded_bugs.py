@@ -31,7 +31,7 @@ HOLDER_IDEA = "a holder"
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
-SIMULATED_IDEAS = {"awaits", "wake-ups", "acknowledgements", "ABA", "failed steps", "moves"}
+SIMULATED_IDEAS = {"awaits", "wake-ups", "acknowledgements", "ABA", "failed steps", "moves", "memory"}
 """The ideas of bugs that show in the order of events: `tests/robustness/simulation` is to find them."""
 
 
@@ -1392,6 +1392,16 @@ BUGS = [
         ),
     ),
     # -- the batch of decodes of an engine
+    worker(
+        "memory",
+        "the last report is kept after its acknowledgement",
+        ("acknowledge", "self._kept[0].report_number <= report_number", "self._kept[0].report_number < report_number"),
+    ),
+    manager(
+        "memory",
+        "a watcher that has gone is told of changes",
+        ("listening", "del listeners[changed.set]", "pass"),
+    ),
     client(
         "batch",
         "a sequence that leaves the pool stays in the batch of decodes",
@@ -1873,7 +1883,7 @@ BUGS = [
 ]
 
 _NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})
-NEEDS = {
+NEEDS: dict[str, frozenset[str]] = {
     "a report that comes twice is refused": frozenset({"doubled report"}),
     "a report is acknowledged before it is settled": frozenset({"kill", "terminate", "power loss"}),
     "a restarted cachemgr has forgotten which reports it has": frozenset({"kill", "terminate", "power loss"}),
@@ -1890,8 +1900,96 @@ NEEDS = {
     "a request with samples that have all ended is moved": frozenset({"uses router"}),
     "a request that moves draws with another seed": frozenset({"uses router"}),
     "changes that come while a watcher's answer is sent do not wake it": frozenset({"has watcher"}),
+    "a watcher that has gone is told of changes": frozenset({"has watcher"}),
+    "a released sequence publishes a block from the host tier that a fork writes on": frozenset({"host tier"}),
+    "a sequence that comes back from the host tier forgets that it publishes nothing": frozenset({"host tier"}),
+    "a sequence that comes back from the host tier publishes what a reset has dropped": frozenset({"reset"}),
+    "a sequence comes back from the host tier with the blocks of another group": frozenset({"host tier"}),
+    "a reset forgets the copies of evicted blocks": frozenset({"reset"}),
+    "a block is copied to the host tier when it is evicted during the reset that is about it": frozenset({"reset"}),
+    "a sequence publishes a copy from the host tier that a reset was about": frozenset({"reset"}),
+    "a reset does not end what is kept of a held block": frozenset({"reset"}),
+    "nobody keeps a tenant's floor free": frozenset({"has shares"}),
+    "a tenant over its quota takes others' cached blocks": frozenset({"has shares"}),
+    "the limit of the lease's tenant decides on a sequence of another": frozenset({"has shares"}),
+    "what a tenant writes is counted twice": frozenset(),
+    "what is resumed is counted as written again": frozenset(),
+    "a block that is in the index already is counted as written": frozenset(),
+    "an admission waits for a lease that has ended": frozenset(),
+    "an admission waits for ever for a block that another lease computes": frozenset(),
+    "each sample of a prompt that is admitted counts the prompt again": frozenset(),
+    "a prompt that comes back after its blocks were taken counts again": frozenset(),
 }
 """Features and faults of simulated schedules, by bug: without any of them it can't show."""
+_WINDOWS = frozenset({"model: window", "model: full and window", "model: full and chunks"})
+NEEDS_OF_IDEA = {
+    "drafts": frozenset({"has drafts"}),
+    "failed steps": frozenset({"failed step", "damage"}),
+    "host tier": frozenset({"host tier"}),
+    "kept prefixes": frozenset({"has breakpoints"}),
+    "layer groups": _WINDOWS,
+    "moves": frozenset({"uses router"}),
+    "resets": frozenset({"reset"}),
+    "restart": frozenset({"keeps state"}),
+    "watches": frozenset({"has watcher"}),
+    PROMISE_IDEA: frozenset({"has watcher"}),
+    VERIFIED_IDEA: frozenset({"has drafts"}),
+}
+"""The same for the other bugs of an idea."""
+
+
+def needs_of(bug: Bug) -> frozenset[str]:
+    """Return the features and faults without any of which a bug can't show; without one it can show everywhere."""
+    return NEEDS.get(bug.name, NEEDS_OF_IDEA.get(bug.idea, frozenset()))
+
+
+_ABSENT_OF_IDEA = {
+    GPU_IDEA: "GPUs",
+    RANKS_IDEA: "the layers of a large model",
+    HOLDER_IDEA: "holders",
+    "kept memory": "holders",
+}
+_ABSENT = {
+    "adapters": ["the adapter is left out of the prefix hash"],
+    "models with a state": ["a prefix of a model with a state is found and published without the state"],
+    "pins": [
+        "any tenant takes back any tenant's pin",
+        "the budget of another tenant decides on a pin",
+        "a pinned block that no sequence holds is charged to nobody",
+        "reliable: the ends of pins and of advice are not told while nothing else happens",
+    ],
+    "roles": ["a caller without the role names tenants", "a tenant gets another one's lease by its request_id"],
+    "resets of one tenant": ["a reset of a tenant forgets its sequences in another one's lease"],
+    "watchers of one tenant": [
+        "a watcher sees the blocks of another tenant that change",
+        "reliable: a tenant is not told of a block that it lost between two parts",
+        "atomic: a moment that ends with changes of other tenants has no cursor",
+    ],
+    "lists of sequences": ["a list of one tenant's sequences has all of the lease"],
+    "a second cachemgr": [
+        "a cachemgr goes on with an epoch that another one has ruled",
+        "a cachemgr that was superseded is obeyed again",
+    ],
+    "clients that forge or change grants": [
+        "a small grant runs with any signature",
+        "tokens run that cachemgr was not told",
+        "a run with more drafts than the worker takes is accepted",
+        "the client can send other drafts to the worker than it planned",
+    ],
+    "workers that fence leases of others": ["a worker fences other pools' leases"],
+    "grammars": [
+        "a draft is accepted behind a mask that was not made",
+        "a grammar's matcher goes on behind all drafts",
+    ],
+    "diagnoses of callers": ["a diagnosis compares with the answer of another tenant"],
+    "books that are wrong": ["holders of a block are compared with the first one alone"],
+}
+NOT_SIMULATED = {
+    **{name: part for part, names in _ABSENT.items() for name in names},
+    **{bug.name: _ABSENT_OF_IDEA[bug.idea] for bug in BUGS if bug.idea in _ABSENT_OF_IDEA},
+    **{bug.name: "`quire events`" for bug in BUGS if bug.package == "integrations"},
+}
+"""The part that simulated schedules lack, by bug: without it the bug can't show."""
 
 KEPT_AWAY_BY = {
     "a lease that has ended is answered as if it had just been made": "`integration/test_ownership.py`",

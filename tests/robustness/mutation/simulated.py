@@ -3,7 +3,9 @@
     python tests/robustness/mutation/mutants.py --suite simulation --record      runs, and keeps the numbers
     python tests/robustness/mutation/simulated.py                                writes the table
 
-The record is simulated.json, the table that of docs/reference/simulation.md.
+The record is simulated.json, the table that of docs/reference/simulation.md. Each verdict is kept as soon as it is
+known, with what its seeds drew: the same command goes on where it was stopped, and judges again where other schedules
+are drawn by now.
 
 Schedules are those of the seeds from 0 on, see robustness/simulation.
 """
@@ -15,8 +17,10 @@ import mmap
 import signal
 import struct
 import sys
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ from seeded_bugs import BUGS, KEPT_AWAY_BY, SIMULATED_IDEAS, Bug
 from standing_in import NOT_RUN, forked, require_imported_from, stand_in
 
 SCHEDULES = 3_000
+NUM_DRAWN = 300
+"""Schedules that are compared with those of an earlier record."""
 SCHEDULE_TIMEOUT_S = 60
 """Of processor time: a tenth of a second is usual."""
 START_TIMEOUT_S = 300
@@ -68,37 +74,65 @@ def simulate(folder: Path, most: int, needs: frozenset[str] = frozenset()) -> Si
 def run_schedules(folder: Path, most: int, needs: frozenset[str], progress: mmap.mmap) -> int:
     """Returns 1 if a schedule fails; the last line of the output says how. `progress` has the number of each."""
     stand_in(folder)
-    from robustness.simulation.running import COLLECT_EVERY, SchedulesFailed, collect_the_dead, run
+    from robustness.simulation.running import SchedulesFailed, run, simulating
     from robustness.simulation.schedule import make_schedule
 
     require_imported_from(folder)
     signal.alarm(0)
-    for seed in range(most):
-        signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
-        progress[:] = COUNT.pack(seed + 1)
-        schedule = make_schedule(seed)
-        has = {*schedule.features.names(), *(fault.kind.value for fault in schedule.faults)}
-        if needs and not needs & has:
-            continue
-        try:
-            failure = run(schedule).failure
-        except SchedulesFailed as failed:
-            progress[:] = COUNT.pack(0)
-            failure = str(failed)
-        if failure is not None:
-            print("\n" + " ".join(failure.split()))
-            return 1
-        if seed % COLLECT_EVERY == 0:
-            collect_the_dead()
+    with simulating():
+        for seed in range(most):
+            signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
+            progress[:] = COUNT.pack(seed + 1)
+            schedule = make_schedule(seed)
+            has = {*schedule.features.names(), *(fault.kind.value for fault in schedule.faults)}
+            if needs and not needs & has:
+                continue
+            try:
+                failure = run(schedule).failure
+            except SchedulesFailed as failed:
+                progress[:] = COUNT.pack(0)
+                failure = str(failed)
+            if failure is not None:
+                print("\n" + " ".join(failure.split()))
+                return 1
+    return 0
+
+
+@cache
+def drawn() -> int:
+    """Return a number that changes if the seeds draw other schedules than before."""
+    code, output = forked(print_drawn, timeout_s=START_TIMEOUT_S)
+    if code != 0:
+        raise RuntimeError(f"no schedules are drawn\n{output[-4000:]}")
+    return int(output.split()[-1])
+
+
+def print_drawn() -> int:
+    """Print the number, in a process that may import the packages."""
+    from robustness.simulation.schedule import make_schedule
+    from robustness.simulation.workload import requests
+
+    print(zlib.crc32(repr((requests(), [make_schedule(seed) for seed in range(NUM_DRAWN)])).encode()))
     return 0
 
 
 # -- the record: by the names of bugs ---------------------------------------------------------------------------------
 
 
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what is known of each bug."""
+    known: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return known
+
+
+def is_judged(values: Mapping[str, Any], limit: int) -> bool:
+    """Return whether the simulation has found a bug, or not within so many schedules, of those that are drawn now."""
+    return values.get("drawn") == drawn() and (values["schedules"] is not None or values["limit"] >= limit)
+
+
 def record(bug: Bug, **values: Any) -> None:
     """Keep what is known of a bug."""
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    known = recorded()
     known[bug.name] = known.get(bug.name, {}) | values
     present = {each.name for each in BUGS}
     kept = {name: known[name] for name in sorted(known) if name in present}
