@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import heapq
 import math
 import random
@@ -25,7 +26,7 @@ MAX_CALLBACKS = 2_000_000
 CALLBACKS_BETWEEN_LOOKS = 16
 """The end of a schedule is looked for this often."""
 CALLBACKS_BETWEEN_CHECKS = 256
-"""What processes hold is counted this often."""
+"""The things that processes hold are counted this often."""
 
 
 class WorldFailed(Exception):
@@ -41,6 +42,16 @@ class SimulatedTask(asyncio.Task[Any]):
 
     def __hash__(self) -> int:
         return self._number
+
+
+class SimulatedHandle(events.Handle):
+    """A callback that will run: asyncio's, made without its questions about debugging."""
+
+    def __init__(self, callback: Callable[..., object], args: Any, loop: Any, context: Any) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
 
 
 class ProcessLoop(asyncio.BaseEventLoop):
@@ -59,6 +70,11 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._world.now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> events.Handle:  # type: ignore[override]
+        handle = SimulatedHandle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> events.Handle:  # type: ignore[override]
         return self.call_soon(callback, *args, context=context)
@@ -100,6 +116,10 @@ class Process:
         self.at_end: list[Callable[[], None]] = []
         """The kernel's work when the process has ended: it closes files and connections."""
         self.loop = ProcessLoop(world, self)
+        self.ready: Any = self.loop._ready  # type: ignore[attr-defined]
+        """Callbacks in their order."""
+        self.timers: Any = self.loop._scheduled  # type: ignore[attr-defined]
+        """A heap."""
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Begin a task of the process. May be called from outside of it."""
@@ -135,7 +155,7 @@ class Process:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.loop._ready)  # type: ignore[attr-defined]
+        return bool(self.ready)
 
 
 class World:
@@ -185,10 +205,9 @@ class World:
     def bury(self, process: Process) -> None:
         """Forget a process that has ended."""
         self.processes.remove(process)
-        loop = process.loop
-        self._buried.append((process, list(loop._ready), list(loop._scheduled)))  # type: ignore[attr-defined]
-        loop._ready.clear()  # type: ignore[attr-defined]
-        loop._scheduled.clear()  # type: ignore[attr-defined]
+        self._buried.append((process, list(process.ready), list(process.timers)))
+        process.ready.clear()
+        process.timers.clear()
 
     def run_until(
         self, done: Callable[[], bool], *, limit_s: float = math.inf, ends_at: Callable[[], float] | None = None
@@ -217,8 +236,7 @@ class World:
             events._set_running_loop(before)
 
     def _has_future(self) -> bool:
-        loops = (process.loop for process in self.processes)
-        return bool(self._events) or any(loop._ready or loop._scheduled for loop in loops)  # type: ignore[attr-defined]
+        return bool(self._events) or any(process.ready or process.timers for process in self.processes)
 
     def _step(self, last: float) -> bool:
         """Run one callback, or let time pass until the next. Returns False if there is nothing to wait for."""
@@ -233,14 +251,13 @@ class World:
         for process in self.processes:
             if process.paused_until > now:
                 continue
-            loop = process.loop
-            scheduled = loop._scheduled  # type: ignore[attr-defined]
-            while scheduled and (scheduled[0]._when <= now or scheduled[0]._cancelled):
-                timer = heapq.heappop(scheduled)
+            timers = process.timers
+            while timers and (timers[0]._when <= now or timers[0]._cancelled):
+                timer = heapq.heappop(timers)
                 timer._scheduled = False
                 if not timer._cancelled:
-                    loop._ready.append(timer)  # type: ignore[attr-defined]
-            if loop._ready:  # type: ignore[attr-defined]
+                    process.ready.append(timer)
+            if process.ready:
                 ready.append(process)
         if ready:
             self._run_one(ready[0] if len(ready) == 1 else ready[int(self.random.random() * len(ready))])
@@ -259,7 +276,7 @@ class World:
             self.on_stop()
             if not process.has_work or process.paused_until > self.now:
                 return
-        handle = process.loop._ready.popleft()  # type: ignore[attr-defined]
+        handle = process.ready.popleft()
         if handle._cancelled:
             return
         self.running = process
@@ -278,11 +295,10 @@ class World:
         """The time of the next timer or event; None if there is none."""
         times = [self._events[0][0]] if self._events else []
         for process in self.processes:
-            loop = process.loop
-            if loop._ready:  # type: ignore[attr-defined]
+            if process.ready:
                 times.append(process.paused_until)
-            elif loop._scheduled:  # type: ignore[attr-defined]
-                times.append(max(loop._scheduled[0]._when, process.paused_until))  # type: ignore[attr-defined]
+            elif process.timers:
+                times.append(max(process.timers[0]._when, process.paused_until))
         return min(times, default=None)
 
 

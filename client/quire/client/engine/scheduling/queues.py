@@ -351,9 +351,10 @@ class Queues:
         alive = set(living)
         require(len(alive) == len(living), "a sequence is in one place")
         for state, members in homes:
-            require(all(s.state is state for s in members), f"only {state.value} sequences are {state.value}")
+            require(all(s.state is state for s in members), "a sequence is in the collection of its state")
         for ordered in (self.waiting, self.apart, self.running, self.batch.members, self.unbatched, self.suspects):
-            require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
+            if len(ordered) > 1:
+                require(ordered == sorted(ordered, key=by_rank), "queues are in order of rank")
         self._check_batch(living)
         suspects = {s for s in living if s.is_suspect and s.state is not SequenceState.POSTPONED}
         require(set(self.suspects) == suspects, "each suspect is alive and in line")
