@@ -24,10 +24,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "framework"))
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 # isort: split
-from seeded_bugs import BUGS, KEPT_AWAY_BY, SIMULATED_IDEAS, Bug
+from seeded_bugs import BUGS, KEPT_AWAY_BY, NOT_SIMULATED, SIMULATED_IDEAS, Bug
 from standing_in import NOT_RUN, forked, require_imported_from, stand_in
 
 SCHEDULES = 3_000
@@ -40,6 +40,8 @@ RECORD = Path(__file__).with_name("simulated.json")
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "simulation.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 COUNT = struct.Struct("q")
+OTHER_SUITE = "another suite of `mutants.py`"
+"""Each night requires it of all bugs of other ideas than those of the simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +142,29 @@ def record(bug: Bug, **values: Any) -> None:
 
 
 def table() -> str:
-    """The record as lines of Markdown: first what is found, the soonest first."""
-    known = json.loads(RECORD.read_text())
-    rows = [(bug, known[bug.name]) for bug in BUGS if "limit" in known.get(bug.name, {})]
-    rows.sort(key=lambda row: row[1]["schedules"] if row[1]["schedules"] is not None else row[1]["limit"] + 1)
-    lines = ["| idea | bug | schedules until found | what else finds it |", "| --- | --- | --- | --- |"]
-    for bug, values in rows:
+    """The record as lines of Markdown: first what is found, the soonest first; then what is not, and what can't be."""
+    known = recorded()
+    judged = [(bug, known[bug.name]) for bug in BUGS if "limit" in known.get(bug.name, {})]
+    judged.sort(key=lambda row: row[1]["schedules"] if row[1]["schedules"] is not None else row[1]["limit"] + 1)
+    rows = []
+    for bug, values in judged:
         found = values["schedules"] if values["schedules"] is not None else f"not in {values['limit']:,}"
-        lines.append(f"| {bug.idea} | {bug.name} | {found} | {others_that_find(bug, values)} |")
+        mark = "" if values.get("drawn") == drawn() else " *"
+        rows.append(f"| {bug.idea} | {bug.name} | {found}{mark} | {others_that_find(bug, values)} |")
+    absent = [bug for bug in BUGS if bug.name in NOT_SIMULATED]
+    rows += [
+        f"| {bug.idea} | {bug.name} | not simulated: {NOT_SIMULATED[bug.name]} | {OTHER_SUITE} |" for bug in absent
+    ]
+    num_found = sum(values["schedules"] is not None for _, values in judged)
+    num_missed, num_left = len(judged) - num_found, len(BUGS) - len(judged) - len(absent)
+    lines = [
+        f"Of {len(BUGS)} seeded bugs {num_found} are found, {num_missed} are not found within their limit,",
+        f"{len(absent)} need what is not simulated, and {num_left} are not judged yet.",
+        "",
+        "| idea | bug | schedules until found | what else finds it |",
+        "| --- | --- | --- | --- |",
+        *rows,
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -156,7 +173,7 @@ def others_that_find(bug: Bug, values: dict[str, Any]) -> str:
     if "else" in values:
         return values["else"] or "no other suite"
     known = KEPT_AWAY_BY.get(bug.name)
-    return known or ("not judged yet" if bug.idea in SIMULATED_IDEAS else "another suite of `mutants.py`")
+    return known or ("not judged yet" if bug.idea in SIMULATED_IDEAS else OTHER_SUITE)
 
 
 def main() -> None:

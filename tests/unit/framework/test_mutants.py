@@ -9,7 +9,19 @@ from pathlib import Path
 
 import mutants
 import pytest
-from seeded_bugs import BUGS, Change, NotSeeded, read_sources
+import simulated
+from robustness.simulation.schedule import make_schedule
+from seeded_bugs import (
+    BUGS,
+    KEPT_AWAY_BY,
+    NEEDS,
+    NEEDS_OF_IDEA,
+    NOT_SIMULATED,
+    Change,
+    NotSeeded,
+    needs_of,
+    read_sources,
+)
 
 
 def test_every_seeded_bug_fits_the_present_source() -> None:
@@ -86,8 +98,30 @@ def test_seeded_bugs_are_noticed() -> None:
 
 @pytest.mark.usefixtures("started_by_exec")
 def test_simulated_schedules_notice_a_seeded_bug() -> None:
+    """One that only a line in a log shows."""
     command = [sys.executable, mutants.__file__, "--suite", "simulation", "--schedules", "40", "--jobs", "1"]
-    done = subprocess.run([*command, "has expired is not fenced"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "report that comes twice"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "simulation" in done.stdout
-    assert "left after 30 s" in done.stdout
+    assert "cachemgr logs: attachment refused" in done.stdout
+
+
+def test_a_bug_is_judged_again_with_more_schedules_or_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, survivor = {"schedules": 3, "limit": 100, "drawn": 7}, {"schedules": None, "limit": 100, "drawn": 7}
+    monkeypatch.setattr(simulated, "drawn", lambda: 7)
+    assert simulated.is_judged(found, 300)
+    assert simulated.is_judged(survivor, 100)
+    assert not simulated.is_judged(survivor, 300)
+    assert not simulated.is_judged({}, 100)
+    monkeypatch.setattr(simulated, "drawn", lambda: 8)
+    assert not simulated.is_judged(found, 100)
+
+
+def test_what_a_bug_needs_is_drawn_by_some_schedule() -> None:
+    """Else no schedule would run."""
+    assert {*NEEDS, *NOT_SIMULATED, *KEPT_AWAY_BY} <= {bug.name for bug in BUGS}
+    assert NEEDS_OF_IDEA.keys() <= {bug.idea for bug in BUGS}
+    schedules = list(map(make_schedule, range(300)))
+    drawn = {name for schedule in schedules for name in schedule.features.names()}
+    drawn |= {fault.kind.value for schedule in schedules for fault in schedule.faults}
+    assert {need for bug in BUGS for need in needs_of(bug)} <= drawn
