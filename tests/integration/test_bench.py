@@ -122,6 +122,17 @@ def test_pressure_compares_the_four_ways(tmp_path: Path) -> None:
     assert "tokens restored from there" in printed
 
 
+def test_tiers_finds_more_with_a_host_tier(tmp_path: Path) -> None:
+    written, printed = run_quick("tiers", tmp_path)
+    alone, small, large = written["served"]
+    assert (alone["host_blocks"], alone["host_hit_ratio"], alone["copied_blocks"]) == (0, 0, 0)
+    assert 0 < small["host_hit_ratio"] <= large["host_hit_ratio"]
+    assert large["computed_tokens"] < small["computed_tokens"] < alone["computed_tokens"]
+    assert written["steps"]["num_copied"] == written["sizes"]["prompt_blocks"]
+    assert {len(steps) for steps in written["steps"]["steps_s"].values()} == {1}
+    assert "copied from the host tier" in printed
+
+
 def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:
     written, _ = run_quick("prefix", tmp_path)
     assert written["end_to_end"]["cached_tokens"] == [64, 64]

@@ -24,6 +24,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "control-plane": ("restart", "kept-memory", "kv-events", "worker", "profiles"),
     "scale": (),
     "pressure": (),
+    "tiers": (),
     "tensor-parallel": (),
     "start": (),
     "pipeline": (),

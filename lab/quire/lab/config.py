@@ -115,6 +115,7 @@ class Fleet:
     step                   a preset, a JSON result of `quire bench step`, or a table of coefficients (step_times.py)
     blocks                 usable blocks of a pool, each of one layer group; 0: as many as the preset has room for
     host_blocks            blocks of the host tier; 0: there is none
+    host_cache_share       part of them that may keep copies of evicted blocks, as the worker's --host-cache-share
     layer_groups           the model's layers; none: one full group
     eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (quire.cachemgr.eviction_interface)
     separate_tenants       tenants do not find one another's prefixes, as with `--tenants` of a gateway
@@ -131,13 +132,14 @@ class Fleet:
     max_sequence_tokens: int = 131_072
     separate_tenants: bool = False
     host_blocks: int = 0
+    host_cache_share: float = 0.0
     layer_groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         limits = {
             "workers": (1, 1000), "blocks": (1, 2**24 - 1), "block_size": (1, 1024),
             "max_running_sequences": (1, 65_536), "max_step_tokens": (1, 2**20), "max_sequence_tokens": (2, 2**24),
-            "host_blocks": (0, _MOST_INT32), "max_expected_prompts": (0, 65_536),
+            "host_blocks": (0, _MOST_INT32), "max_expected_prompts": (0, 65_536), "host_cache_share": (0, 1),
         }  # fmt: skip
         _check("fleet", self, limits)
         try:
@@ -148,6 +150,8 @@ class Fleet:
             raise ConfigError(f"{name} is {said['value']}: must be {said['limit']}") from None
         if self.host_blocks and not self.step.copy_s:
             raise ConfigError.of_field("fleet.step.copy_s", self.step.copy_s, "above 0, with fleet.host_blocks")
+        if self.host_cache_share and not self.host_blocks:
+            raise ConfigError.of_field("fleet.host_cache_share", self.host_cache_share, "0, without fleet.host_blocks")
 
     @property
     def geometry(self) -> attach_pb2.PoolGeometry:
@@ -165,6 +169,7 @@ class Fleet:
             model=_MODEL,
             model_fingerprint=_MODEL,
             host_block_count=self.host_blocks,
+            host_cached_block_limit=int(self.host_cache_share * self.host_blocks),
             layer_groups=[group.message for group in self.layer_groups],
         )
 

@@ -88,6 +88,7 @@ class SimulatedPool:
         self._fleet = fleet
         self._layer_parts = fleet.layer_parts
         geometry = fleet.geometry
+        self._keeps_evicted = geometry.host_cached_block_limit > 0
         self._ledger = Ledger(name, _EPOCH, messages.decode_geometry(geometry), policy=eviction, verify=verify)
         self._ledger.open_lease(_LEASE, ttl_s=1.0, now=0.0)
         self._ledger.keep_contents(False)  # nothing here reads the tokens of blocks
@@ -107,6 +108,7 @@ class SimulatedPool:
         self._num_found: int | None = None
         self.wakes_at_s: float | None = None
         self.busy_s = 0.0
+        self.num_copied = 0
         self.copying_s = 0.0
         self.num_steps = 0
         self.num_computed = 0
@@ -189,7 +191,7 @@ class SimulatedPool:
         for failed in step.failed:
             self._end(self._jobs.pop(failed.sequence.request_id), failed.sequence, now_s, on_end)
         sampler_ids, num_copied = list(step.samplers), 0
-        if planned.has_refusals or plan.offload_ids or plan.restore_ids:
+        if planned.has_refusals or plan.offload_ids or plan.restore_ids or self._keeps_evicted:
             grant = grant_pb2.StepGrant.FromString(planned.encode_grant(self.name, _EPOCH, 1, _LEASE))
             # A sequence may have given way at once: it runs, and its result is dropped.
             sampler_ids = [i for i, samples in zip(grant.run_sequence_ids, grant.run_samples, strict=True) if samples]
@@ -208,6 +210,7 @@ class SimulatedPool:
         copy_s = times.copy_s * num_copied
         self._free_at_s = max(now_s, self._free_at_s) + copy_s + compute_s
         self.busy_s += compute_s
+        self.num_copied += num_copied
         self.copying_s += copy_s
         self.num_computed += sum(step.counts)
         self._flight.append(_Sent(step, sampler_ids, compute_s, num_copied, copy_s, self._free_at_s, asked_to_compute))

@@ -178,7 +178,8 @@ def _describe(config: LabConfig) -> str:
             f"         requests {load.requests or 'all'}, rate {load.rate:g}, speed {load.speed:g}, "
             f"lengths {load.lengths}, tenants {dict(load.tenants)}",
             f"workers  {fleet.workers}, each with {fleet.blocks:,} blocks of {fleet.block_size} tokens"
-            + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else ""),
+            + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else "")
+            + (f", {fleet.host_cache_share:g} of them for evicted blocks" if fleet.host_cache_share else ""),
             *(f"layers   {group}" for group in fleet.layer_groups),
             f"eviction {fleet.eviction_in_use}",
             f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step, "

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
-from quire.cache.v1.cache_service_pb2 import LayerGroupStatistics, PoolStatistics
+from quire.cache.v1.cache_service_pb2 import HostBlockCounts, LayerGroupStatistics, PoolStatistics
 from quire.cachemgr._core import WrongVictims
 from quire.client.errors import InvalidRequest
 from quire.gateway.routing.choosing import OpenRequest, OutputLength
@@ -195,7 +195,7 @@ class Simulation:
             "computed_tokens": sum(pool.num_computed for pool in self.pools),
             "busy_s": sum(pool.busy_until(self._series.next_s) for pool in self.pools),
             "ended": self._num_ended,
-        } | (_host_sample(books) if self.config.fleet.host_blocks else {})
+        } | (_host_sample(self.pools, books) if self.config.fleet.host_blocks else {})
 
     def _outcome(self) -> Outcome:
         limits, fleet = self.config.limits, self.config.fleet
@@ -206,7 +206,8 @@ class Simulation:
             "preemptions": last["preemptions"],
             "offloads": sum(each.offload_count for each in books),
             "restores": sum(each.restore_count for each in books),
-            "copied_blocks": sum(_num_copied(each) for each in books),
+            "copied_blocks": sum(pool.num_copied for pool in self.pools),
+            "found_in_host_tokens": sum(each.found_in_host_token_count for each in books),
             "copying_s": sum(pool.copying_s for pool in self.pools),
             "computed_tokens": last["computed_tokens"],
             "recomputed_tokens": sum(each.recomputed_token_count for each in books),
@@ -241,16 +242,16 @@ class Simulation:
         }
 
 
-def _host_sample(books: Sequence[PoolStatistics]) -> dict[str, float]:
+def _host_sample(pools: Sequence[SimulatedPool], books: Sequence[PoolStatistics]) -> dict[str, float]:
     return {
-        "host_blocks": sum(each.host_block_counts.held_count + each.host_block_counts.retired_count for each in books),
-        "copied_blocks": sum(map(_num_copied, books)),
+        "host_blocks": sum(_num_used(each.host_block_counts) for each in books),
+        "copied_blocks": sum(pool.num_copied for pool in pools),
     }
 
 
-def _num_copied(books: PoolStatistics) -> int:
-    """Blocks copied to the host tier and back."""
-    return books.offloaded_block_count + books.restored_block_count
+def _num_used(counts: HostBlockCounts) -> int:
+    """Blocks of the host tier that are not free."""
+    return counts.held_count + counts.retired_count + counts.cached_count
 
 
 def _by_layer_group(

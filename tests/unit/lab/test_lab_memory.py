@@ -89,6 +89,23 @@ def test_an_engine_learns_the_costs_of_its_copies() -> None:
     assert costs.prefill.per_s != 2000, "measured, not assumed"
 
 
+def test_evicted_prompts_are_found_in_the_host_tier() -> None:
+    """Prompts of two documents in turn, and a pool with room for one of them."""
+    contents = [Content.of([(1 + turn % 2, 0, 400), (9 + turn, 0, 2)]) for turn in range(6)]
+    prompts = [Request(content, 401, 1, 60.0 * turn, 0) for turn, content in enumerate(contents)]
+    load = PRESSURE | {"lengths": "known"}
+    alone, beside = (
+        Simulation(config(load, workers=1, host_blocks=100, host_cache_share=share), 1, prompts) for share in (0, 0.5)
+    )
+    without, with_copies = alone.run().metrics, beside.run().metrics
+    assert without["host_hit_ratio"] == without["copied_blocks"] == 0
+    assert with_copies["host_hit_ratio"] > 0.25
+    assert with_copies["hit_ratio"] > without["hit_ratio"] + 0.25
+    assert with_copies["computed_tokens"] < 0.7 * without["computed_tokens"]
+    assert beside.pools[0].copying_s == pytest.approx(with_copies["copied_blocks"] * STEP["copy_s"])
+    assert 0 < beside.pools[0].pool_statistics().host_block_counts.cached_count <= 50
+
+
 # Layer groups.
 
 
@@ -244,6 +261,8 @@ def test_a_preset_has_room_and_copies_by_its_groups() -> None:
             {"host_blocks": 1, "step": STEP | {"copy_s": 0}},
             "fleet.step.copy_s is 0: must be above 0, with fleet.host_blocks",
         ),
+        ({"host_cache_share": 2, "host_blocks": 1}, "fleet.host_cache_share is 2: must be 0 to 1"),
+        ({"host_cache_share": 1}, "fleet.host_cache_share is 1: must be 0, without fleet.host_blocks"),
         ({"step": STEP | {"copy_s": -1}}, "fleet.step.copy_s is -1: must be seconds"),
         ({"layer_groups": 2}, "fleet.layer_groups is 2: must be a list of tables with kind, layers and window"),
         ({"layer_groups": [1]}, "fleet.layer_groups is [1]: must be a list of tables"),
