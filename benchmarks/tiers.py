@@ -314,11 +314,11 @@ def step_table(measured: Measured) -> Any:
 
 def trace_table(served: Sequence[Served]) -> Any:
     headings = ("found in the pool", "in the host tier", "s to the first token", "90 %", "tokens computed", "copying")
-    made = table("recorded requests in the laboratory", "trace", "pool", "host tier", *headings)
+    made = table("recorded requests in the laboratory", "trace, tokens of a block", "pool", "host tier", *headings)
     for each in served:
         made.add_row(
-            f"{each.trace}, {each.block_size} a block",
-            f"{each.pool_blocks:,} ({percent(each.pool_blocks / each.prompt_blocks, 0)})",
+            f"{each.trace}, {each.block_size}",
+            f"{each.pool_blocks:,}",
             f"{each.host_blocks:,}",
             *(percent(ratio) for ratio in (each.device_hit_ratio, each.host_hit_ratio)),
             *(f"{seconds:.3f}" for seconds in (each.first_token_p50_s, each.first_token_p90_s)),
@@ -340,9 +340,10 @@ def plot(served: Sequence[Served]) -> Figure:
             colour = ("0.7", "tab:cyan", "tab:blue")[number]
             left.bar(at, 100 * each.device_hit_ratio, width=0.24, color="0.85", edgecolor=colour)
             left.bar(at, 100 * each.host_hit_ratio, width=0.24, bottom=100 * each.device_hit_ratio, color=colour)
-            right.bar(at, each.first_token_p50_s, width=0.24, color=colour, **label)
+            right.bar(at, each.first_token_p50_s / bars[0].first_token_p50_s, width=0.24, color=colour, **label)
     left.set_title("% of prompt tokens found: grey in the pool, colour in the host tier", fontsize=9)
-    right.set_title("s to the first token, median", fontsize=9)
+    right.set_title("median time to the first token, relative to that of the device alone", fontsize=9)
+    right.set_ylim(0, 1.4)
     right.legend(fontsize=8)
     for axes in (left, right):
         axes.set_xticks(range(len(traces)), [trace.replace("_", "\n", 1) for trace in traces])

@@ -63,6 +63,14 @@ class CacheUse(Enum):
     NONE = pb.CACHE_USE_NONE
 
 
+class HostCopyUse(Enum):
+    """The copies of evicted blocks that a plan may make."""
+
+    THERE_AND_BACK = pb.HOST_COPY_USE_THERE_AND_BACK
+    BACK = pb.HOST_COPY_USE_BACK
+    NONE = pb.HOST_COPY_USE_NONE
+
+
 @dataclass(frozen=True, slots=True)
 class Trim:
     seq_id: int
@@ -177,6 +185,7 @@ class StepRequest:
     """The most tokens restores and admissions may compute together; 0: no limit."""
     admission_reserve: int = 0
     """Blocks that restores and admissions leave allocatable."""
+    host_copy_use: HostCopyUse = HostCopyUse.THERE_AND_BACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +231,7 @@ def body_of(request: StepRequest, lease_id: str, epoch: int = 1, *, request_id: 
         admissions=[message_of(admission) for admission in request.admissions],
         admission_token_budget=request.admission_token_budget,
         admission_reserve_block_count=request.admission_reserve,
+        host_copy_use=request.host_copy_use.value,
     )
     return message.SerializeToString(deterministic=True)
 

@@ -906,6 +906,15 @@ BUGS = [
     ),
     rust(
         "host tier",
+        "a plan that makes no copies takes a block from the host tier as found",
+        (
+            "find_copies",
+            "hit.num_blocks > num_published || self.host_copy_use == HostCopyUse::None",
+            "hit.num_blocks > num_published",
+        ),
+    ),
+    rust(
+        "host tier",
         "a reset forgets the copies of evicted blocks",
         (
             "withhold_for",

@@ -32,6 +32,7 @@ from planning import (
     CacheUse,
     ExpectedPrompt,
     Fork,
+    HostCopyUse,
     PlanItem,
     Planned,
     Restore,
@@ -879,6 +880,7 @@ class Books:
         self.leasts: list[int] = []
         """The least positions that the items with a position out of range name."""
         self.touched_now, self.host_touched_now = set(), set()
+        self.host_copy_use = request.host_copy_use
         released, offloaded, restored, admitted = [], [], [], []
         for seq_id in request.releases:
             if self.release(seq_id):
@@ -1030,7 +1032,7 @@ class Books:
     def keep_evicted(self) -> None:
         """The blocks that this plan has evicted are copied to the host tier, where there is room for a copy."""
         most = self.geometry.host_cached_limit
-        for block, prefix in self.evicted_now if most else ():
+        for block, prefix in self.evicted_now if most and self.host_copy_use is HostCopyUse.THERE_AND_BACK else ():
             states, evictable = self.host_states(), self.evictable_copies()
             states |= dict.fromkeys(self.step.arriving, "retired")
             tenant = prefix[0] // len(NAMESPACES)
@@ -1337,7 +1339,8 @@ class Books:
         tag = tenant * len(NAMESPACES) + NAMESPACES.index((admission.salt, admission.adapter))
         length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
         prefixes = self.prefixes(tag, tokens, len(tokens) - 1) if admission.cache_use is CacheUse.READ_AND_WRITE else []
-        copies = self.find_copies(prefixes[length:]) if length == published else []
+        may_copy = length == published and self.host_copy_use is not HostCopyUse.NONE
+        copies = self.find_copies(prefixes[length:]) if may_copy else []
         cached = (length + len(copies)) * self.size
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         ends = self.ends_of_tables(len(tokens), cached + count)
@@ -1753,6 +1756,7 @@ class LedgerMachine(RuleBasedStateMachine):
             admissions=admissions,
             admission_token_budget=rng.choice([0, 0, 0, 1, 3]),
             admission_reserve=rng.choice([0, 0, 0, 1]),
+            host_copy_use=rng.choice([HostCopyUse.THERE_AND_BACK] * 6 + [HostCopyUse.BACK, HostCopyUse.NONE]),
         )
 
     def add_extend(self, sequence, seq_id, rng, counts, appends, drafts):

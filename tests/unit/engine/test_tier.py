@@ -2,7 +2,13 @@
 
 import pytest
 
-from quire.client.engine.scheduling.tier import DEFAULT_COPY_BYTES_PER_S, DEFAULT_PREFILL_TOKENS_PER_S, Rate, TierCosts
+from quire.client.engine.scheduling.tier import (
+    DEFAULT_COPY_BYTES_PER_S,
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    HostCopyUse,
+    Rate,
+    TierCosts,
+)
 from quire.client.errors import InvalidRequest
 
 
@@ -43,6 +49,23 @@ def test_a_copy_is_taken_if_there_and_back_is_faster_than_computing() -> None:
     assert not costs.prefers_offload(num_lost_tokens=0, num_bytes=1)
     costs.copy.observe(1e9, 1.0)
     assert costs.prefers_offload(num_lost_tokens=2, num_bytes=100_000)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "use"),
+    [
+        (15_999, HostCopyUse.THERE_AND_BACK),
+        (16_000, HostCopyUse.BACK),
+        (31_999, HostCopyUse.BACK),
+        (32_000, HostCopyUse.NONE),
+    ],
+)
+def test_evicted_blocks_are_copied_as_far_as_that_is_faster_than_computing(num_bytes: int, use: HostCopyUse) -> None:
+    """16 tokens take 16 ms to compute, and 32,000 bytes take 16 ms to copy once."""
+    costs = TierCosts()
+    costs.prefill.observe(1000, 1.0)
+    costs.copy.observe(2e6, 1.0)
+    assert costs.host_copy_use(block_size=16, block_bytes=num_bytes) is use
 
 
 def test_a_step_shows_what_prompts_and_copies_cost_but_decodes_do_not_count_as_prompts() -> None:

@@ -106,6 +106,17 @@ def test_evicted_prompts_are_found_in_the_host_tier() -> None:
     assert 0 < beside.pools[0].pool_statistics().host_block_counts.cached_count <= 50
 
 
+@pytest.mark.parametrize(("copy_s", "num_copied"), [(0.001, 66), (0.02, 0)])
+def test_copies_that_take_longer_than_computing_are_not_made(copy_s: float, num_copied: int) -> None:
+    """A block of 16 tokens takes 16 ms to compute here."""
+    step = STEP | {"token_s": 0.001, "copy_s": copy_s}
+    contents = [Content.of([(1 + turn % 2, 0, 400), (9 + turn, 0, 2)]) for turn in range(6)]
+    prompts = [Request(content, 401, 1, 60.0 * turn, 0) for turn, content in enumerate(contents)]
+    fleet = {"workers": 1, "step": step, "host_blocks": 100, "host_cache_share": 0.5}
+    metrics = Simulation(config(PRESSURE | {"lengths": "known"}, **fleet), 1, prompts).run().metrics
+    assert metrics["copied_blocks"] == num_copied
+
+
 # Layer groups.
 
 

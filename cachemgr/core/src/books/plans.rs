@@ -95,6 +95,15 @@ impl CacheUse {
     }
 }
 
+/// The copies of evicted blocks that a plan may make.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostCopyUse {
+    #[default]
+    ThereAndBack,
+    Back,
+    None,
+}
+
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Admission {
     pub seq_id: i64,
@@ -175,6 +184,7 @@ pub struct StepRequest {
     pub admission_token_budget: usize,
     /// Blocks that restores and admissions leave allocatable.
     pub admission_reserve: usize,
+    pub host_copy_use: HostCopyUse,
     /// Admissions and expected prompts may be another tenant's than the lease's.
     pub names_tenants: bool,
     /// Prefix hashes of the first admissions that were computed before; planning computes the others.

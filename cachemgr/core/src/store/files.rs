@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 19;
+pub const VERSION: u32 = 20;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";

@@ -603,6 +603,8 @@ pub struct PlanStepRequest {
     pub admission_reserve_block_count: i32,
     #[prost(message, repeated, tag="53")]
     pub restores: ::prost::alloc::vec::Vec<Restore>,
+    #[prost(enumeration="HostCopyUse", tag="54")]
+    pub host_copy_use: i32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReturnHint {
@@ -1459,6 +1461,38 @@ pub struct LayerGroupStatistics {
     pub passed_block_count: i64,
     #[prost(int64, tag="5")]
     pub evicted_block_count: i64,
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum HostCopyUse {
+    Unspecified = 0,
+    ThereAndBack = 1,
+    Back = 2,
+    None = 3,
+}
+impl HostCopyUse {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "HOST_COPY_USE_UNSPECIFIED",
+            Self::ThereAndBack => "HOST_COPY_USE_THERE_AND_BACK",
+            Self::Back => "HOST_COPY_USE_BACK",
+            Self::None => "HOST_COPY_USE_NONE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "HOST_COPY_USE_UNSPECIFIED" => Some(Self::Unspecified),
+            "HOST_COPY_USE_THERE_AND_BACK" => Some(Self::ThereAndBack),
+            "HOST_COPY_USE_BACK" => Some(Self::Back),
+            "HOST_COPY_USE_NONE" => Some(Self::None),
+            _ => None,
+        }
+    }
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

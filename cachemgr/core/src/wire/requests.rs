@@ -5,7 +5,8 @@ use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::books::plans::{
-    Admission, Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, Restore, Retention, ReturnHint, StepRequest, Trim,
+    Admission, Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, HostCopyUse, Restore, Retention, ReturnHint,
+    StepRequest, Trim,
 };
 use crate::books::settle::{StepOutcome, StepReport};
 use crate::cache::prefix::Namespace;
@@ -72,6 +73,7 @@ pub fn step_request(
             .collect::<Result<_>>()?,
         admission_token_budget,
         admission_reserve,
+        host_copy_use: host_copy_use(request.host_copy_use)?,
         names_tenants,
         hashes: Vec::new(),
     })
@@ -321,6 +323,15 @@ fn cache_use(value: i32, field: &str) -> Result<CacheUse> {
         Ok(messages::CacheUse::WriteOnly) => Ok(CacheUse::WriteOnly),
         Ok(messages::CacheUse::None) => Ok(CacheUse::None),
         Err(_) => refused(field, value, "a number of CacheUse, 0 to 3"),
+    }
+}
+
+fn host_copy_use(value: i32) -> Result<HostCopyUse> {
+    match messages::HostCopyUse::try_from(value) {
+        Ok(messages::HostCopyUse::Unspecified | messages::HostCopyUse::ThereAndBack) => Ok(HostCopyUse::ThereAndBack),
+        Ok(messages::HostCopyUse::Back) => Ok(HostCopyUse::Back),
+        Ok(messages::HostCopyUse::None) => Ok(HostCopyUse::None),
+        Err(_) => refused("host_copy_use", value, "a number of HostCopyUse, 0 to 3"),
     }
 }
 

@@ -35,6 +35,7 @@ from quire.client.engine.scheduling.plans import (
     StepInFlight,
 )
 from quire.client.engine.scheduling.sequence import Sequence
+from quire.client.engine.scheduling.tier import HostCopyUse
 from quire.client.errors import ProtocolViolation
 from quire.compute.v1 import worker_service_pb2
 from quire.compute.v1.sampling_ranges import MAX_BAD_WORD_TOKENS
@@ -52,6 +53,12 @@ _CACHE_USES = {
     CacheUse.READ_AND_WRITE: cache_service_pb2.CACHE_USE_READ_AND_WRITE,
     CacheUse.WRITE_ONLY: cache_service_pb2.CACHE_USE_WRITE_ONLY,
     CacheUse.NONE: cache_service_pb2.CACHE_USE_NONE,
+}
+
+_HOST_COPY_USES = {
+    HostCopyUse.THERE_AND_BACK: cache_service_pb2.HOST_COPY_USE_UNSPECIFIED,  # the default, so that it takes no bytes
+    HostCopyUse.BACK: cache_service_pb2.HOST_COPY_USE_BACK,
+    HostCopyUse.NONE: cache_service_pb2.HOST_COPY_USE_NONE,
 }
 
 _MISS_REASONS = {
@@ -129,6 +136,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         admissions=_encode_admissions(plan),
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
+        host_copy_use=_HOST_COPY_USES[plan.host_copy_use],
     )
 
 

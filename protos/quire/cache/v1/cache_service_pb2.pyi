@@ -24,6 +24,40 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _HostCopyUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HostCopyUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostCopyUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOST_COPY_USE_UNSPECIFIED: _HostCopyUse.ValueType  # 0
+    """As HOST_COPY_USE_THERE_AND_BACK."""
+    HOST_COPY_USE_THERE_AND_BACK: _HostCopyUse.ValueType  # 1
+    """The blocks that the plan evicts are copied to the host tier, and its admissions
+    find copies there.
+    """
+    HOST_COPY_USE_BACK: _HostCopyUse.ValueType  # 2
+    """Its admissions find copies. The blocks that it evicts are not copied."""
+    HOST_COPY_USE_NONE: _HostCopyUse.ValueType  # 3
+    """Neither: its admissions compute what the pool does not have."""
+
+class HostCopyUse(_HostCopyUse, metaclass=_HostCopyUseEnumTypeWrapper):
+    """The use of copies of evicted blocks in the host tier. A client that measures the
+    rates of computing and copying chooses the cheaper way.
+    """
+
+HOST_COPY_USE_UNSPECIFIED: HostCopyUse.ValueType  # 0
+"""As HOST_COPY_USE_THERE_AND_BACK."""
+HOST_COPY_USE_THERE_AND_BACK: HostCopyUse.ValueType  # 1
+"""The blocks that the plan evicts are copied to the host tier, and its admissions
+find copies there.
+"""
+HOST_COPY_USE_BACK: HostCopyUse.ValueType  # 2
+"""Its admissions find copies. The blocks that it evicts are not copied."""
+HOST_COPY_USE_NONE: HostCopyUse.ValueType  # 3
+"""Neither: its admissions compute what the pool does not have."""
+Global___HostCopyUse: _TypeAlias = HostCopyUse  # noqa: Y015
+
 class _CacheUse:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -488,6 +522,7 @@ class PlanStepRequest(_message.Message):
     ADMISSION_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     ADMISSION_RESERVE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORES_FIELD_NUMBER: _builtins.int
+    HOST_COPY_USE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     epoch: _builtins.int
@@ -501,6 +536,10 @@ class PlanStepRequest(_message.Message):
     admission_reserve_block_count: _builtins.int
     """Blocks that restores and admissions leave free or evictable, for the sequences
     that run already. Default 0.
+    """
+    host_copy_use: Global___HostCopyUse.ValueType
+    """The copies of evicted blocks that this plan may make. No effect on offloads and
+    restores, and in a pool that keeps no such copies.
     """
     @_builtins.property
     def release_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -567,10 +606,11 @@ class PlanStepRequest(_message.Message):
         admission_token_budget: _builtins.int = ...,
         admission_reserve_block_count: _builtins.int = ...,
         restores: _abc.Iterable[Global___Restore] | None = ...,
+        host_copy_use: Global___HostCopyUse.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "expected_prompts", b"expected_prompts", "extends", b"extends", "forks", b"forks", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "expected_prompts", b"expected_prompts", "extends", b"extends", "forks", b"forks", "host_copy_use", b"host_copy_use", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ use crate::books::hits::{Hit, Prefix};
 use crate::books::planner::admit::{allocate_tables, count_found, enter_admission};
 use crate::books::planner::advise::advise_fresh;
 use crate::books::planner::{Answer, StepPlanner, find_in_pool, sequence_not_found};
-use crate::books::plans::Restore;
+use crate::books::plans::{HostCopyUse, Restore};
 use crate::books::room::{refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::tables::{BlockTable, HostTables};
@@ -130,10 +130,13 @@ impl StepPlanner<'_> {
         Ok(())
     }
 
-    /// Copies the blocks that this plan has evicted to the host tier, at most MAX_KEPT_IN_PLAN, those worth most. The step
-    /// copies them before it writes any block.
+    /// Copies the blocks that this plan has evicted to the host tier, at most MAX_KEPT_IN_PLAN, those worth most; none if
+    /// the plan makes no such copies. The step copies them before it writes any block.
     pub(super) fn keep_evicted(&mut self) {
         let evicted = self.pool.take_evicted();
+        if self.host_copy_use != HostCopyUse::ThereAndBack {
+            return;
+        }
         for evicted in &evicted[evicted.len().saturating_sub(MAX_KEPT_IN_PLAN)..] {
             let Some(copy) = self.host.keep(evicted, self.pool.accounts()) else { continue };
             self.plan.offload_sources.push(evicted.block);
@@ -145,9 +148,9 @@ impl StepPlanner<'_> {
     }
 
     /// The copies of the blocks behind a prefix that was found. None behind blocks that steps in flight fill: these steps
-    /// may fail.
+    /// may fail. None if the plan makes no copies back.
     pub(super) fn find_copies(&self, hashes: &[Hash], hit: &Hit, num_published: usize) -> Vec<HostBlockId> {
-        if hit.num_blocks > num_published {
+        if hit.num_blocks > num_published || self.host_copy_use == HostCopyUse::None {
             return Vec::new();
         }
         self.host.copies().find(&hashes[num_published..])
@@ -207,6 +210,7 @@ mod tests {
     use crate::books::plans::{Admission, GrantedStep, PlanItem, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::groups::Span;
+    use crate::cache::prefix::root_hash;
 
     type Pairs = Vec<(u32, u32)>;
 
@@ -582,6 +586,34 @@ mod tests {
         bench.settle();
         let plan = bench.admit(3, &[8; 8]);
         assert_eq!((copies(&plan).0, all_host_counts(&bench)), (vec![], [4, 0, 0, 2]), "the copies are there already");
+    }
+
+    #[test]
+    fn a_copy_behind_one_that_is_gone_is_not_found() {
+        let mut bench = kept();
+        let mut hashes = Vec::new();
+        chain_hashes(root_hash(b"", &b"".into(), b"f"), &[1, 2, 3, 4], 2, &mut hashes);
+        let [first, second] = bench.0.host().copies().find(&hashes)[..] else { panic!("both are found") };
+        bench.0.host.drop_copies(&[first]);
+        assert!(bench.0.host().copies().is_findable(second));
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 0]);
+        assert_eq!(bench.admit(1, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0]);
+    }
+
+    #[test]
+    fn a_plan_makes_the_copies_that_its_client_chose() {
+        for (host_copy_use, num_kept, num_found) in
+            [(HostCopyUse::ThereAndBack, 1, 4), (HostCopyUse::Back, 0, 4), (HostCopyUse::None, 0, 0)]
+        {
+            let mut bench = kept();
+            cache(&mut bench, &[8, 8, 8, 8, 8]);
+            let admissions = vec![admission(1, &[1, 2, 3, 4, 5])];
+            let plan = bench.plan(StepRequest { admissions, host_copy_use, ..StepRequest::default() });
+            assert_eq!((copies(&plan).0.len(), plan.admitted_cached_counts.clone()), (num_kept, vec![num_found]));
+            assert_eq!(copies(&plan).1.len() as u32 * 2, num_found);
+            bench.settle();
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
     }
 
     #[test]

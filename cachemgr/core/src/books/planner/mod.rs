@@ -38,7 +38,7 @@ use crate::books::geometry::Geometry;
 use crate::books::lease::Lease;
 use crate::books::planner::budget::Budget;
 use crate::books::planner::windows::{pass_windows, write_changed_entries};
-use crate::books::plans::{GrantedStep, PlanItem, ReturnHint, StepRequest};
+use crate::books::plans::{GrantedStep, HostCopyUse, PlanItem, ReturnHint, StepRequest};
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Fill, StepInFlight};
@@ -73,6 +73,7 @@ pub struct StepPlanner<'a> {
     step: StepInFlight,
     plan: GrantedStep,
     budget: Budget,
+    host_copy_use: HostCopyUse,
     /// Blocks that steps in flight of other leases fill, if an admission asks for it.
     fills_elsewhere: Vec<Fill>,
     /// Blocks that explanations may still look up.
@@ -107,6 +108,7 @@ impl<'a> StepPlanner<'a> {
             step,
             plan,
             budget,
+            host_copy_use: HostCopyUse::default(),
             fills_elsewhere: Vec::new(),
             num_explained: MAX_HASHED_IN_PLAN,
         }
@@ -119,6 +121,7 @@ impl<'a> StepPlanner<'a> {
 
     /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.
     pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<GrantedStep> {
+        self.host_copy_use = request.host_copy_use;
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
             self.release(*seq_id, hints.get(seq_id).copied())?;

@@ -23,6 +23,65 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// The use of copies of evicted blocks in the host tier. A client that measures the
+// rates of computing and copying chooses the cheaper way.
+type HostCopyUse int32
+
+const (
+	// As HOST_COPY_USE_THERE_AND_BACK.
+	HostCopyUse_HOST_COPY_USE_UNSPECIFIED HostCopyUse = 0
+	// The blocks that the plan evicts are copied to the host tier, and its admissions
+	// find copies there.
+	HostCopyUse_HOST_COPY_USE_THERE_AND_BACK HostCopyUse = 1
+	// Its admissions find copies. The blocks that it evicts are not copied.
+	HostCopyUse_HOST_COPY_USE_BACK HostCopyUse = 2
+	// Neither: its admissions compute what the pool does not have.
+	HostCopyUse_HOST_COPY_USE_NONE HostCopyUse = 3
+)
+
+// Enum value maps for HostCopyUse.
+var (
+	HostCopyUse_name = map[int32]string{
+		0: "HOST_COPY_USE_UNSPECIFIED",
+		1: "HOST_COPY_USE_THERE_AND_BACK",
+		2: "HOST_COPY_USE_BACK",
+		3: "HOST_COPY_USE_NONE",
+	}
+	HostCopyUse_value = map[string]int32{
+		"HOST_COPY_USE_UNSPECIFIED":    0,
+		"HOST_COPY_USE_THERE_AND_BACK": 1,
+		"HOST_COPY_USE_BACK":           2,
+		"HOST_COPY_USE_NONE":           3,
+	}
+)
+
+func (x HostCopyUse) Enum() *HostCopyUse {
+	p := new(HostCopyUse)
+	*p = x
+	return p
+}
+
+func (x HostCopyUse) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (HostCopyUse) Descriptor() protoreflect.EnumDescriptor {
+	return file_quire_cache_v1_cache_service_proto_enumTypes[0].Descriptor()
+}
+
+func (HostCopyUse) Type() protoreflect.EnumType {
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[0]
+}
+
+func (x HostCopyUse) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use HostCopyUse.Descriptor instead.
+func (HostCopyUse) EnumDescriptor() ([]byte, []int) {
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{0}
+}
+
 // How a sequence uses the prefix cache.
 type CacheUse int32
 
@@ -68,11 +127,11 @@ func (x CacheUse) String() string {
 }
 
 func (CacheUse) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[0].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[1].Descriptor()
 }
 
 func (CacheUse) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[0]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[1]
 }
 
 func (x CacheUse) Number() protoreflect.EnumNumber {
@@ -81,7 +140,7 @@ func (x CacheUse) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CacheUse.Descriptor instead.
 func (CacheUse) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{0}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{1}
 }
 
 // The kind of an item of a plan.
@@ -137,11 +196,11 @@ func (x PlanItem) String() string {
 }
 
 func (PlanItem) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[1].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[2].Descriptor()
 }
 
 func (PlanItem) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[1]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[2]
 }
 
 func (x PlanItem) Number() protoreflect.EnumNumber {
@@ -150,7 +209,7 @@ func (x PlanItem) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PlanItem.Descriptor instead.
 func (PlanItem) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{1}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{2}
 }
 
 // The state of a lease.
@@ -190,11 +249,11 @@ func (x LeaseState) String() string {
 }
 
 func (LeaseState) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[2].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[3].Descriptor()
 }
 
 func (LeaseState) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[2]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[3]
 }
 
 func (x LeaseState) Number() protoreflect.EnumNumber {
@@ -203,7 +262,7 @@ func (x LeaseState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LeaseState.Descriptor instead.
 func (LeaseState) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{2}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
 }
 
 // A block's state.
@@ -251,11 +310,11 @@ func (x BlockState) String() string {
 }
 
 func (BlockState) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[3].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[4].Descriptor()
 }
 
 func (BlockState) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[3]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[4]
 }
 
 func (x BlockState) Number() protoreflect.EnumNumber {
@@ -264,7 +323,7 @@ func (x BlockState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockState.Descriptor instead.
 func (BlockState) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{3}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
 }
 
 // The kind of change since the watch last told of the block, or since its cursor.
@@ -310,11 +369,11 @@ func (x BlockEventKind) String() string {
 }
 
 func (BlockEventKind) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[4].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[5].Descriptor()
 }
 
 func (BlockEventKind) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[4]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[5]
 }
 
 func (x BlockEventKind) Number() protoreflect.EnumNumber {
@@ -323,7 +382,7 @@ func (x BlockEventKind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockEventKind.Descriptor instead.
 func (BlockEventKind) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{4}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{5}
 }
 
 // The reason why a block of a prefix is not in the cache.
@@ -398,11 +457,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[5].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[6].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[5]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[6]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -411,7 +470,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{5}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{6}
 }
 
 // A place of cached content.
@@ -451,11 +510,11 @@ func (x Medium) String() string {
 }
 
 func (Medium) Descriptor() protoreflect.EnumDescriptor {
-	return file_quire_cache_v1_cache_service_proto_enumTypes[6].Descriptor()
+	return file_quire_cache_v1_cache_service_proto_enumTypes[7].Descriptor()
 }
 
 func (Medium) Type() protoreflect.EnumType {
-	return &file_quire_cache_v1_cache_service_proto_enumTypes[6]
+	return &file_quire_cache_v1_cache_service_proto_enumTypes[7]
 }
 
 func (x Medium) Number() protoreflect.EnumNumber {
@@ -464,7 +523,7 @@ func (x Medium) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Medium.Descriptor instead.
 func (Medium) EnumDescriptor() ([]byte, []int) {
-	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{6}
+	return file_quire_cache_v1_cache_service_proto_rawDescGZIP(), []int{7}
 }
 
 // See CacheService.CreateLease.
@@ -853,7 +912,10 @@ type PlanStepRequest struct {
 	// that run already. Default 0.
 	AdmissionReserveBlockCount int32 `protobuf:"varint,52,opt,name=admission_reserve_block_count,json=admissionReserveBlockCount,proto3" json:"admission_reserve_block_count,omitempty"`
 	// Sequences to restore from the host tier; applied before admissions.
-	Restores      []*Restore `protobuf:"bytes,53,rep,name=restores,proto3" json:"restores,omitempty"`
+	Restores []*Restore `protobuf:"bytes,53,rep,name=restores,proto3" json:"restores,omitempty"`
+	// The copies of evicted blocks that this plan may make. No effect on offloads and
+	// restores, and in a pool that keeps no such copies.
+	HostCopyUse   HostCopyUse `protobuf:"varint,54,opt,name=host_copy_use,json=hostCopyUse,proto3,enum=quire.cache.v1.HostCopyUse" json:"host_copy_use,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -991,6 +1053,13 @@ func (x *PlanStepRequest) GetRestores() []*Restore {
 		return x.Restores
 	}
 	return nil
+}
+
+func (x *PlanStepRequest) GetHostCopyUse() HostCopyUse {
+	if x != nil {
+		return x.HostCopyUse
+	}
+	return HostCopyUse_HOST_COPY_USE_UNSPECIFIED
 }
 
 // The expected next use of a released sequence's tokens: a chat with a user that is
@@ -6538,7 +6607,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteLeaseRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x15\n" +
-	"\x13DeleteLeaseResponse\"\xef\x05\n" +
+	"\x13DeleteLeaseResponse\"\xb0\x06\n" +
 	"\x0fPlanStepRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x1d\n" +
@@ -6558,7 +6627,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"admissions\x124\n" +
 	"\x16admission_token_budget\x183 \x01(\x05R\x14admissionTokenBudget\x12A\n" +
 	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\x123\n" +
-	"\brestores\x185 \x03(\v2\x17.quire.cache.v1.RestoreR\brestores\"\x98\x01\n" +
+	"\brestores\x185 \x03(\v2\x17.quire.cache.v1.RestoreR\brestores\x12?\n" +
+	"\rhost_copy_use\x186 \x01(\x0e2\x1b.quire.cache.v1.HostCopyUseR\vhostCopyUse\"\x98\x01\n" +
 	"\n" +
 	"ReturnHint\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +
@@ -7018,7 +7088,12 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14findable_block_count\x18\x02 \x01(\x05R\x12findableBlockCount\x12*\n" +
 	"\x11found_block_count\x18\x03 \x01(\x03R\x0ffoundBlockCount\x12,\n" +
 	"\x12passed_block_count\x18\x04 \x01(\x03R\x10passedBlockCount\x12.\n" +
-	"\x13evicted_block_count\x18\x05 \x01(\x03R\x11evictedBlockCount*q\n" +
+	"\x13evicted_block_count\x18\x05 \x01(\x03R\x11evictedBlockCount*~\n" +
+	"\vHostCopyUse\x12\x1d\n" +
+	"\x19HOST_COPY_USE_UNSPECIFIED\x10\x00\x12 \n" +
+	"\x1cHOST_COPY_USE_THERE_AND_BACK\x10\x01\x12\x16\n" +
+	"\x12HOST_COPY_USE_BACK\x10\x02\x12\x16\n" +
+	"\x12HOST_COPY_USE_NONE\x10\x03*q\n" +
 	"\bCacheUse\x12\x19\n" +
 	"\x15CACHE_USE_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18CACHE_USE_READ_AND_WRITE\x10\x01\x12\x18\n" +
@@ -7110,225 +7185,227 @@ func file_quire_cache_v1_cache_service_proto_rawDescGZIP() []byte {
 	return file_quire_cache_v1_cache_service_proto_rawDescData
 }
 
-var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
+var file_quire_cache_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 8)
 var file_quire_cache_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
 var file_quire_cache_v1_cache_service_proto_goTypes = []any{
-	(CacheUse)(0),                    // 0: quire.cache.v1.CacheUse
-	(PlanItem)(0),                    // 1: quire.cache.v1.PlanItem
-	(LeaseState)(0),                  // 2: quire.cache.v1.LeaseState
-	(BlockState)(0),                  // 3: quire.cache.v1.BlockState
-	(BlockEventKind)(0),              // 4: quire.cache.v1.BlockEventKind
-	(MissReason)(0),                  // 5: quire.cache.v1.MissReason
-	(Medium)(0),                      // 6: quire.cache.v1.Medium
-	(*CreateLeaseRequest)(nil),       // 7: quire.cache.v1.CreateLeaseRequest
-	(*CreateLeaseResponse)(nil),      // 8: quire.cache.v1.CreateLeaseResponse
-	(*RenewLeaseRequest)(nil),        // 9: quire.cache.v1.RenewLeaseRequest
-	(*RenewLeaseResponse)(nil),       // 10: quire.cache.v1.RenewLeaseResponse
-	(*DeleteLeaseRequest)(nil),       // 11: quire.cache.v1.DeleteLeaseRequest
-	(*DeleteLeaseResponse)(nil),      // 12: quire.cache.v1.DeleteLeaseResponse
-	(*PlanStepRequest)(nil),          // 13: quire.cache.v1.PlanStepRequest
-	(*ReturnHint)(nil),               // 14: quire.cache.v1.ReturnHint
-	(*ExpectedPrompt)(nil),           // 15: quire.cache.v1.ExpectedPrompt
-	(*Retention)(nil),                // 16: quire.cache.v1.Retention
-	(*Fork)(nil),                     // 17: quire.cache.v1.Fork
-	(*Extends)(nil),                  // 18: quire.cache.v1.Extends
-	(*Admission)(nil),                // 19: quire.cache.v1.Admission
-	(*Breakpoint)(nil),               // 20: quire.cache.v1.Breakpoint
-	(*Restore)(nil),                  // 21: quire.cache.v1.Restore
-	(*Refusal)(nil),                  // 22: quire.cache.v1.Refusal
-	(*PlanStepResponse)(nil),         // 23: quire.cache.v1.PlanStepResponse
-	(*AdmissionMiss)(nil),            // 24: quire.cache.v1.AdmissionMiss
-	(*BlockCounts)(nil),              // 25: quire.cache.v1.BlockCounts
-	(*HostBlockCounts)(nil),          // 26: quire.cache.v1.HostBlockCounts
-	(*PlanStepsRequest)(nil),         // 27: quire.cache.v1.PlanStepsRequest
-	(*PlanStepsResponse)(nil),        // 28: quire.cache.v1.PlanStepsResponse
-	(*GetPoolRequest)(nil),           // 29: quire.cache.v1.GetPoolRequest
-	(*GetPoolResponse)(nil),          // 30: quire.cache.v1.GetPoolResponse
-	(*Pool)(nil),                     // 31: quire.cache.v1.Pool
-	(*ListPoolsRequest)(nil),         // 32: quire.cache.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),        // 33: quire.cache.v1.ListPoolsResponse
-	(*WatchPoolsRequest)(nil),        // 34: quire.cache.v1.WatchPoolsRequest
-	(*WatchPoolsResponse)(nil),       // 35: quire.cache.v1.WatchPoolsResponse
-	(*ListLeasesRequest)(nil),        // 36: quire.cache.v1.ListLeasesRequest
-	(*ListLeasesResponse)(nil),       // 37: quire.cache.v1.ListLeasesResponse
-	(*Lease)(nil),                    // 38: quire.cache.v1.Lease
-	(*GetSequenceRequest)(nil),       // 39: quire.cache.v1.GetSequenceRequest
-	(*GetSequenceResponse)(nil),      // 40: quire.cache.v1.GetSequenceResponse
-	(*Sequence)(nil),                 // 41: quire.cache.v1.Sequence
-	(*GroupBlockTable)(nil),          // 42: quire.cache.v1.GroupBlockTable
-	(*ListSequencesRequest)(nil),     // 43: quire.cache.v1.ListSequencesRequest
-	(*ListSequencesResponse)(nil),    // 44: quire.cache.v1.ListSequencesResponse
-	(*Block)(nil),                    // 45: quire.cache.v1.Block
-	(*ListBlocksRequest)(nil),        // 46: quire.cache.v1.ListBlocksRequest
-	(*ListBlocksResponse)(nil),       // 47: quire.cache.v1.ListBlocksResponse
-	(*ListTenantsRequest)(nil),       // 48: quire.cache.v1.ListTenantsRequest
-	(*ListTenantsResponse)(nil),      // 49: quire.cache.v1.ListTenantsResponse
-	(*Tenant)(nil),                   // 50: quire.cache.v1.Tenant
-	(*WatchBlocksRequest)(nil),       // 51: quire.cache.v1.WatchBlocksRequest
-	(*WatchBlocksResponse)(nil),      // 52: quire.cache.v1.WatchBlocksResponse
-	(*BlockEvent)(nil),               // 53: quire.cache.v1.BlockEvent
-	(*ExplainPrefixRequest)(nil),     // 54: quire.cache.v1.ExplainPrefixRequest
-	(*ExplainPrefixResponse)(nil),    // 55: quire.cache.v1.ExplainPrefixResponse
-	(*CheckAdmissionRequest)(nil),    // 56: quire.cache.v1.CheckAdmissionRequest
-	(*CheckAdmissionResponse)(nil),   // 57: quire.cache.v1.CheckAdmissionResponse
-	(*AdmissionCheck)(nil),           // 58: quire.cache.v1.AdmissionCheck
-	(*PinPrefixRequest)(nil),         // 59: quire.cache.v1.PinPrefixRequest
-	(*PinPrefixResponse)(nil),        // 60: quire.cache.v1.PinPrefixResponse
-	(*UnpinPrefixRequest)(nil),       // 61: quire.cache.v1.UnpinPrefixRequest
-	(*UnpinPrefixResponse)(nil),      // 62: quire.cache.v1.UnpinPrefixResponse
-	(*ListPinsRequest)(nil),          // 63: quire.cache.v1.ListPinsRequest
-	(*ListPinsResponse)(nil),         // 64: quire.cache.v1.ListPinsResponse
-	(*Pin)(nil),                      // 65: quire.cache.v1.Pin
-	(*LookupPrefixRequest)(nil),      // 66: quire.cache.v1.LookupPrefixRequest
-	(*LookupPrefixResponse)(nil),     // 67: quire.cache.v1.LookupPrefixResponse
-	(*PrefixMatch)(nil),              // 68: quire.cache.v1.PrefixMatch
-	(*MediumTokens)(nil),             // 69: quire.cache.v1.MediumTokens
-	(*ResetPrefixCacheRequest)(nil),  // 70: quire.cache.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 71: quire.cache.v1.ResetPrefixCacheResponse
-	(*AuditPoolRequest)(nil),         // 72: quire.cache.v1.AuditPoolRequest
-	(*AuditPoolResponse)(nil),        // 73: quire.cache.v1.AuditPoolResponse
-	(*GetStatisticsRequest)(nil),     // 74: quire.cache.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),    // 75: quire.cache.v1.GetStatisticsResponse
-	(*PoolStatistics)(nil),           // 76: quire.cache.v1.PoolStatistics
-	(*LayerGroupStatistics)(nil),     // 77: quire.cache.v1.LayerGroupStatistics
-	nil,                              // 78: quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	(*durationpb.Duration)(nil),      // 79: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 80: google.protobuf.Timestamp
-	(*PoolGeometry)(nil),             // 81: quire.cache.v1.PoolGeometry
-	(*Error)(nil),                    // 82: quire.cache.v1.Error
-	(*SignedGrant)(nil),              // 83: quire.cache.v1.SignedGrant
-	(*PoolAdapters)(nil),             // 84: quire.cache.v1.PoolAdapters
-	(*AttachPoolRequest)(nil),        // 85: quire.cache.v1.AttachPoolRequest
-	(*AttachPoolResponse)(nil),       // 86: quire.cache.v1.AttachPoolResponse
+	(HostCopyUse)(0),                 // 0: quire.cache.v1.HostCopyUse
+	(CacheUse)(0),                    // 1: quire.cache.v1.CacheUse
+	(PlanItem)(0),                    // 2: quire.cache.v1.PlanItem
+	(LeaseState)(0),                  // 3: quire.cache.v1.LeaseState
+	(BlockState)(0),                  // 4: quire.cache.v1.BlockState
+	(BlockEventKind)(0),              // 5: quire.cache.v1.BlockEventKind
+	(MissReason)(0),                  // 6: quire.cache.v1.MissReason
+	(Medium)(0),                      // 7: quire.cache.v1.Medium
+	(*CreateLeaseRequest)(nil),       // 8: quire.cache.v1.CreateLeaseRequest
+	(*CreateLeaseResponse)(nil),      // 9: quire.cache.v1.CreateLeaseResponse
+	(*RenewLeaseRequest)(nil),        // 10: quire.cache.v1.RenewLeaseRequest
+	(*RenewLeaseResponse)(nil),       // 11: quire.cache.v1.RenewLeaseResponse
+	(*DeleteLeaseRequest)(nil),       // 12: quire.cache.v1.DeleteLeaseRequest
+	(*DeleteLeaseResponse)(nil),      // 13: quire.cache.v1.DeleteLeaseResponse
+	(*PlanStepRequest)(nil),          // 14: quire.cache.v1.PlanStepRequest
+	(*ReturnHint)(nil),               // 15: quire.cache.v1.ReturnHint
+	(*ExpectedPrompt)(nil),           // 16: quire.cache.v1.ExpectedPrompt
+	(*Retention)(nil),                // 17: quire.cache.v1.Retention
+	(*Fork)(nil),                     // 18: quire.cache.v1.Fork
+	(*Extends)(nil),                  // 19: quire.cache.v1.Extends
+	(*Admission)(nil),                // 20: quire.cache.v1.Admission
+	(*Breakpoint)(nil),               // 21: quire.cache.v1.Breakpoint
+	(*Restore)(nil),                  // 22: quire.cache.v1.Restore
+	(*Refusal)(nil),                  // 23: quire.cache.v1.Refusal
+	(*PlanStepResponse)(nil),         // 24: quire.cache.v1.PlanStepResponse
+	(*AdmissionMiss)(nil),            // 25: quire.cache.v1.AdmissionMiss
+	(*BlockCounts)(nil),              // 26: quire.cache.v1.BlockCounts
+	(*HostBlockCounts)(nil),          // 27: quire.cache.v1.HostBlockCounts
+	(*PlanStepsRequest)(nil),         // 28: quire.cache.v1.PlanStepsRequest
+	(*PlanStepsResponse)(nil),        // 29: quire.cache.v1.PlanStepsResponse
+	(*GetPoolRequest)(nil),           // 30: quire.cache.v1.GetPoolRequest
+	(*GetPoolResponse)(nil),          // 31: quire.cache.v1.GetPoolResponse
+	(*Pool)(nil),                     // 32: quire.cache.v1.Pool
+	(*ListPoolsRequest)(nil),         // 33: quire.cache.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),        // 34: quire.cache.v1.ListPoolsResponse
+	(*WatchPoolsRequest)(nil),        // 35: quire.cache.v1.WatchPoolsRequest
+	(*WatchPoolsResponse)(nil),       // 36: quire.cache.v1.WatchPoolsResponse
+	(*ListLeasesRequest)(nil),        // 37: quire.cache.v1.ListLeasesRequest
+	(*ListLeasesResponse)(nil),       // 38: quire.cache.v1.ListLeasesResponse
+	(*Lease)(nil),                    // 39: quire.cache.v1.Lease
+	(*GetSequenceRequest)(nil),       // 40: quire.cache.v1.GetSequenceRequest
+	(*GetSequenceResponse)(nil),      // 41: quire.cache.v1.GetSequenceResponse
+	(*Sequence)(nil),                 // 42: quire.cache.v1.Sequence
+	(*GroupBlockTable)(nil),          // 43: quire.cache.v1.GroupBlockTable
+	(*ListSequencesRequest)(nil),     // 44: quire.cache.v1.ListSequencesRequest
+	(*ListSequencesResponse)(nil),    // 45: quire.cache.v1.ListSequencesResponse
+	(*Block)(nil),                    // 46: quire.cache.v1.Block
+	(*ListBlocksRequest)(nil),        // 47: quire.cache.v1.ListBlocksRequest
+	(*ListBlocksResponse)(nil),       // 48: quire.cache.v1.ListBlocksResponse
+	(*ListTenantsRequest)(nil),       // 49: quire.cache.v1.ListTenantsRequest
+	(*ListTenantsResponse)(nil),      // 50: quire.cache.v1.ListTenantsResponse
+	(*Tenant)(nil),                   // 51: quire.cache.v1.Tenant
+	(*WatchBlocksRequest)(nil),       // 52: quire.cache.v1.WatchBlocksRequest
+	(*WatchBlocksResponse)(nil),      // 53: quire.cache.v1.WatchBlocksResponse
+	(*BlockEvent)(nil),               // 54: quire.cache.v1.BlockEvent
+	(*ExplainPrefixRequest)(nil),     // 55: quire.cache.v1.ExplainPrefixRequest
+	(*ExplainPrefixResponse)(nil),    // 56: quire.cache.v1.ExplainPrefixResponse
+	(*CheckAdmissionRequest)(nil),    // 57: quire.cache.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil),   // 58: quire.cache.v1.CheckAdmissionResponse
+	(*AdmissionCheck)(nil),           // 59: quire.cache.v1.AdmissionCheck
+	(*PinPrefixRequest)(nil),         // 60: quire.cache.v1.PinPrefixRequest
+	(*PinPrefixResponse)(nil),        // 61: quire.cache.v1.PinPrefixResponse
+	(*UnpinPrefixRequest)(nil),       // 62: quire.cache.v1.UnpinPrefixRequest
+	(*UnpinPrefixResponse)(nil),      // 63: quire.cache.v1.UnpinPrefixResponse
+	(*ListPinsRequest)(nil),          // 64: quire.cache.v1.ListPinsRequest
+	(*ListPinsResponse)(nil),         // 65: quire.cache.v1.ListPinsResponse
+	(*Pin)(nil),                      // 66: quire.cache.v1.Pin
+	(*LookupPrefixRequest)(nil),      // 67: quire.cache.v1.LookupPrefixRequest
+	(*LookupPrefixResponse)(nil),     // 68: quire.cache.v1.LookupPrefixResponse
+	(*PrefixMatch)(nil),              // 69: quire.cache.v1.PrefixMatch
+	(*MediumTokens)(nil),             // 70: quire.cache.v1.MediumTokens
+	(*ResetPrefixCacheRequest)(nil),  // 71: quire.cache.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 72: quire.cache.v1.ResetPrefixCacheResponse
+	(*AuditPoolRequest)(nil),         // 73: quire.cache.v1.AuditPoolRequest
+	(*AuditPoolResponse)(nil),        // 74: quire.cache.v1.AuditPoolResponse
+	(*GetStatisticsRequest)(nil),     // 75: quire.cache.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),    // 76: quire.cache.v1.GetStatisticsResponse
+	(*PoolStatistics)(nil),           // 77: quire.cache.v1.PoolStatistics
+	(*LayerGroupStatistics)(nil),     // 78: quire.cache.v1.LayerGroupStatistics
+	nil,                              // 79: quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	(*durationpb.Duration)(nil),      // 80: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 81: google.protobuf.Timestamp
+	(*PoolGeometry)(nil),             // 82: quire.cache.v1.PoolGeometry
+	(*Error)(nil),                    // 83: quire.cache.v1.Error
+	(*SignedGrant)(nil),              // 84: quire.cache.v1.SignedGrant
+	(*PoolAdapters)(nil),             // 85: quire.cache.v1.PoolAdapters
+	(*AttachPoolRequest)(nil),        // 86: quire.cache.v1.AttachPoolRequest
+	(*AttachPoolResponse)(nil),       // 87: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	79, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	80, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	81, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	80, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	14, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
-	15, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
-	17, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	18, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	19, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	21, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	79, // 10: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	79, // 11: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
-	79, // 12: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	16, // 13: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
-	0,  // 14: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
-	20, // 15: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
-	79, // 16: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
-	1,  // 17: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	82, // 18: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	83, // 19: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	22, // 20: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	24, // 21: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
-	25, // 22: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	26, // 23: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	5,  // 24: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
-	80, // 25: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
-	13, // 26: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	23, // 27: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	82, // 28: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	31, // 29: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	81, // 30: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	25, // 31: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	26, // 32: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	84, // 33: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
-	31, // 34: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	31, // 35: quire.cache.v1.WatchPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	2,  // 36: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	38, // 37: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	2,  // 38: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	79, // 39: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	80, // 40: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	41, // 41: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	0,  // 42: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	42, // 43: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	41, // 44: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	3,  // 45: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	3,  // 46: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	45, // 47: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	50, // 48: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	80, // 49: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	53, // 50: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	4,  // 51: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	45, // 52: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	5,  // 53: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	80, // 54: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	80, // 55: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	69, // 56: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	19, // 57: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	58, // 58: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	82, // 59: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	25, // 60: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	79, // 61: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	80, // 62: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	65, // 63: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	80, // 64: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	68, // 65: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	25, // 66: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	69, // 67: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	6,  // 68: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
-	76, // 69: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	25, // 70: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	26, // 71: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	78, // 72: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	77, // 73: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	7,  // 74: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	9,  // 75: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	11, // 76: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	13, // 77: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	27, // 78: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	85, // 79: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	29, // 80: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	32, // 81: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	34, // 82: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
-	36, // 83: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	39, // 84: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	43, // 85: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	46, // 86: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	48, // 87: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	51, // 88: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	66, // 89: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	54, // 90: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	56, // 91: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	59, // 92: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	61, // 93: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	63, // 94: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	70, // 95: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	72, // 96: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	74, // 97: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	8,  // 98: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	10, // 99: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	12, // 100: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	23, // 101: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	28, // 102: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	86, // 103: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	30, // 104: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	33, // 105: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	35, // 106: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
-	37, // 107: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	40, // 108: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	44, // 109: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	47, // 110: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	49, // 111: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	52, // 112: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	67, // 113: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	55, // 114: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	57, // 115: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	60, // 116: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	62, // 117: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	64, // 118: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	71, // 119: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	73, // 120: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	75, // 121: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	98, // [98:122] is the sub-list for method output_type
-	74, // [74:98] is the sub-list for method input_type
-	74, // [74:74] is the sub-list for extension type_name
-	74, // [74:74] is the sub-list for extension extendee
-	0,  // [0:74] is the sub-list for field type_name
+	80, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	81, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	82, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	81, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	15, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
+	16, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
+	18, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	19, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	20, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	22, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	0,  // 10: quire.cache.v1.PlanStepRequest.host_copy_use:type_name -> quire.cache.v1.HostCopyUse
+	80, // 11: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	80, // 12: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	80, // 13: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	17, // 14: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	1,  // 15: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
+	21, // 16: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
+	80, // 17: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
+	2,  // 18: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	83, // 19: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	84, // 20: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	23, // 21: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	25, // 22: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
+	26, // 23: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27, // 24: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	6,  // 25: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
+	81, // 26: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
+	14, // 27: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	24, // 28: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	83, // 29: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	32, // 30: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	82, // 31: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	26, // 32: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27, // 33: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	85, // 34: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	32, // 35: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	32, // 36: quire.cache.v1.WatchPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	3,  // 37: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	39, // 38: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	3,  // 39: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	80, // 40: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	81, // 41: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	42, // 42: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	1,  // 43: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	43, // 44: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	42, // 45: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	4,  // 46: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	4,  // 47: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	46, // 48: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	51, // 49: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	81, // 50: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	54, // 51: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	5,  // 52: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	46, // 53: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	6,  // 54: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	81, // 55: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	81, // 56: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	70, // 57: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	20, // 58: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	59, // 59: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	83, // 60: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	26, // 61: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	80, // 62: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	81, // 63: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	66, // 64: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	81, // 65: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	69, // 66: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	26, // 67: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	70, // 68: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	7,  // 69: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
+	77, // 70: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	26, // 71: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27, // 72: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	79, // 73: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	78, // 74: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	8,  // 75: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	10, // 76: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	12, // 77: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	14, // 78: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	28, // 79: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	86, // 80: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	30, // 81: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	33, // 82: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	35, // 83: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
+	37, // 84: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	40, // 85: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	44, // 86: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	47, // 87: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	49, // 88: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	52, // 89: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	67, // 90: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	55, // 91: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	57, // 92: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	60, // 93: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	62, // 94: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	64, // 95: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	71, // 96: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	73, // 97: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	75, // 98: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	9,  // 99: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	11, // 100: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	13, // 101: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	24, // 102: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	29, // 103: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	87, // 104: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	31, // 105: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	34, // 106: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	36, // 107: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
+	38, // 108: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	41, // 109: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	45, // 110: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	48, // 111: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	50, // 112: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	53, // 113: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	68, // 114: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	56, // 115: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	58, // 116: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	61, // 117: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	63, // 118: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	65, // 119: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	72, // 120: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	74, // 121: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	76, // 122: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	99, // [99:123] is the sub-list for method output_type
+	75, // [75:99] is the sub-list for method input_type
+	75, // [75:75] is the sub-list for extension type_name
+	75, // [75:75] is the sub-list for extension extendee
+	0,  // [0:75] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
@@ -7366,7 +7443,7 @@ func file_quire_cache_v1_cache_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_cache_service_proto_rawDesc), len(file_quire_cache_v1_cache_service_proto_rawDesc)),
-			NumEnums:      7,
+			NumEnums:      8,
 			NumMessages:   72,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -10,6 +10,7 @@ from quire.client.engine.scheduling.queues import Queues, by_rank, id_of
 from quire.client.engine.scheduling.room import Room
 from quire.client.engine.scheduling.sequence import Sequence, SequenceState
 from quire.client.engine.scheduling.speculation import Drafts
+from quire.client.engine.scheduling.tier import HostCopyUse
 
 # Tokens of all admissions of one plan, if there are two or more, and of its expected prompts (Admission.token_ids of
 # the proto); and ids in the sampling parameters of its admitted or restored sequences.
@@ -95,7 +96,9 @@ class Planning:
             self._shorten()
             self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
 
-    def plan(self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int]) -> Plan:
+    def plan(
+        self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int], host_copy_use: HostCopyUse
+    ) -> Plan:
         """Return the plan that was made."""
         released, hints = tuple(release_ids), self._queues.expected_back_s
         newcomers = [*self._restores, *(admission.seq_id for admission in self._admissions)]
@@ -111,6 +114,7 @@ class Planning:
             appended=self._appended,
             drafts=self._drafted,
             num_batched=self._num_batched,
+            host_copy_use=host_copy_use,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
             admission_token_budget=self._budget if newcomers else 0,

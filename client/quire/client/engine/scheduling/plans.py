@@ -14,6 +14,7 @@ from types import MappingProxyType
 from quire.client.engine.caching import NO_CACHE_PARAMS, CacheOutcome, CacheParams
 from quire.client.engine.scheduling.layer_groups import BlockTables, LayerGroup
 from quire.client.engine.scheduling.sequence import FinishReason, Sequence
+from quire.client.engine.scheduling.tier import HostCopyUse
 from quire.client.errors import InvalidRequest, QuireError
 
 # One in so many of a step's tokens is reserved for prompts.
@@ -164,6 +165,7 @@ class Plan:
     admission_reserve_blocks: int = 0
     sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
     num_batched: int = 0
+    host_copy_use: HostCopyUse = HostCopyUse.THERE_AND_BACK
     gives_way: bool = False
     """It releases what another client of the pool may wait for, and admits nothing."""
 

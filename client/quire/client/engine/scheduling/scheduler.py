@@ -216,7 +216,9 @@ class Scheduler:
         elif not self._flight:  # alone means alone: a failure must have one possible cause
             planning.add_alone(queues.suspects[0])
         releases = islice(queues.releases, self.limits.max_running_sequences)
-        return planning.plan(release_ids=releases, offload_ids=queues.offloads)
+        limits = self.limits
+        copy_use = self.costs.host_copy_use(block_size=limits.block_size, block_bytes=limits.block_bytes)
+        return planning.plan(release_ids=releases, offload_ids=queues.offloads, host_copy_use=copy_use)
 
     def _fresh_id(self) -> int:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID

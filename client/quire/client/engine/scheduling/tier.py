@@ -1,10 +1,11 @@
-"""Decides if a preempted sequence is offloaded to the host tier: the cost of computing again against copying. Pure.
+"""Decides between computing again and copies in the host tier, of preempted sequences and of evicted blocks. Pure.
 
 Both costs are learned from recent steps. Before the first measurement the defaults apply; the one for copies is the
 best rate of a bus of 16 lanes, so that the first copies are made, and measured, wherever they might pay.
 """
 
 from collections import abc
+from enum import Enum
 
 from quire.client.errors import InvalidRequest
 
@@ -12,6 +13,14 @@ DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
 DEFAULT_COPY_BYTES_PER_S = 16e9
 # The weight of an observation, relative to the one after it.
 _MEMORY = 0.9
+
+
+class HostCopyUse(Enum):
+    """The copies of evicted blocks that a plan may make: to the host tier and back from there, back only, or none."""
+
+    THERE_AND_BACK = "there and back"
+    BACK = "back"
+    NONE = "none"
 
 
 class Rate:
@@ -63,4 +72,18 @@ class TierCosts:
 
     def prefers_offload(self, *, num_lost_tokens: int, num_bytes: int) -> bool:
         """True if copying so many bytes there and back takes less than computing so many tokens again."""
-        return 2 * num_bytes / self.copy.per_s < num_lost_tokens / self.prefill.per_s
+        return self._prefers_copies(2 * num_bytes, num_lost_tokens)
+
+    def host_copy_use(self, *, block_size: int, block_bytes: int) -> HostCopyUse:
+        """Return the copies of evicted blocks that take less than computing the tokens of these blocks again.
+
+        A block that is evicted is worth both copies, as a preempted sequence is. One that is in the host tier needs
+        only the copy back.
+        """
+        if self.prefers_offload(num_lost_tokens=block_size, num_bytes=block_bytes):
+            return HostCopyUse.THERE_AND_BACK
+        return HostCopyUse.BACK if self._prefers_copies(block_bytes, block_size) else HostCopyUse.NONE
+
+    def _prefers_copies(self, num_bytes: int, num_tokens: int) -> bool:
+        """True if copying so many bytes takes less than computing so many tokens."""
+        return num_bytes / self.copy.per_s < num_tokens / self.prefill.per_s
