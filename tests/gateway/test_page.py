@@ -124,6 +124,13 @@ def test_of_another_tenants_blocks_only_that_they_are_taken_is_told() -> None:
     assert page.describe_changes(answer, 9, None)["changes"][0] == (7, BlockKind.SHARED, 3)
 
 
+def test_the_blocks_of_a_host_tier_are_told_by_state() -> None:
+    pool = pb.Pool(host_block_counts=pb.HostBlockCounts(free_count=1, held_count=2, retired_count=3, cached_count=4))
+    assert page.describe_host_blocks(pool) is None
+    pool.geometry.host_block_count = 10
+    assert page.describe_host_blocks(pool) == {"cached": 4, "held": 2, "retired": 3, "free": 1}
+
+
 def test_a_caller_is_told_of_its_own_kept_blocks() -> None:
     tenants = [pb.Tenant(name=name, kept_block_count=3, keep_limit_block_count=9) for name in ("mine", "theirs")]
     tenants.append(pb.Tenant(name="keeps nothing", keep_limit_block_count=9))
@@ -294,6 +301,18 @@ def test_in_a_browser_a_text_comes_token_by_token_and_the_map_changes(
         assert "prompt tokens" in tab.inner_text("#usage")
         assert int(tab.locator("#map").get_attribute("data-draws") or "0") > draws + 5
         assert "cached" in tab.inner_text("#legend")
+        assert tab.inner_text("#host-tier") == "", "the pool has none"
+        told = tab.evaluate(
+            """async () => {
+                const { hostBar } = await import("/page/host_bar.js");
+                const [bar, text] = hostBar({ cached: 1200, held: 2, retired: 0, free: 3 });
+                return [[...bar.children].map((part) => part.style.flexGrow), text.textContent];
+            }"""
+        )
+        assert told == [
+            ["1200", "2", "0", "3"],
+            "Host tier: 1,200 cached · 2 of offloaded sequences · 0 retired · 3 free",
+        ]
         tab.screenshot(path=tmp_path / f"{colours}.png")
 
 

@@ -231,6 +231,7 @@ def _describe_pool(pool: pb.Pool, seen: pb.PoolStatistics, sequences: list[pb.Se
         "block_count": pool.geometry.block_count,
         "block_size": pool.geometry.block_size_tokens,
         "sequence_count": pool.sequence_count,
+        "host_blocks": describe_host_blocks(pool),
         "counters": {
             "generated_tokens": seen.generated_token_count,
             "admitted_tokens": seen.admitted_token_count,
@@ -249,6 +250,19 @@ def _describe_pool(pool: pb.Pool, seen: pb.PoolStatistics, sequences: list[pb.Se
             }
             for each in sequences
         ],
+    }
+
+
+def describe_host_blocks(pool: pb.Pool) -> dict[str, int] | None:
+    """Return the blocks of the host tier by state; None without one."""
+    counts = pool.host_block_counts
+    if not pool.geometry.host_block_count:
+        return None
+    return {
+        "cached": counts.cached_count,
+        "held": counts.held_count,
+        "retired": counts.retired_count,
+        "free": counts.free_count,
     }
 
 

@@ -1,5 +1,6 @@
 // The playground and the live cache. No build step, no libraries: every value from a server goes into the page as text.
 
+import { hostBar } from "./host_bar.js";
 import { BlockMap, KINDS, LABELS, numbers } from "./map.js";
 import { promptBar } from "./prompt_bar.js";
 
@@ -264,6 +265,7 @@ function showFigures() {
     box.append(element("dt", name), element("dd", value));
     return box;
   }));
+  byId("host-tier").replaceChildren(...hostBar(pool.host_blocks));
   byId("keeping").replaceChildren(...(pool.keeping ?? []).map(({ tenant, blocks, limit, until }) => element("li",
     `${tenant ? `${tenant} keeps` : "kept"} ${numbers.format(blocks)} of at most ${numbers.format(limit)} blocks, ` +
       `the next until ${new Date(1000 * until).toLocaleTimeString()}`)));
