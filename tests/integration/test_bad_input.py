@@ -130,6 +130,9 @@ WRONG_PLANS = {
     "negative budget": Wrong(
         {"admission_token_budget": -1}, "INVALID_ARGUMENT", INVALID, {"field": "admission_token_budget", "value": "-1"}
     ),
+    "host copies of no kind": Wrong(
+        {"host_copy_use": 4}, "INVALID_ARGUMENT", INVALID, {"field": "host_copy_use", "value": "4"}
+    ),
     "negative reserve": Wrong({"admission_reserve_block_count": -1}, "INVALID_ARGUMENT"),
     "negative limit of an admission": Wrong(admission(2, PROMPT, max_compute_token_count=-1), "INVALID_ARGUMENT"),
     "salt too long": Wrong(admission(2, PROMPT, salt=bytes(65)), "INVALID_ARGUMENT", INVALID, {"value": "65 bytes"}),

@@ -237,6 +237,7 @@ def _plans() -> list[cache_service_pb2.PlanStepRequest]:
             ],
             "admission_token_budget": 30,
             "admission_reserve_block_count": 2,
+            "host_copy_use": 2,
         },
         {"extends": {"sequence_ids": [1, 2, 3], "token_counts": [1, 1, 1]}},
         {
