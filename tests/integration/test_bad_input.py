@@ -523,6 +523,10 @@ def send_bytes(pair: Pair, service: str, method: Any, data: bytes) -> RefusedErr
         if method.client_streaming:
             for _ in channel.stream_stream(path)(iter([data]), timeout=DEADLINE_S):
                 pass
+        elif method.server_streaming:
+            call = channel.unary_stream(path)(data, timeout=DEADLINE_S)
+            next(call, None)
+            call.cancel()  # a watch does not end by itself
         else:
             channel.unary_unary(path)(data, timeout=DEADLINE_S)
     except grpc.RpcError as error:
