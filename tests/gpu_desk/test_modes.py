@@ -15,6 +15,8 @@ from quire.worker.device.capture import CannotCapture
 from quire.worker.fusion.steps import KernelSteps
 from quire.worker.memory import kv_pool
 from quire.worker.model.modes import Part
+from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.scaled_linear import ScaledLinear
 from quire.worker.run import graphs, pieces
 from quire.worker.run.loading import Loaded, load_warm
 
@@ -107,16 +109,9 @@ def test_a_cpu_has_no_graphs_and_is_not_degraded(model: Path) -> None:
     assert "decode: without CUDA graphs: a CPU has none" in map(str, loaded.model.modes.all())
 
 
-def test_weights_in_float8_are_multiplied_or_dequantized_with_a_reason(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("no kernel for this GPU\nat some line")
-
+def test_weights_in_float8_are_multiplied_in_graphs(model: Path) -> None:
     with FakeGPU():
-        assert reasons(start(model, dtype="bfloat16", quantization="fp8")) == {}
-    monkeypatch.setattr(torch, "_scaled_mm", fail)
-    with FakeGPU():
-        assert reasons(start(model, dtype="bfloat16", quantization="fp8")) == {
-            Part.WEIGHTS: "each product dequantizes its weight: no kernel for this GPU"
-        }
+        loaded = start(model, dtype="bfloat16", quantization="fp8")
+    assert reasons(loaded) == {}
+    layers = [layer for _, layer in quantized_linears(loaded.model._model)]
+    assert all(isinstance(layer, ScaledLinear) and layer.multiplies_float8 for layer in layers)

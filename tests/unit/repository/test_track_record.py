@@ -77,7 +77,7 @@ def test_folders_of_a_machine_are_left_out() -> None:
 
 
 @pytest.mark.skipif(not has_history(), reason="the clone is shallow")
-@pytest.mark.verify
+@pytest.mark.night
 def test_an_old_bug_shows() -> None:
     command = [sys.executable, "tests/robustness/track_record.py", "show", "released-parent-publishes"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -154,6 +154,10 @@ def test_columns_that_torch_reads_beyond_are_dequantized() -> None:
     assert multiply(scaled("int8", KEEP, shape=(7, 33)), 1, torch.bfloat16) is Way.DEQUANTIZED
 
 
+def refuse(*_: object, **__: object) -> Tensor:
+    raise RuntimeError("no kernel for this GPU\nat some line")
+
+
 def test_float8_is_multiplied_once_the_device_has_shown_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has the product too, if a slow one."""
     rounded = InputRounding(torch.float8_e4m3fn)
@@ -162,6 +166,8 @@ def test_float8_is_multiplied_once_the_device_has_shown_that_it_can(monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(torch, "_scaled_mm", lambda *_, **__: torch.zeros(1, 48, dtype=torch.bfloat16))
         assert try_float8([layer]) == "a product in float8, 64 to 48, is wrong"
+        patched.setattr(torch, "_scaled_mm", refuse)
+        assert try_float8([layer]) == "no kernel for this GPU"
     assert not layer.multiplies_float8
     assert try_float8([layer]) is None
     assert multiply(layer, 3, torch.bfloat16) is Way.FLOAT8
