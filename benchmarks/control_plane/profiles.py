@@ -128,8 +128,8 @@ class DecodingClient(MeasuringWorker):
     profile: cProfile.Profile
 
     def _rows(self) -> dict[str, Callable[[int], bytes]]:
-        rows = super()._rows()
-        return {name: rows[name] for name in ("decode step, 256 sequences",)}
+        name = "decode step, 256 sequences"
+        return {name: super()._rows()[name]}
 
     async def _plan(self, bodies: Sequence[bytes]) -> list[bytes]:
         if not self.used:  # the admissions before

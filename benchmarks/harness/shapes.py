@@ -71,12 +71,11 @@ class Shape:
         step_kind = pick_attention("auto", device, block_size=BLOCK_SIZE)
         torch.manual_seed(0)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
-        model.requires_grad_(False)
+            model = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval().requires_grad_(False)
         if flags.quantization is not None:
             quantize_at_load(model, flags.quantization)
         return prepare_model(
-            model.eval(),
+            model,
             max_model_len=max_model_len,
             step_kind=step_kind,
             fused_steps=pick_steps(

@@ -506,7 +506,7 @@ def _zero_of(dtype: torch.dtype) -> Any:
 _real_tolist = torch.Tensor.tolist
 
 
-def _agree_in_kind(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _agree_in_kind(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float) -> bool:
     return (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
 
 

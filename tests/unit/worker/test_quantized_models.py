@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quire.worker.__main__ import main
+from quire.worker.flags import QUANTIZATION_NAMES
 from quire.worker.fusion.steps import TorchSteps
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.modes import Part
@@ -59,7 +60,7 @@ def test_a_model_with_rounded_inputs_passes_the_self_check_and_gives_its_own_tok
         assert tokens[: len(prompt) + 1] == zoo.generate(model._model, prompt, 1)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", QUANTIZATION_NAMES)
 def test_a_plain_model_is_quantized_at_load(kind: str, tmp_path: Path) -> None:
     model = load_model(zoo.save("llama", tmp_path), max_model_len=driver.MAX_MODEL_LEN, quantization=kind)
     assert {mode.part: mode.how for mode in model.modes.all()}[Part.WEIGHTS] == f"quantized, {kind} at load"

@@ -71,17 +71,20 @@ class WorkerConfig:
         return self.tensor_parallel_size > 1
 
     @property
+    def _ranks(self) -> str:
+        return f"--tensor-parallel-size {self.tensor_parallel_size}"
+
+    @property
     def conflict(self) -> str | None:
         """The flags that exclude each other, with the reason, for people; None if there are none."""
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             return "--num-blocks and --kv-cache-memory exclude each other."
         if self.holder is not None and self.has_ranks:
-            return f"--holder excludes --tensor-parallel-size {self.tensor_parallel_size}: it keeps one pool on a CPU."
+            return f"--holder excludes {self._ranks}: it keeps one pool on a CPU."
         if self.holder is not None and self.device not in ("auto", "cpu"):
             return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
         if self.quantization is not None and self.has_ranks:
-            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
-            return f"--quantization excludes {ranks}: quantized weights are not divided among ranks."
+            return f"--quantization excludes {self._ranks}: quantized weights are not divided among ranks."
         if self.verify_kept_blocks and self.holder is None:
             return "--verify-kept-blocks needs --holder."
         if self.host_cache_share and not self.host_memory_bytes:
@@ -91,8 +94,7 @@ class WorkerConfig:
         if not self.deterministic:
             return None
         if self.has_ranks:
-            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
-            return f"--deterministic excludes {ranks}: a sum over ranks has no fixed order."
+            return f"--deterministic excludes {self._ranks}: a sum over ranks has no fixed order."
         if self.attention == "flashinfer":
             return "--deterministic excludes --attention flashinfer: it divides keys by the batch."
         if self.products != "auto":
@@ -103,8 +105,7 @@ class WorkerConfig:
     def adapter_conflict(self) -> str | None:
         """The flag that excludes adapters, with the reason, for people; None if there is none."""
         if self.has_ranks:
-            ranks = f"--tensor-parallel-size {self.tensor_parallel_size}"
-            return f"--lora excludes {ranks}: an adapter's weights are not divided among ranks."
+            return f"--lora excludes {self._ranks}: an adapter's weights are not divided among ranks."
         if self.device not in ("auto", "cpu"):
             return f"--lora excludes --device {self.device}: adapters run on a CPU only."
         if self.fuse:

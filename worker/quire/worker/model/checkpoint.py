@@ -82,6 +82,9 @@ def load_model(
     )
     if quantization is not None:
         _quantize(model, quantization)
+    fault = find_fault(model)
+    if fault is not None:
+        raise UnsupportedModel(type(model).__name__, f"its weight {fault}")
     model = model.eval().requires_grad_(False).to(device)
     return prepare_model(
         model,
@@ -129,9 +132,6 @@ def _quantize(model: Any, kind: str) -> None:
         quantize_at_load(model, kind)
     except UnsupportedFormat as error:
         raise UnsupportedModel(type(model).__name__, f"--quantization {kind}: {error}") from error
-    fault = find_fault(model)
-    if fault is not None:
-        raise UnsupportedModel(type(model).__name__, f"its weight {fault}")
     log.info("weights: quantized, %s at load", kind)
 
 
@@ -244,9 +244,6 @@ def _load_weights(
     unused = find_unused_scale(info["unexpected_keys"])
     if unused is not None:
         raise UnsupportedModel(type(model).__name__, f"its weight {unused} is the scale of no quantized linear layer")
-    fault = find_fault(model)
-    if fault is not None:
-        raise UnsupportedModel(type(model).__name__, f"its weight {fault}")
     if sharding is not None:
         sharding.finish(model)
     return model

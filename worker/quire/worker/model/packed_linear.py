@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quire.worker.device.rounding import agree
+
 # Greatest difference from the plain product, of the largest result. Beyond it a layer stays as it is.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 # The size from which on a weight is packed.
@@ -118,6 +120,4 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 def _agrees(packed: PackedLinear, weight: Tensor, bias: Tensor | None) -> bool:
     rows = torch.linspace(-1, 1, 3 * weight.shape[1]).sin().view(3, -1).to(weight.dtype)
-    expected = F.linear(rows, weight, bias).float()
-    difference = (packed(rows).float() - expected).abs().max()
-    return bool(difference <= TOLERANCES[weight.dtype] * expected.abs().max().clamp_min(1e-6))
+    return agree(packed(rows), F.linear(rows, weight, bias), tolerance=TOLERANCES[weight.dtype])

@@ -27,7 +27,7 @@ from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
-from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_linear import count_layer_weights, quantized_linears
 from quire.worker.unsupported_model import first_line
 
 Reference = Callable[[Tensor], Tensor]
@@ -104,11 +104,7 @@ class PagedModel:
     @property
     def num_layer_parameters(self) -> int:
         """The parameters that each token of a step is computed with: all but the embedding's and the output layer's."""
-        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
-        left_out = {parameter for module in ends if module is not None for parameter in module.parameters()}
-        quantized = sum(linear.num_weights for _, linear in quantized_linears(self._model))
-        plain: int = sum(each.numel() for each in self._model.parameters() if each not in left_out)
-        return plain + quantized
+        return sum(count_layer_weights(self._model))
 
     def make_pool(
         self,

@@ -49,9 +49,9 @@ from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, fi
 log = logging.getLogger(__name__)
 
 EXPERTS = ("grouped_mm", "eager")
+"""Ways to run a mixture of experts, the fastest first."""
 TILED_DTYPES = (torch.bfloat16,)
 """Of the linear layers that are packed in a model that computes in tiles: packing changes the bits of its results."""
-"""Ways to run a mixture of experts, the fastest first."""
 
 
 class Arithmetic(Enum):
@@ -93,7 +93,7 @@ def prepare_model(
     pin_rope(model, max_model_len)
     arithmetic = Arithmetic.of(deterministic=deterministic, is_fused=fused_steps is not None)
     experts = _choose_experts_implementation(model, arithmetic)
-    without_float8 = _choose_float8(model) if arithmetic is Arithmetic.ANY else "--deterministic"
+    without_float8 = _choose_float8(model, arithmetic)
     paged = _prepare(
         model,
         max_model_len=max_model_len,
@@ -116,11 +116,13 @@ def prepare_model(
     return paged
 
 
-def _choose_float8(model: Any) -> str:
-    """Let quantized layers multiply in float8 on a GPU that can. Returns why it can't, "" if it can or none has to."""
-    layers = [layer for _, layer in quantized_linears(model) if isinstance(layer, ScaledLinear)]
-    layers = [layer for layer in layers if layer.way is Way.FLOAT8]
-    return (try_float8(layers) or "") if layers and model.device.type == "cuda" else ""
+def _choose_float8(model: Any, arithmetic: Arithmetic) -> str:
+    """Let quantized layers multiply in float8 on a GPU that can. Returns why not; "" if they do, or none could."""
+    linears = (layer for _, layer in quantized_linears(model))
+    layers = [layer for layer in linears if isinstance(layer, ScaledLinear) and layer.way is Way.FLOAT8]
+    if not layers or model.device.type != "cuda":
+        return ""
+    return "--deterministic" if arithmetic is not Arithmetic.ANY else try_float8(layers) or ""
 
 
 def _note_weights(paged: PagedModel, model: Any, without_float8: str) -> None:

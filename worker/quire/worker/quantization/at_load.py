@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.worker.quantization.inputs import InputRounding
-from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_linear import count_layer_weights
 from quire.worker.quantization.quantizer import replace_linears
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat
@@ -35,11 +35,7 @@ def quantize_at_load(model: Any, kind: str) -> None:
         return layer
 
     replace_linears(model, Scheme(form.name, quantized))
-    num_quantized = sum(layer.num_weights for _, layer in quantized_linears(model))
-    ends = {
-        id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None
-    }
-    num_plain = sum(each.numel() for each in model.parameters() if id(each) not in ends)
+    num_quantized, num_plain = count_layer_weights(model)
     share = num_quantized / max(1, num_quantized + num_plain)
     if share < LEAST_SHARE:
         raise UnsupportedFormat(f"only {share:.0%} of its weights are in linear layers")

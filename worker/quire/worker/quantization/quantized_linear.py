@@ -72,6 +72,14 @@ def quantized_linears(model: Any) -> Iterator[tuple[str, QuantizedLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
 
 
+def count_layer_weights(model: Any) -> tuple[int, int]:
+    """Return the numbers of a model's quantized weights and of its others, without embedding and output layer."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    left_out = {parameter for module in ends if module is not None for parameter in module.parameters()}
+    num_quantized = sum(linear.num_weights for _, linear in quantized_linears(model))
+    return num_quantized, sum(each.numel() for each in model.parameters() if each not in left_out)
+
+
 def is_finite(tensor: Tensor) -> bool:
     """True if all elements are finite. float8, which has no comparison, is converted."""
     if tensor.itemsize == 1:

@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from quire.worker.device.rounding import agree
 from quire.worker.quantization.inputs import INPUT_SCALE, KEEP, InputRounding, half_range, round_to
 from quire.worker.quantization.products import (
     FEW_ROWS_MULTIPLE,
@@ -156,13 +157,8 @@ def try_float8(layers: Sequence[ScaledLinear]) -> str | None:
         except (RuntimeError, ValueError) as error:
             return str(error).splitlines()[0]
         expected = torch.nn.functional.linear(layer.inputs.round(row, layer), layer.dequantized(row.dtype))
-        if not agree(found, expected):
+        if not agree(found, expected, tolerance=TOLERANCE):
             return f"a product in float8, {layer.in_features} to {layer.out_features}, is wrong"
     for layer in layers:
         layer.multiplies_float8 = True
     return None
-
-
-def agree(found: Tensor, expected: Tensor) -> bool:
-    """True if two products differ by no more than TOLERANCE of the largest result. Waits for the device."""
-    return float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())

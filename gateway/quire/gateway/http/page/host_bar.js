@@ -1,5 +1,6 @@
 // The blocks of a pool's host tier by state: a bar, and the same in words.
 
+import { bar } from "./bar.js";
 import { numbers } from "./map.js";
 
 const WORDS = { cached: "cached", held: "of offloaded sequences", retired: "retired", free: "free" };
@@ -7,16 +8,8 @@ const WORDS = { cached: "cached", held: "of offloaded sequences", retired: "reti
 // Returns the elements below the map; none for a pool without a host tier.
 export function hostBar(counts) {
   if (!counts) return [];
-  const bar = document.createElement("div");
-  bar.ariaHidden = "true";
-  for (const name of Object.keys(WORDS)) {
-    const part = document.createElement("i");
-    part.className = name;
-    part.style.flexGrow = String(counts[name]);
-    bar.append(part);
-  }
   const text = document.createElement("span");
   const words = Object.entries(WORDS).map(([name, word]) => `${numbers.format(counts[name])} ${word}`);
   text.textContent = `Host tier: ${words.join(" · ")}`;
-  return [bar, text];
+  return [bar(counts), text];
 }

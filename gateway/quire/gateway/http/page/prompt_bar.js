@@ -1,5 +1,6 @@
 // What the prefix cache had of an answer's prompt: a bar, the same in words, and why the rest was not found.
 
+import { bar } from "./bar.js";
 import { numbers } from "./map.js";
 
 const REASONS = {
@@ -28,18 +29,10 @@ export function promptBar(usage, diagnosis) {
   const parts = { found, written, computed: Math.max(0, usage.prompt_tokens - found - written) };
   const box = document.createElement("div");
   box.className = "prompt-bar";
-  const bar = document.createElement("div");
-  bar.ariaHidden = "true";
-  for (const [name, count] of Object.entries(parts)) {
-    const part = document.createElement("i");
-    part.className = name;
-    part.style.flexGrow = String(count);
-    bar.append(part);
-  }
   const why = describeMiss(diagnosis);
   const text = document.createElement("span");
   text.textContent = `${numbers.format(found)} found · ${numbers.format(written)} written · ` +
     `${numbers.format(parts.computed)} computed otherwise${why ? ` · not all found: ${why}` : ""}`;
-  box.append(bar, text);
+  box.append(bar(parts), text);
   return box;
 }
