@@ -199,6 +199,21 @@ def test_the_time_of_a_step_is_that_of_the_nearest_ones_measured() -> None:
     assert costs.device_s(512) >= 2 * costs.device_s(256) - 1.0
 
 
+def test_longer_steps_than_those_measured_are_learned_by_one_for_each_doubling() -> None:
+    costs = StepCosts()
+    costs.observe(1000, device_s=4.0, period_s=4.0, is_ahead=False, has_prompts=True)
+    assert not costs.is_known, "a token of a prompt costs less than others"
+    for _ in range(2):
+        costs.observe(64, device_s=1.0, period_s=1.0, is_ahead=True)
+    assert costs.is_known
+    assert costs.device_s(128) == pytest.approx(1.256), "no less than tokens of prompts"
+    assert costs.device_s(256) == pytest.approx(2.512), "in proportion, until one of 128 was measured"
+    costs.observe(128, device_s=3.0, period_s=3.0, is_ahead=False)
+    assert costs.device_s(96) == pytest.approx(2.0)
+    assert costs.device_s(256) == pytest.approx(7.0), "as from 64 to 128"
+    assert costs.device_s(512) == pytest.approx(14.0)
+
+
 def test_the_first_steps_of_a_worker_are_forgotten() -> None:
     costs = StepCosts()
     for seconds in (3.0, 0.01, 0.01):
@@ -361,16 +376,27 @@ def test_a_request_that_shares_nothing_neither_gives_nor_takes_answers() -> None
 
 # Time.
 
+MANY = 64
+
 
 class Timed(World):
-    """A world with a clock: a step takes its device base_s and token_s for each token, a plan takes plan_s."""
+    """A world with a clock: a step takes its device base_s and token_s for each decode or draft, a plan takes plan_s.
 
-    def __init__(self, shape: SchedulerLimits, speculative: SpeculativeConfig | None, *, token_s: float) -> None:
+    A token of a prompt takes prompt_s.
+    """
+
+    def __init__(
+        self, shape: SchedulerLimits, speculative: SpeculativeConfig | None, *, token_s: float, prompt_s: float
+    ) -> None:
         super().__init__(shape, speculative=speculative)
         self.scheduler._verify = False
-        self.base_s, self.token_s, self.plan_s = 0.010, token_s, 0.001
+        self.base_s, self.token_s, self.prompt_s, self.plan_s = 0.010, token_s, prompt_s, 0.001
         self.now = self.device_free_at = self.last_end = 0.0
         self.times: dict[int, tuple[float, float, bool]] = {}
+
+    def device_s(self, step: StepInFlight) -> float:
+        num_decodes = len(step.seq_ids) + sum(map(len, step.drafts.values()))
+        return self.base_s + self.token_s * num_decodes + self.prompt_s * (sum(step.counts) - num_decodes)
 
     def plan(self, *happenings: abc.Callable[[], None]) -> bool:
         began, is_ahead = self.now, bool(self.flight)
@@ -380,7 +406,7 @@ class Timed(World):
         step = self.flight[-1][0]
         if self.scheduler.step_costs is not None:
             self.scheduler.step_costs.observe_plan(self.plan_s)
-        took = self.base_s + self.token_s * sum(step.counts) if step.seq_ids else 0.0
+        took = self.device_s(step) if step.seq_ids else 0.0
         self.device_free_at = max(self.now, self.device_free_at) + took
         self.times[step.step_number] = began, self.device_free_at, is_ahead
         return True
@@ -390,31 +416,50 @@ class Timed(World):
         began, ended, is_ahead = self.times[step.step_number]
         self.now = max(self.now, ended)
         if step.seq_ids and self.scheduler.step_costs is not None:
-            num_tokens = sum(step.counts)
             since = max(began, self.last_end) if is_ahead else began
-            device_s = self.base_s + self.token_s * num_tokens
             self.scheduler.step_costs.observe(
-                num_tokens, device_s=device_s, period_s=self.now - since, is_ahead=is_ahead
+                step.num_tokens,
+                device_s=self.device_s(step),
+                period_s=self.now - since,
+                is_ahead=is_ahead,
+                has_prompts=step.has_prompts,
             )
         self.last_end = self.now
         super().end_step(**more)
 
 
-def seconds(speculative: SpeculativeConfig | None, num_requests: int, *, seed: int, token_s: float) -> float:
-    shape = limits(max_draft_count=8, max_step_tokens=256, num_blocks=4000, max_sequence_tokens=1000)
-    world = Timed(replace(shape, max_running_sequences=64), speculative, token_s=token_s)
+def seconds(
+    speculative: SpeculativeConfig | None,
+    num_requests: int,
+    *,
+    seed: int,
+    token_s: float,
+    prompt_s: float | None = None,
+) -> float:
+    """Return the time until all requests have ended. A prompt's tokens take as long as others, or prompt_s.
+
+    Many requests are short ones: what is tried for too long costs most there.
+    """
+    shape = limits(max_draft_count=8, max_step_tokens=1024, num_blocks=4000, max_sequence_tokens=1000)
+    world = Timed(
+        replace(shape, max_running_sequences=MANY),
+        speculative,
+        token_s=token_s,
+        prompt_s=token_s if prompt_s is None else prompt_s,
+    )
     dice = random.Random(seed)
     sequences: list[Sequence] = []
+    max_tokens = 100 if num_requests < MANY else 32
     for index in range(num_requests):
         prompt = [dice.randrange(7) for _ in range(30)]
-        sequences += world.add(prompt, max_tokens=100, seed=seed + index, ends=())
+        sequences += world.add(prompt, max_tokens=max_tokens, seed=seed + index, ends=())
     world.run()
     assert all(world.output[each.arrival] == expected_of(each, ()) for each in sequences)
     assert all(each.state is SequenceState.FINISHED for each in sequences)
     return world.now
 
 
-@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("num_requests", [1, 8, MANY])
 @pytest.mark.parametrize("token_s", [0.0001, 0.005])
 def test_where_nothing_comes_true_next_to_nothing_is_lost(num_requests: int, token_s: float) -> None:
     plain, drafted = (seconds(config, num_requests, seed=0, token_s=token_s) for config in (None, CONFIG))
@@ -427,9 +472,12 @@ def test_where_much_comes_true_much_is_won(num_requests: int) -> None:
     assert plain >= 1.5 * drafted
 
 
-@pytest.mark.parametrize("num_requests", [1, 8])
-def test_where_tokens_cost_as_much_as_steps_nothing_is_lost(num_requests: int) -> None:
-    plain, drafted = (seconds(config, num_requests, seed=COPYING, token_s=0.02) for config in (None, CONFIG))
+@pytest.mark.parametrize(("num_requests", "prompt_s"), [(1, 0.02), (8, 0.02), (8, 0.0002), (MANY, 0.0002)])
+def test_where_tokens_cost_as_much_as_steps_nothing_is_lost(num_requests: int, prompt_s: float) -> None:
+    """Though a prompt's may cost a hundredth."""
+    plain, drafted = (
+        seconds(config, num_requests, seed=COPYING, token_s=0.02, prompt_s=prompt_s) for config in (None, CONFIG)
+    )
     assert drafted <= 1.03 * plain
 
 

@@ -728,7 +728,13 @@ class Engine:
         began = max(self._last_step_at, sent.began_at) if sent.is_ahead else sent.began_at
         self._last_step_at = ended
         if sent.step.seq_ids:
-            costs.observe(sum(sent.step.counts), device_s=device_s, period_s=ended - began, is_ahead=sent.is_ahead)
+            costs.observe(
+                sent.step.num_tokens,
+                device_s=device_s,
+                period_s=ended - began,
+                is_ahead=sent.is_ahead,
+                has_prompts=sent.step.has_prompts,
+            )
 
     def _span(self, name: str, sequences: abc.Iterable[Sequence]) -> StepSpan | NoSpan:
         """A span for work on these sequences."""

@@ -246,6 +246,16 @@ class StepInFlight:
     is_void: bool = False
     drafts: abc.Mapping[int, abc.Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that it computes."""
+        return sum(self.counts)
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if a run has tokens that are neither decoded nor drafted."""
+        return self.num_tokens > len(self.seq_ids) + sum(map(len, self.drafts.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:

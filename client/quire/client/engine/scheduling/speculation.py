@@ -173,6 +173,17 @@ def _most_tokens(
     return best, best_counts
 
 
+def _probe(guessing: abc.Mapping[Sequence, abc.Sequence[float]], *, most: int) -> dict[Sequence, int]:
+    """Return drafts for sequences with probable guesses, so many together at most."""
+    counts: dict[Sequence, int] = {}
+    for sequence, chances in guessing.items():
+        count = min(most, len(chances))
+        if count and chances[0] > _PROBE_CHANCE:
+            counts[sequence] = count
+            most -= count
+    return counts
+
+
 class Speculation:
     """Gives sequences their drafts."""
 
@@ -304,7 +315,7 @@ class Speculation:
             self._num_asked, self._num_drafts, self._num_accepted = num_all, sum(choice.counts), 0
             return {each: count for each, count in zip(guessing, choice.counts, strict=True) if count}
         if self._steps_without > _PROBE_EVERY:
-            return {each: len(chances) for each, chances in guessing.items() if chances[0] > _PROBE_CHANCE}
+            return _probe(guessing, most=max(most, num_all))
         return {}
 
     def _judge(self) -> None:
