@@ -295,6 +295,23 @@ def test_drafts_stay_within_max_tokens_and_the_share_of_prompts() -> None:
         assert world.output[sequence.arrival] == expected_of(sequence, ())
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_no_step_has_more_drafts_than_the_worker_samples_tokens(adaptive: bool) -> None:
+    """It would compute the others for nothing."""
+    world = drafting(limits(max_draft_count=4, max_step_tokens=64, max_sampled_tokens=8))
+    world.scheduler._speculation._config = replace(world.scheduler._speculation._config, adaptive=adaptive)
+    sequences = [world.add([1, 2, 3, 4], max_tokens=30, seed=COPYING, ends=())[0] for _ in range(3)]
+    most = 0
+    while world.scheduler.has_work:
+        world.turn()
+        for step, _, _ in world.flight:
+            assert len(step.seq_ids) + sum(map(len, step.drafts.values())) <= 8
+            most = max(most, *map(len, step.drafts.values()), 0)
+    assert most
+    for sequence in sequences:
+        assert world.output[sequence.arrival] == expected_of(sequence, ())
+
+
 def test_a_plan_that_cachemgr_is_not_ready_for_is_made_again() -> None:
     """The outcome of drafts reaches cachemgr after the next plan: SEQUENCE_BUSY. Nothing is preempted or lost."""
     world = drafting(limits(max_draft_count=4))

@@ -860,6 +860,7 @@ class Engine:
             session.geometry,
             max_step_tokens=min(self._config.max_step_tokens, allowed),
             max_running_sequences=self._config.max_running_sequences,
+            max_sampled_tokens=session.model.max_sampled_token_count or None,
             max_expected_prompts=self._config.max_expected_prompts,
         )
 

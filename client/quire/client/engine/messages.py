@@ -84,6 +84,7 @@ def limits_of(
     *,
     max_step_tokens: int,
     max_running_sequences: int,
+    max_sampled_tokens: int | None = None,
     max_expected_prompts: int = DEFAULT_EXPECTED_PROMPTS,
 ) -> SchedulerLimits:
     """The limits of a pool, within those of the configuration.
@@ -101,6 +102,7 @@ def limits_of(
         num_host_blocks=geometry.host_block_count,
         block_bytes=geometry.block_bytes,
         max_draft_count=geometry.max_draft_count,
+        max_sampled_tokens=max_sampled_tokens,
         has_recurrent_state=geometry.has_recurrent_state,
         layer_groups=tuple(map(_decode_layer_group, geometry.layer_groups)),
     )

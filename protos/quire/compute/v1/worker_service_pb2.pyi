@@ -186,6 +186,7 @@ class GetModelResponse(_message.Message):
     MAX_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The display name: the last part of the path, or the hub id."""
     architecture: _builtins.str
@@ -208,6 +209,11 @@ class GetModelResponse(_message.Message):
     """The limit of log-probabilities per token in a request."""
     max_adapter_count: _builtins.int
     """The limit of adapters. 0: the worker takes none."""
+    max_sampled_token_count: _builtins.int
+    """The limit of tokens that one step samples: one of each sequence, and one behind
+    each draft. In a step with more, only the first drafts of each run are verified.
+    0 (older workers): unknown.
+    """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens at which generation ends."""
@@ -237,10 +243,11 @@ class GetModelResponse(_message.Message):
         max_logprob_count: _builtins.int = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         max_adapter_count: _builtins.int = ...,
+        max_sampled_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_adapter_count", b"max_adapter_count", "max_logprob_count", b"max_logprob_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "device", b"device", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "epoch", b"epoch", "geometry", b"geometry", "kv_dtype", b"kv_dtype", "max_adapter_count", b"max_adapter_count", "max_logprob_count", b"max_logprob_count", "max_sampled_token_count", b"max_sampled_token_count", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

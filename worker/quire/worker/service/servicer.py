@@ -14,6 +14,7 @@ from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 from quire.serving.errors import answering, to_message
 from quire.worker.grant.errors import Reason, Refused, invalid
+from quire.worker.memory.step_batch import max_logits
 from quire.worker.run.executor import Outcome, StepResult
 from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
@@ -79,6 +80,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 for name, identity in sorted(self._steps.adapters.names.items())
             ],
             max_adapter_count=self._adapters.max_adapters,
+            max_sampled_token_count=max_logits(self._geometry.max_sequence_count),
         )
 
     @refusing

@@ -213,8 +213,12 @@ type GetModelResponse struct {
 	Adapters []*Adapter `protobuf:"bytes,13,rep,name=adapters,proto3" json:"adapters,omitempty"`
 	// The limit of adapters. 0: the worker takes none.
 	MaxAdapterCount int32 `protobuf:"varint,14,opt,name=max_adapter_count,json=maxAdapterCount,proto3" json:"max_adapter_count,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The limit of tokens that one step samples: one of each sequence, and one behind
+	// each draft. In a step with more, only the first drafts of each run are verified.
+	// 0 (older workers): unknown.
+	MaxSampledTokenCount int32 `protobuf:"varint,15,opt,name=max_sampled_token_count,json=maxSampledTokenCount,proto3" json:"max_sampled_token_count,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GetModelResponse) Reset() {
@@ -341,6 +345,13 @@ func (x *GetModelResponse) GetAdapters() []*Adapter {
 func (x *GetModelResponse) GetMaxAdapterCount() int32 {
 	if x != nil {
 		return x.MaxAdapterCount
+	}
+	return 0
+}
+
+func (x *GetModelResponse) GetMaxSampledTokenCount() int32 {
+	if x != nil {
+		return x.MaxSampledTokenCount
 	}
 	return 0
 }
@@ -2372,7 +2383,7 @@ var File_quire_compute_v1_worker_service_proto protoreflect.FileDescriptor
 const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\n" +
 	"%quire/compute/v1/worker_service.proto\x12\x10quire.compute.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bquire/cache/v1/attach.proto\x1a\x1aquire/cache/v1/error.proto\x1a\x1aquire/cache/v1/grant.proto\"\x11\n" +
-	"\x0fGetModelRequest\"\xf2\x03\n" +
+	"\x0fGetModelRequest\"\xa9\x04\n" +
 	"\x10GetModelResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1c\n" +
@@ -2388,7 +2399,8 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0fmax_step_tokens\x18\v \x01(\x05R\rmaxStepTokens\x12*\n" +
 	"\x11max_logprob_count\x18\f \x01(\x05R\x0fmaxLogprobCount\x125\n" +
 	"\badapters\x18\r \x03(\v2\x19.quire.compute.v1.AdapterR\badapters\x12*\n" +
-	"\x11max_adapter_count\x18\x0e \x01(\x05R\x0fmaxAdapterCount\"9\n" +
+	"\x11max_adapter_count\x18\x0e \x01(\x05R\x0fmaxAdapterCount\x125\n" +
+	"\x17max_sampled_token_count\x18\x0f \x01(\x05R\x14maxSampledTokenCount\"9\n" +
 	"\aAdapter\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bidentity\x18\x02 \x01(\fR\bidentity\"<\n" +

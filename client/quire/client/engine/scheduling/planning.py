@@ -177,13 +177,14 @@ class Planning:
         self._budget -= len(ready)
 
     def _cut_drafts(self, num_decodes: int) -> None:
-        """Keep as many drafts as leave prompts their share of the step."""
+        """Keep as many drafts as leave prompts their share of the step, the same most of each sequence."""
         left = self._limits.max_decode_tokens - num_decodes
-        for seq_id, drafts in self._drafts.items():
-            token_ids = drafts.token_ids[: max(0, left)]
-            left -= len(token_ids)
-            if token_ids:
-                self._drafted[seq_id] = token_ids
+        counts = [len(drafts.token_ids) for drafts in self._drafts.values()]
+        most = max(counts)
+        while most and sum(min(most, count) for count in counts) > left:
+            most -= 1
+        if most:
+            self._drafted = {seq_id: drafts.token_ids[:most] for seq_id, drafts in self._drafts.items()}
 
     def _add_drafts(self) -> None:
         """Ask for the last tokens of sequences with drafts, and for the drafts."""

@@ -43,6 +43,7 @@ class SchedulerLimits:
     num_host_blocks          blocks of the host tier; 0: there is none
     block_bytes              bytes that a copy of a block moves
     max_draft_count          drafts of a sequence in a step; 0: none
+    max_sampled_tokens       tokens that a step samples: one of each sequence, and one behind each draft; None: any
     has_recurrent_state      the model keeps a state per sequence: no prefix is shared, and no beam can be forked again
     layer_groups             the groups of layers with a block table each; none: one full group
     tables                   the blocks of a sequence, by these groups
@@ -60,15 +61,16 @@ class SchedulerLimits:
     num_host_blocks: int = 0
     block_bytes: int = 0
     max_draft_count: int = 0
+    max_sampled_tokens: int | None = None
     has_recurrent_state: bool = False
     layer_groups: tuple[LayerGroup, ...] = ()
     tables: BlockTables = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name not in ("layer_groups", "tables")):
-            least = 0 if name in _MAY_BE_ZERO else 1
-            if getattr(self, name) < least:
-                raise InvalidRequest.of_field(name, getattr(self, name), f"at least {least}")
+            least, value = 0 if name in _MAY_BE_ZERO else 1, getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidRequest.of_field(name, value, f"at least {least}")
         object.__setattr__(self, "tables", BlockTables(self.block_size, self.layer_groups))
 
     @property
@@ -79,7 +81,8 @@ class SchedulerLimits:
     @property
     def max_decode_tokens(self) -> int:
         """Tokens of a step that are not kept for prompts: a token of each sequence that decodes, and their drafts."""
-        return self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE
+        computed = self.max_step_tokens - self.max_step_tokens // _PROMPT_SHARE
+        return computed if self.max_sampled_tokens is None else min(computed, self.max_sampled_tokens)
 
     @property
     def max_tokens_per_sequence(self) -> int:
