@@ -221,6 +221,14 @@ def test_the_first_steps_of_a_worker_are_forgotten() -> None:
     assert costs.device_s(1) == pytest.approx(0.01)
 
 
+def test_a_first_step_that_took_long_says_nothing_of_larger_ones() -> None:
+    costs = StepCosts()
+    for num_tokens, device_s in ((1, 3.0), (64, 0.5), (66, 0.5)):
+        costs.observe(num_tokens, device_s=device_s, period_s=device_s, is_ahead=True)
+    assert costs.device_s(64) == pytest.approx(0.5)
+    assert costs.device_s(32) == pytest.approx(0.5)
+
+
 def best(
     chances: list[list[float]], costs: StepCosts, *, num_others: int = 0, budget: int = 100
 ) -> tuple[Way, list[int]]:

@@ -38,8 +38,10 @@ _PROVEN = 64
 _HARDEST_GAIN = 3.0
 _FORGETS = 0.999
 _PROBE_CHANCE = 0.7
+_FIRST_PROBE = 16
 _PROBE_EVERY = 128
-"""Steps between two probes: a step with drafts that do not seem to pay, when most guesses come true, to measure it."""
+"""Steps before the first probe, and between two of them later: a step with drafts that do not seem to pay, when most
+guesses come true, to measure it. The first step of a size is often slow, so the first probes come soon."""
 
 
 _EPSILON_S = 1e-9
@@ -203,6 +205,7 @@ class Speculation:
         self._num_drafts = 0
         self._num_accepted = 0  # of these
         self._steps_without = 0
+        self._probe_after = _FIRST_PROBE
 
     # The life of a sequence.
 
@@ -314,9 +317,12 @@ class Speculation:
         if self._together.is_on or choice.gain > (1.0 if self._held else self._together.least_gain):
             self._num_asked, self._num_drafts, self._num_accepted = num_all, sum(choice.counts), 0
             return {each: count for each, count in zip(guessing, choice.counts, strict=True) if count}
-        if self._steps_without > _PROBE_EVERY:
-            return _probe(guessing, most=max(most, num_all))
-        return {}
+        if self._steps_without <= self._probe_after:
+            return {}
+        probed = _probe(guessing, most=max(most, num_all))
+        if probed:
+            self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
+        return probed
 
     def _judge(self) -> None:
         """Take the gain of the last step together, by the tokens that came."""

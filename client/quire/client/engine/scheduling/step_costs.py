@@ -83,7 +83,7 @@ class StepCosts:
     def device_s(self, num_tokens: float) -> float:
         """Return the time of a step of so many decodes and drafts on the device; 0 while nothing is known.
 
-        Between two measured ones it is on the line. A longer one than all of them goes on as the last two do, up to
+        Between two measured ones it is on the line, and takes no more than the longer one. A longer one than all of them goes on as the last two do, up to
         twice as long, and beyond that in proportion: so what longer steps take is learned by one step for each doubling.
         """
         known = self._known
@@ -94,8 +94,7 @@ class StepCosts:
             return known[0][1]
         if above < len(known):
             (low, low_s), (high, high_s) = known[above - 1], known[above]
-            share = (num_tokens - low) / (high - low)
-            return max(low_s, low_s + share * (high_s - low_s))
+            return high_s - (high - num_tokens) / (high - low) * max(0.0, high_s - low_s)
         most, most_s = known[-1]
         near = min(num_tokens, 2 * most)
         return (most_s + self._token_s * (near - most)) * num_tokens / near
