@@ -41,7 +41,8 @@ _PROBE_CHANCE = 0.7
 _FIRST_PROBE = 16
 _PROBE_EVERY = 128
 """Steps before the first probe, and between two of them later: a step with drafts that do not seem to pay, when most
-guesses come true, to measure it. The first step of a size is often slow, so the first probes come soon."""
+guesses come true, to measure it. The first step of a size is often slow, so the first probes come soon. After so many
+steps with drafts one without is measured again, too."""
 
 
 _EPSILON_S = 1e-9
@@ -205,6 +206,7 @@ class Speculation:
         self._num_drafts = 0
         self._num_accepted = 0  # of these
         self._steps_without = 0
+        self._steps_with = 0  # one after the other
         self._probe_after = _FIRST_PROBE
 
     # The life of a sequence.
@@ -279,6 +281,9 @@ class Speculation:
         self._let_go([each for each in self._held if id_of(each) not in made])
         if made:
             self._steps_without = 0
+            self._steps_with += 1
+        else:
+            self._steps_with = 0
         return made
 
     @property
@@ -315,8 +320,9 @@ class Speculation:
         if not is_on:
             self._together.expect(choice.gain if choice.way is Way.TOGETHER else 0.0)
         if self._together.is_on or choice.gain > (1.0 if self._held else self._together.least_gain):
-            self._num_asked, self._num_drafts, self._num_accepted = num_all, sum(choice.counts), 0
-            return {each: count for each, count in zip(guessing, choice.counts, strict=True) if count}
+            counts = choice.counts if self._steps_with < _PROBE_EVERY else [0] * len(guessing)
+            self._num_asked, self._num_drafts, self._num_accepted = num_all, sum(counts), 0
+            return {each: count for each, count in zip(guessing, counts, strict=True) if count}
         if self._steps_without <= self._probe_after:
             return {}
         probed = _probe(guessing, most=max(most, num_all))

@@ -83,8 +83,9 @@ class StepCosts:
     def device_s(self, num_tokens: float) -> float:
         """Return the time of a step of so many decodes and drafts on the device; 0 while nothing is known.
 
-        Between two measured ones it is on the line, and takes no more than the longer one. A longer one than all of them goes on as the last two do, up to
-        twice as long, and beyond that in proportion: so what longer steps take is learned by one step for each doubling.
+        Between two measured ones it is on the line, and takes no more than the longer one. A longer one than all of
+        them goes on as the last two do, up to twice as long, and beyond that in proportion: so what longer steps take
+        is learned by one step for each doubling.
         """
         known = self._known
         if not known:
