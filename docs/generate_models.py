@@ -27,6 +27,13 @@ from quire.worker.memory.kv_pool import bytes_per_block  # noqa: E402
 from quire.worker.memory.layer_groups import LayerGroup, LayerGroups, group_layers, one_group  # noqa: E402
 from quire.worker.memory.layer_spec import Causal, Chunked, LayerSpec, Mask, Sliding  # noqa: E402
 from quire.worker.model.cached_model import CachedModel  # noqa: E402
+from quire.worker.model.kv_scales import (  # noqa: E402
+    NUM_ALONE,
+    NUM_PROMPTS,
+    PROMPT_TOKENS,
+    calibrate_kv_scales,
+    measure_kv_error,
+)
 from quire.worker.model.paged_model import PagedModel  # noqa: E402
 from quire.worker.model.pinned_rope import pin_rope  # noqa: E402
 from quire.worker.model.preparing import prepare_model  # noqa: E402
@@ -105,6 +112,19 @@ length is computed with frequencies that were made for long ones, which can lowe
 says so at load, in a line with `rope` and `pinned`. With `--max-model-len` at the original length or below, the tokens
 are those of `generate`. In the table above `generate` ran with a pinned rope, too.
 
+## Keys and values in float8
+
+With `--kv-dtype float8` keys and values are e4m3, and
+[each head and layer has a scale](model-execution.md#keys-and-values-in-float8). The same tiny models ran on
+{num_prompts} random prompts of {prompt_tokens} tokens: all but the last {alone} at once, then these one by one. The
+table has the largest difference of a token's logits from those over a pool of the model's dtype, of their size: the
+median of all compared tokens. These models are made so that their tokens depend on small differences: compare the two
+columns, not one of them with another model's.
+
+| family | in bfloat16, pool in float8 | in float32, pool in bfloat16 |
+| --- | --- | --- |
+{float8}
+
 ## Quantized weights
 
 The families above run with plain weights here. [Quantized models](../how-to/quantized-models.md) has the formats of
@@ -127,6 +147,14 @@ def rows() -> Iterator[str]:
             tokens(name, model),
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def float8_errors() -> Iterator[str]:
+    for name in zoo.FAMILIES:
+        model = prepare_model(zoo.build(name).to(torch.bfloat16), max_model_len=MAX_MODEL_LEN)
+        model.kv_scales = calibrate_kv_scales(model)
+        exact = prepare_model(zoo.build(name), max_model_len=MAX_MODEL_LEN)
+        yield f"| `{name}` | {measure_kv_error(model):.1%} | {measure_kv_error(exact, torch.bfloat16):.1%} |"
 
 
 @dataclass(frozen=True)
@@ -254,8 +282,14 @@ def write(output: Path) -> None:
         tokens=(len(prompts) + len(FORKED)) * NEW_TOKENS,
         windows="\n".join([WINDOWS.format(block_size=BLOCK_SIZE).rstrip(), *shapes()]),
     )
+    ropes = ROPES.format(
+        num_prompts=NUM_PROMPTS,
+        prompt_tokens=min(PROMPT_TOKENS, MAX_MODEL_LEN),
+        alone=NUM_ALONE,
+        float8="\n".join(float8_errors()),
+    )
     refused = ["## Refused models", "", "| family | class | why |", "| --- | --- | --- |", *refusals(), ""]
-    output.write_text(header + "\n".join([*rows(), "", ROPES, *refused]))
+    output.write_text(header + "\n".join([*rows(), "", ropes, *refused]))
 
 
 if __name__ == "__main__":

@@ -59,8 +59,9 @@ class ExecutorDriver:
         block_size: int = BLOCK_SIZE,
         max_num_seqs: int = MAX_NUM_SEQS,
         make_decode: Callable[[PagedModel, KVPool], StaticDecode] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.pool = model.make_pool(num_blocks=NUM_BLOCKS, block_size=block_size)
+        self.pool = model.make_pool(num_blocks=NUM_BLOCKS, block_size=block_size, dtype=kv_dtype)
         self._block_size = block_size
         host_pool = make_host_pool(self.pool, num_blocks=NUM_BLOCKS)
         decode = None if make_decode is None else make_decode(model, self.pool)

@@ -157,6 +157,7 @@ class Batch:
             "softcap": self.shape.softcap,
             "sinks": self.sinks,
             "alibi_slopes": self.alibi_slopes,
+            "kv_scales": self.kv_scales,
         }
 
     def become(self, other: Batch) -> None:
@@ -168,12 +169,16 @@ class Batch:
 
     def exact_attention(self, *, layer: int = 0) -> Tensor:
         """[N, Hq, D] float64 on the CPU."""
-        tensors = (self.q, *self.layers[layer])
+        q, *pools = (each.float().cpu() for each in (self.q, *self.layers[layer]))
         arguments = {
             name: value.cpu() if isinstance(value, Tensor) else value for name, value in self.attention.items()
         }
+        scales = arguments.pop("kv_scales")
+        if scales is not None:
+            pools = [pool * scale[:, None] for pool, scale in zip(pools, scales, strict=True)]
         return paged_attention(
-            *(each.float().cpu() for each in tensors),
+            q,
+            *pools,
             cu_seqlens_q=self.cu_seqlens_q.cpu(),
             window=self.shape.window,
             chunk=self.shape.chunk,
@@ -262,7 +267,7 @@ class Batch:
         """This step's keys and values, which are those of qkv without a rotation."""
         heads = self.qkv.view(self.qkv.shape[0], -1, self.shape.head_dim)[:, self.shape.num_query_heads :]
         k, v = heads.chunk(2, 1)
-        write_kv(k, v, *self.layers[layer], slot_mapping=self.slot_mapping)
+        write_kv(k, v, *self.layers[layer], slot_mapping=self.slot_mapping, kv_scales=self.kv_scales)
 
     def prologue(self, *, layer: int = 0) -> Tensor:
         return qkv_prologue(
@@ -273,9 +278,17 @@ class Batch:
             rope_table=self.rope_table,
             q_norm_weight=self.head_weight,
             k_norm_weight=self.head_weight,
+            kv_scales=self.kv_scales,
         )
 
     # Made when first asked for, and kept: nothing comes from the host while a graph is captured.
+
+    @cached_property
+    def kv_scales(self) -> Tensor | None:
+        """Those of a pool of fp8, another one for each head."""
+        if self.shape.kv_dtype != torch.float8_e4m3fn:
+            return None
+        return (1 + torch.arange(2 * self.shape.num_kv_heads) / 8).view(2, -1).to(self.device)
 
     @cached_property
     def rope_table(self) -> Tensor:

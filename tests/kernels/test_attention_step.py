@@ -106,6 +106,7 @@ def make_case(
     *,
     kv_dtype: torch.dtype = torch.float32,
     in_one_tensor: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> Case:
     generator = torch.Generator().manual_seed(3)
 
@@ -115,7 +116,13 @@ def make_case(
     lengths = [start + count for start, count in sequences]
     table = shuffled_table(lengths, device, width=5)
     pool = KVPool(
-        {0: spec}, num_blocks=20, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device, in_one_tensor=in_one_tensor
+        {0: spec},
+        scales=None if scales is None else {0: scales},
+        num_blocks=20,
+        block_size=BLOCK_SIZE,
+        dtype=kv_dtype,
+        device=device,
+        in_one_tensor=in_one_tensor,
     )
     for tensor in pool.tensors():
         tensor[1:] = torch.full_like(tensor[1:], torch.nan, dtype=torch.float32).to(kv_dtype)
@@ -162,12 +169,17 @@ def test_layers(spec: LayerSpec, device: torch.device) -> None:
     torch.testing.assert_close(case.run().double(), case.expected(), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_a_pool_of_another_dtype_is_read_as_torch_reads_it(kv_dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "is_scaled"), [(torch.float8_e4m3fn, True), (torch.float8_e4m3fn, False), (torch.bfloat16, False)]
+)
+def test_a_pool_of_another_dtype_is_read_as_torch_reads_it(
+    kv_dtype: torch.dtype, is_scaled: bool, device: torch.device
+) -> None:
     sequences = BATCHES["decodes, then prompts"]
-    in_torch = make_case(CAUSAL, sequences, device, kv_dtype=kv_dtype)
+    scales = torch.tensor([[0.25, 0.125], [0.5, 1.0]], device=device) if is_scaled else None
+    in_torch = make_case(CAUSAL, sequences, device, kv_dtype=kv_dtype, scales=scales)
     expected = in_torch.run(AttentionStep)
-    case = make_case(CAUSAL, sequences, device, kv_dtype=kv_dtype)
+    case = make_case(CAUSAL, sequences, device, kv_dtype=kv_dtype, scales=scales)
     out = case.run()
     for stored, wanted in zip(case.pool.tensors(), in_torch.pool.tensors(), strict=True):
         assert torch.equal(stored.float().nan_to_num(9e9), wanted.float().nan_to_num(9e9))

@@ -109,22 +109,23 @@ def test_the_tile_of_long_steps(device: torch.device, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_scales_and_saturates(device: torch.device, dtype: torch.dtype) -> None:
-    k, v = (fp8_tokens(scale, device).to(dtype) for scale in (0.25, 2.0))
+    scales = torch.tensor([[0.25, 4.0], [2.0, 0.5]], device=device)
+    k, v = (fp8_tokens(scale, device).to(dtype) for scale in scales)
     k[0, 0, :4] = torch.tensor([1000.0, -1000.0, float("inf"), 0.0])
     k_pool, v_pool = (make_pool(2, 32, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
     slots = torch.arange(12, device=device) * 7
-    write_kv(k, v, k_pool, v_pool, slot_mapping=slots, k_scale=0.25, v_scale=2.0)
-    for pool, tokens, scale in ((k_pool, k, 0.25), (v_pool, v, 2.0)):
+    write_kv(k, v, k_pool, v_pool, slot_mapping=slots, kv_scales=scales)
+    for pool, tokens, scale in zip((k_pool, v_pool), (k, v), scales, strict=True):
         flat = pool.view(-1, 2, 32)
-        assert torch.equal(flat[slots].float(), to_fp8(tokens, scale).float())
+        assert torch.equal(flat[slots].float(), to_fp8(tokens, scale[:, None]).float())
         assert int(flat.float().isnan().any((1, 2)).sum()) == flat.shape[0] - 12
     assert k_pool.view(-1, 2, 32)[0, 0, :4].float().tolist() == [448.0, -448.0, 448.0, 0.0]
 
 
-def fp8_tokens(scale: float, device: torch.device) -> Tensor:
-    """[12, 2, 32], on a GPU any; else multiples a little above fp8 numbers: the interpreter may round 1.99 to 1."""
+def fp8_tokens(scale: Tensor, device: torch.device) -> Tensor:
+    """[12, 2, 32], for scales [2]. On a GPU any, else just above fp8 numbers: the interpreter may round 1.99 to 1."""
     x = torch.randn(12, 2, 32, device=device)
-    return x if device.type == "cuda" else x.to(torch.float8_e4m3fn).float() * (1 + 2**-6) * scale
+    return x if device.type == "cuda" else x.to(torch.float8_e4m3fn).float() * (1 + 2**-6) * scale[:, None]
 
 
 def test_fp8_keeps_nan(device: torch.device) -> None:

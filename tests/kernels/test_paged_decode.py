@@ -85,7 +85,8 @@ class Case:
         )
         return result, lse
 
-    def expected(self, *, k_scale: float = 1.0, v_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def expected(self, *, kv_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales.double()[..., None]
         cu_seqlens_q = self.cu_seqlens_q
         if cu_seqlens_q is None:
             cu_seqlens_q = torch.arange(self.seq_lens.shape[0] + 1, dtype=torch.int32)
@@ -184,8 +185,7 @@ def _lay_out(values: Tensor, memory: str) -> Tensor:
 
 
 def check(case: Case, **options: Any) -> None:
-    scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
-    (out, lse), (expected, expected_lse) = case.run(**options), case.expected(**scales)
+    (out, lse), (expected, expected_lse) = case.run(**options), case.expected(kv_scales=options.get("kv_scales"))
     limit = TOLERANCE[case.q.dtype]
     assert (out.double() - expected).abs().max() <= limit * max(expected.abs().max().item(), 1e-3)
     empty = expected_lse == -math.inf
@@ -228,7 +228,7 @@ def test_half_precision(device: torch.device, dtype: torch.dtype, softcap: float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fp8_cache_with_scales(device: torch.device, dtype: torch.dtype) -> None:
     case = make_case(device, [1, 64, 150], dtype=dtype, kv_dtype=FP8, num_kv_heads=2)
-    check(case, k_scale=0.5, v_scale=3.0)
+    check(case, kv_scales=torch.tensor([[0.5, 2.0], [3.0, 0.1]], device=device))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -255,7 +255,8 @@ def test_queries_beyond_the_range_of_float16_over_an_fp8_cache(device: torch.dev
     case = make_case(device, [1, 64, 150], dtype=torch.bfloat16, kv_dtype=FP8, heads_per_kv=4, head_dim=64)
     q = case.q.clone()
     q[:, 1] *= magnitude
-    check(replace(case, q=q), k_scale=min(1.0, 1 / magnitude) if magnitude else 1.0)
+    k_scale = min(1.0, 1 / magnitude) if magnitude else 1.0
+    check(replace(case, q=q), kv_scales=torch.tensor([[k_scale], [1.0]], device=device))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])

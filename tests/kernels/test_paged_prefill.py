@@ -42,17 +42,22 @@ class Case:
 
     def want(self) -> tuple[Tensor, Tensor]:
         options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in self.options.items()}
-        k_scale, v_scale = options.pop("k_scale", 1.0), options.pop("v_scale", 1.0)
-        out, lse = reference.paged_attention_states(
-            self.q.cpu(), self.k_pool.cpu(), self.v_pool.cpu(), **(options | {"scaling": options["scaling"] * k_scale})
-        )
-        return out * v_scale, lse
+        scales = options.pop("kv_scales", None)
+        pools = [self.k_pool.cpu(), self.v_pool.cpu()]
+        if scales is not None:
+            pools = [pool.double() * scale[:, None] for pool, scale in zip(pools, scales.double(), strict=True)]
+        return reference.paged_attention_states(self.q.cpu(), *pools, **options)
+
+    @property
+    def largest_v_scale(self) -> float:
+        scales = self.options.get("kv_scales")
+        return 1.0 if scales is None else float(scales[1].max())
 
     def check(self, **more: Any) -> None:
         """To what rounding the weights and the result allows; the interpreter's casts to bf16 truncate."""
         out, lse = self.run(**more)
         want_out, want_lse = self.want()
-        largest = float(self.v_pool.float().nan_to_num().abs().max()) * self.options.get("v_scale", 1.0)
+        largest = float(self.v_pool.float().nan_to_num().abs().max()) * self.largest_v_scale
         error = (out.cpu().double() - want_out).abs()
         allowed = torch.finfo(self.q.dtype).eps * (largest + want_out.abs()) + 1e-5 * largest
         assert bool((error <= allowed).all()), f"{float(error.max())}, {int((~(error <= allowed)).sum())} elements"
@@ -189,7 +194,8 @@ def test_softcap_of_huge_scores(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_pool(device: torch.device, dtype: torch.dtype) -> None:
-    make_case(device, [(100, 40), (17, 17)], dtype=dtype, kv_dtype=FP8, k_scale=0.5, v_scale=3.0).check()
+    scales = torch.tensor([[0.5, 2.0], [3.0, 1.0]], device=device)
+    make_case(device, [(100, 40), (17, 17)], dtype=dtype, kv_dtype=FP8, num_kv_heads=2, kv_scales=scales).check()
 
 
 @pytest.mark.parametrize("feature", [{}, {"softcap": 5.0}, {"alibi_slopes": True, "window": 20}], ids=str)
@@ -199,7 +205,8 @@ def test_queries_beyond_the_range_of_float16_over_an_fp8_pool(
 ) -> None:
     """They are float16 numbers times a power of two for each row."""
     k_scale = min(1.0, 1 / magnitude) if magnitude else 1.0
-    case = make_case(device, [(100, 40), (17, 17)], dtype=torch.bfloat16, kv_dtype=FP8, k_scale=k_scale, **feature)
+    scales = torch.tensor([[k_scale], [1.0]], device=device)
+    case = make_case(device, [(100, 40), (17, 17)], dtype=torch.bfloat16, kv_dtype=FP8, kv_scales=scales, **feature)
     q = case.q.clone()
     q[:, 1] *= magnitude
     replace(case, q=q).check()

@@ -176,17 +176,19 @@ def test_fp8_pool(device: torch.device) -> None:
     step.qkv[:, -64:] = step.qkv[:, -64:].to(torch.float8_e4m3fn).to(torch.bfloat16) * 2
     k_pool, v_pool = (pool.to(torch.float8_e4m3fn) for pool in (step.k_pool, step.v_pool))
     fp8 = Step(step.qkv, k_pool, v_pool, step.options, step.sizes)
-    q = fp8.run(k_scale=0.5, v_scale=2.0)
+    scales = torch.tensor([[0.5, 0.25], [2.0, 1.0]])
+    q = fp8.run(kv_scales=scales.to(device))
     want_q, want_k, want_v = fp8.want()
     assert_rounded(q, want_q)
     slots = step.options["slot_mapping"].cpu()
     written = slots >= 0
     have_k, have_v = (pool.cpu().view(-1, 2, 32)[slots[written]].double() for pool in (k_pool, v_pool))
-    assert torch.equal(have_v, want_v[written] / 2)
+    k_scale, v_scale = scales.double()[..., None]
+    assert torch.equal(have_v, want_v[written] / v_scale)
     # The interpreter may round 1.99 to 1; elsewhere it is exact to a unit in the last place.
-    close = torch.isclose(have_k, want_k[written] / 0.5, rtol=2**-3, atol=2**-9)
+    close = torch.isclose(have_k, want_k[written] / k_scale, rtol=2**-3, atol=2**-9)
     assert float(close.double().mean()) > (0.9 if device.type == "cpu" else 0.9999)
-    assert bool((have_k.abs() <= want_k[written].abs() / 0.5 * (1 + 2**-3) + 2**-9).all())
+    assert bool((have_k.abs() <= want_k[written].abs() / k_scale * (1 + 2**-3) + 2**-9).all())
 
 
 @pytest.mark.parametrize("pool_dtype", DTYPES, ids=str)

@@ -23,6 +23,7 @@ from quire.kernels.launching import (
     prepared_once,
     require_contiguous,
     require_dtype,
+    require_kv_scales,
     require_last_contiguous,
     require_pool,
     require_same_device,
@@ -43,8 +44,7 @@ def write_kv(
     v_pool: Tensor,
     *,
     slot_mapping: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Scatter one step's keys and values into the block pool, in place.
 
@@ -52,22 +52,26 @@ def write_kv(
         k, v            [N, H, Dk], [N, H, Dv]          fp32, fp16 or bf16, last dim contiguous, any other strides
         k_pool, v_pool  [B, S, H, Dk], [B, S, H, Dv]    dtype of k, or float8_e4m3fn; last dim contiguous
         slot_mapping    [N]                             int64, contiguous, slot = block_id * S + offset; -1 skips
-        k_scale, v_scale                                an fp8 pool holds k / k_scale, beyond +-448 saturated
-    Slots other than -1 must be distinct and in the pool; a program does not check it. Scales apply to fp8 pools only.
+        kv_scales       [2, H]                          float32, contiguous, of keys and of values: an fp8 pool holds
+                                                        k / scale, beyond +-448 saturated. None: 1
+    Slots other than -1 must be distinct and in the pool; a program does not check it.
     Raises ValueError if a shape, dtype, stride or device differs.
     Cost: moves 2 * N * H * (Dk + Dv) elements; no allocation, no sync. Without fp8 equal to reference.write_kv bit for
     bit.
     """
-    launch = _prepare(*layouts(k, v, k_pool, v_pool, slot_mapping))
+    launch = _prepare(*layouts(k, v, k_pool, v_pool, slot_mapping, kv_scales))
     num_tokens = k.shape[0]
     if num_tokens == 0:
         return
-    launch.run(write_kv_kernel, k, v, k_pool, v_pool, slot_mapping, num_tokens, k_scale, v_scale)
+    launch.run(write_kv_kernel, k, v, k_pool, v_pool, slot_mapping, kv_scales, num_tokens)
 
 
 @prepared_once
-def _prepare(k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping: Layout) -> Launch:
+def _prepare(
+    k: Layout, v: Layout, k_pool: Layout, v_pool: Layout, slot_mapping: Layout, kv_scales: Layout | None
+) -> Launch:
     _check(k, v, k_pool, v_pool, slot_mapping)
+    require_kv_scales(kv_scales, k_pool)
     num_tokens, num_heads, head_dim_k = k.shape
     num_rows = num_tokens * num_heads
     variant = write_variant(
@@ -144,16 +148,15 @@ def _copy_rows(source, target, row_mask, scale, HEAD_DIM: tl.constexpr, BLOCK_D:
     tl.store(target[:, None] + dims, to_pool_dtype(x, scale, target.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slot_mapping_ptr", "kv_scales_ptr"])
 def write_kv_kernel(
     k_ptr,  # [N, H, Dk]
     v_ptr,  # [N, H, Dv]
     k_pool_ptr,  # [B, S, H, Dk]
     v_pool_ptr,  # [B, S, H, Dv]
     slot_mapping_ptr,  # [N]
+    kv_scales_ptr,  # [2, H] or None
     num_tokens,
-    k_scale,
-    v_scale,
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -192,5 +195,10 @@ def write_kv_kernel(
     v_rows = v_ptr + tokens * v_token_stride + heads * v_head_stride
     k_slots = block_ids * k_pool_block_stride + offsets * k_pool_slot_stride + heads * k_pool_head_stride
     v_slots = block_ids * v_pool_block_stride + offsets * v_pool_slot_stride + heads * v_pool_head_stride
+    k_scale = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+    v_scale = k_scale
+    if kv_scales_ptr is not None:
+        k_scale = tl.load(kv_scales_ptr + heads)[:, None]
+        v_scale = tl.load(kv_scales_ptr + NUM_HEADS + heads)[:, None]
     _copy_rows(k_rows, k_pool_ptr + k_slots, slots >= 0, k_scale, HEAD_DIM_K, BLOCK_DK)
     _copy_rows(v_rows, v_pool_ptr + v_slots, slots >= 0, v_scale, HEAD_DIM_V, BLOCK_DV)

@@ -328,6 +328,17 @@ def require_pool(k_pool: Layout, v_pool: Layout) -> None:
     require_in("block size", k_pool.shape[1], BLOCK_SIZES)
 
 
+def require_kv_scales(kv_scales: Layout | None, k_pool: Layout) -> None:
+    """Raises ValueError if there are scales and they are not [2, H] float32, of the keys and values of an fp8 pool."""
+    if kv_scales is None:
+        return
+    require_dtype("k_pool, with kv_scales,", k_pool, torch.float8_e4m3fn)
+    require_shape("kv_scales", kv_scales, (2, k_pool.shape[2]))
+    require_dtype("kv_scales", kv_scales, torch.float32)
+    require_contiguous("kv_scales", kv_scales)
+    require_same_device(k_pool=k_pool, kv_scales=kv_scales)
+
+
 def require_per_head(q: Layout, *, sinks: Layout | None, alibi_slopes: Layout | None) -> None:
     """Raises ValueError if a tensor is there and is not one number per query head, beside q [N, Hq, D].
 

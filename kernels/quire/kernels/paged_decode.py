@@ -63,6 +63,7 @@ from quire.kernels.launching import (
     require_at_least,
     require_contiguous,
     require_dtype,
+    require_kv_scales,
     require_last_contiguous,
     require_per_head,
     require_pool,
@@ -119,8 +120,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    kv_scales: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -141,7 +141,8 @@ def paged_decode(
         sinks           [Hq]                    fp32/fp16/bf16, one more score per head, with no value, or None
         alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
                                                 (capped) scores, or None
-        k_scale, v_scale    factors of the pool's keys and values
+        kv_scales       [2, H]                  float32, contiguous, factors of an fp8 pool's keys and of its values;
+                                                None: 1
         out             [N, Hq, Dv]             where to write, dtype of q, Dv contiguous; new by default
         lse             [N, Hq]                 where to write, float32, contiguous, or None: log2 of the sum of
                                                 2 ** (score * log2(e)) over the visible keys and the sink
@@ -155,7 +156,7 @@ def paged_decode(
     inputs give equal bits; with a plan of fixed_split also whatever else is in the batch. Calls with the same plan
     must not run at the same time: they share its tickets.
     """
-    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
+    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes, kv_scales)
     decode = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse, workspace), plan.layout, softcap)
     if out is None:
         out = q.new_empty(*q.shape[:2], v_pool.shape[3])
@@ -166,7 +167,7 @@ def paged_decode(
         paged_decode_kernel,
         q, k_pool, v_pool, out, lse, workspace, workspace[decode.num_partials :],
         plan.programs, plan.splits, plan.token_splits, plan.tickets, *sources,
-        scaling * k_scale, v_scale, 0.0 if softcap is None else softcap,
+        scaling, 0.0 if softcap is None else softcap,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
         plan.layout.num_tokens, plan.layout.max_head_tiles,
     )  # fmt: skip
@@ -196,6 +197,7 @@ def _prepare(
     cu_seqlens_q: Layout | None,
     sinks: Layout | None,
     alibi_slopes: Layout | None,
+    kv_scales: Layout | None,
     out: Layout | None,
     lse: Layout | None,
     workspace: Layout | None,
@@ -209,6 +211,7 @@ def _prepare(
     size = _workspace_size(plan, num_query_heads=num_heads, head_dim=head_dim_v)
     _check_results(q, out=out, lse=lse, workspace=workspace, head_dim=head_dim_v, workspace_size=size)
     require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_kv_scales(kv_scales, k_pool)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} is not above 0")
     variant = decode_variant(
@@ -558,7 +561,8 @@ def _score(products, scales, softcap, slopes, distances, HAS_SOFTCAP: tl.constex
     do_not_specialize=["table_stride", "window", "chunk", "num_tokens", "max_head_tiles"],
     do_not_specialize_on_alignment=[
         "programs_ptr", "splits_ptr", "token_splits_ptr", "tickets_ptr", "block_tables_ptr", "seq_lens_ptr",
-        "cu_seqlens_q_ptr", "sinks_ptr", "alibi_slopes_ptr", "lse_ptr", "partial_lses_ptr",
+        "cu_seqlens_q_ptr", "sinks_ptr", "alibi_slopes_ptr", "kv_scales_ptr", "lse_ptr",
+        "partial_lses_ptr",
     ],
 )  # fmt: skip
 def paged_decode_kernel(
@@ -578,8 +582,8 @@ def paged_decode_kernel(
     cu_seqlens_q_ptr,  # [n+1], None if not RAGGED
     sinks_ptr,  # [Hq], None if not HAS_SINKS
     alibi_slopes_ptr,  # [Hq], None if not HAS_ALIBI
-    scale,  # of scores, and of the pool's keys
-    v_scale,
+    kv_scales_ptr,  # [2, H] or None
+    scale,  # of scores
     softcap,
     window,
     chunk,
@@ -636,6 +640,10 @@ def paged_decode_kernel(
     halves: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty != tl.float32
     pairs: tl.constexpr = halves and STRIDE_UNIT > 1
     v_pairs_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_scale = 1.0
+    if kv_scales_ptr is not None:
+        scale *= tl.load(kv_scales_ptr + kv_head)
+        v_scale = tl.load(kv_scales_ptr + tl.num_programs(1) + kv_head)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads)

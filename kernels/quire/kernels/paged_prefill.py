@@ -51,6 +51,7 @@ from quire.kernels.launching import (
     require_at_least,
     require_contiguous,
     require_dtype,
+    require_kv_scales,
     require_last_contiguous,
     require_per_head,
     require_pool,
@@ -92,8 +93,7 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    kv_scales: Tensor | None = None,
     num_splits: int | None = None,
     fixed_tile: bool | None = None,
     qk_ahead: bool | None = None,
@@ -120,7 +120,8 @@ def paged_prefill(
         sinks           [Hq]                    fp32/fp16/bf16, one more score per head, with no value, or None
         alibi_slopes    [Hq]                    float32, slope * (key position - query position) is added to the
                                                 (capped) scores, or None
-        k_scale, v_scale    what the pool's keys and values are multiples of
+        kv_scales       [2, H]                  float32, contiguous, factors of an fp8 pool's keys and of its values;
+                                                None: 1
         num_splits      in how many parts the keys of a tile are taken; by default as many as keep the GPU busy, from
                         shapes alone. 1 makes a sequence's result independent of the rest of the batch, but for
                         rounding where the choice of tile differs
@@ -147,7 +148,7 @@ def paged_prefill(
         qk_ahead = QK_AHEAD and k_pool.dtype.itemsize > 1 and max(k_pool.shape[3], v_pool.shape[3]) <= 128
     if descriptors is None:
         descriptors = DESCRIPTORS and _are_boxes(k_pool, v_pool)
-    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
+    sources = (block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes, kv_scales)
     is_fixed = are_fixed_tiles_used() if fixed_tile is None else fixed_tile
     numbers = (scaling, window, chunk, softcap, num_splits, is_fixed, qk_ahead, descriptors)
     launch = _prepare(*layouts(q, k_pool, v_pool, *sources, out, lse), *numbers)
@@ -163,11 +164,11 @@ def paged_prefill(
     if num_splits > 1:
         outs = q.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lses = q.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
-    score_scale = scaling * k_scale * LOG2_E
+    score_scale = scaling * LOG2_E
     launch.run(
         paged_prefill_kernel,
         q, k_pool, v_pool, outs, lses, *sources,
-        score_scale if softcap is None else 2 * score_scale / softcap, v_scale,
+        score_scale if softcap is None else 2 * score_scale / softcap,
         0.0 if softcap is None else softcap * LOG2_E,
         UNBOUNDED if window is None else window, UNBOUNDED if chunk is None else chunk,
         num_tokens, block_tables.shape[0], k_pool.shape[0],
@@ -188,6 +189,7 @@ def _prepare(
     cu_seqlens_q: Layout,
     sinks: Layout | None,
     alibi_slopes: Layout | None,
+    kv_scales: Layout | None,
     out: Layout | None,
     lse: Layout | None,
     scaling: float,
@@ -205,6 +207,7 @@ def _prepare(
     if is_fixed and num_splits not in (None, 1):
         raise ValueError(f"num_splits={num_splits} is not 1, with a fixed tile")
     require_per_head(q, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_kv_scales(kv_scales, k_pool)
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs, max_blocks = block_tables.shape
     block_size, num_kv_heads, head_dim_v = v_pool.shape[1:]
@@ -585,7 +588,7 @@ def _find_sequence(cu_seqlens_q_ptr, num_seqs, tile, HEADS_PER_KV: tl.constexpr,
 
 @triton.jit(
     do_not_specialize=["window", "chunk", "num_tokens", "num_seqs", "num_blocks", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "kv_scales_ptr"],
 )
 def paged_prefill_kernel(
     q_ptr,  # [N, Hq, Dk]
@@ -598,8 +601,8 @@ def paged_prefill_kernel(
     cu_seqlens_q_ptr,  # [n+1]
     sinks_ptr,  # [Hq], None if not HAS_SINKS
     alibi_slopes_ptr,  # [Hq], None if not HAS_ALIBI
-    score_scale,  # scaling * k_scale * log2(e), with a softcap * 2 / softcap
-    v_scale,
+    kv_scales_ptr,  # [2, H] or None
+    score_scale,  # scaling * log2(e), with a softcap * 2 / softcap
     cap,  # softcap * log2(e)
     window,
     chunk,
@@ -693,6 +696,8 @@ def paged_prefill_kernel(
         other=0.0,
     )
     scale = score_scale
+    if kv_scales_ptr is not None:
+        scale *= tl.load(kv_scales_ptr + kv_head)
     if HALVES:
         q, units = halves_of_rows(q)
         scale *= units
@@ -742,6 +747,9 @@ def paged_prefill_kernel(
     )  # fmt: skip
 
     total = tl.where(total == 0, 1.0, total)
+    v_scale = 1.0
+    if kv_scales_ptr is not None:
+        v_scale = tl.load(kv_scales_ptr + tl.num_programs(1) + kv_head)
     dims = tl.arange(0, BLOCK_DV)
     out_rows = split.to(tl.int64) * out_split_stride + tokens * out_token_stride + heads * out_head_stride
     tl.store(

@@ -32,6 +32,7 @@ from quire.kernels.launching import (
     prepared_once,
     require_contiguous,
     require_dtype,
+    require_kv_scales,
     require_last_contiguous,
     require_pool,
     require_same_device,
@@ -52,8 +53,7 @@ def qkv_prologue(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    kv_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalise and rotate one step's queries and keys, write keys and values to the pool, and return the queries.
@@ -71,7 +71,8 @@ def qkv_prologue(
         interleaved                             pairs are dims 2i and 2i + 1 instead of i and i + R / 2
         q_norm_weight, k_norm_weight    [D]     one dtype, contiguous: RMS norm of each head before the rotation. None
                                                 for neither. Models that scale by 1 + weight pass that
-        k_scale, v_scale                        an fp8 pool holds k / k_scale, beyond +-448 saturated
+        kv_scales       [2, H]                  float32, contiguous, of keys and of values: an fp8 pool holds k / scale,
+                                                beyond +-448 saturated. None: 1
         out             [N, Hq, D]              dtype of qkv, last dim contiguous, apart from qkv; made if None
         returns         out
 
@@ -81,7 +82,7 @@ def qkv_prologue(
     """
     per_token = (slot_mapping, positions)
     weights = (rope_table, q_norm_weight, k_norm_weight)
-    launch = _prepare(*layouts(qkv, k_pool, v_pool, *per_token, *weights, out), interleaved)
+    launch = _prepare(*layouts(qkv, k_pool, v_pool, *per_token, *weights, kv_scales, out), interleaved)
     num_tokens, width = qkv.shape
     if out is None:
         num_kv_heads, head_dim = k_pool.shape[2:]
@@ -90,7 +91,7 @@ def qkv_prologue(
         return out
     launch.run(
         qkv_prologue_kernel,
-        qkv, out, k_pool, v_pool, *per_token, *weights, num_tokens, eps, k_scale, v_scale,
+        qkv, out, k_pool, v_pool, *per_token, *weights, kv_scales, num_tokens, eps,
     )  # fmt: skip
     return out
 
@@ -105,10 +106,12 @@ def _prepare(
     rope_table: Layout | None,
     q_norm_weight: Layout | None,
     k_norm_weight: Layout | None,
+    kv_scales: Layout | None,
     out: Layout | None,
     interleaved: bool,
 ) -> Launch:
     _check(qkv, k_pool, v_pool, slot_mapping, positions, rope_table, q_norm_weight, k_norm_weight)
+    require_kv_scales(kv_scales, k_pool)
     num_kv_heads, head_dim = k_pool.shape[2:]
     num_tokens, num_query_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
     out = _checked_out(out, contiguous((num_tokens, num_query_heads, head_dim), qkv))
@@ -278,7 +281,10 @@ def _store_head(
     _store(rows, row_mask, rest, scale, 2 * HALF, REST, BLOCK_REST)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slot_mapping_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "positions_ptr", "kv_scales_ptr"],
+)
 def qkv_prologue_kernel(
     qkv_ptr,  # [N, (Hq + 2 * H) * D]
     q_ptr,  # [N, Hq, D]
@@ -289,10 +295,9 @@ def qkv_prologue_kernel(
     rope_table_ptr,  # [P, R], None if ROTARY_DIM is 0
     q_weight_ptr,  # [D], None if not HAS_NORM
     k_weight_ptr,  # [D], None if not HAS_NORM
+    kv_scales_ptr,  # [2, H] or None
     num_tokens,
     eps,
-    k_scale,
-    v_scale,
     qkv_token_stride,
     q_token_stride,
     q_head_stride,
@@ -343,6 +348,9 @@ def qkv_prologue_kernel(
     if head >= NUM_QUERY_HEADS + NUM_KV_HEADS:
         kv_head = head - NUM_QUERY_HEADS - NUM_KV_HEADS
         v_rows = v_pool_ptr + block_ids * v_block_stride + offsets * v_slot_stride + kv_head * v_head_stride
+        v_scale = 1.0
+        if kv_scales_ptr is not None:
+            v_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
         _store(v_rows, slots >= 0, _load(rows, token_mask, 0, HEAD_DIM, BLOCK_D), v_scale, 0, HEAD_DIM, BLOCK_D)
         return
 
@@ -367,6 +375,9 @@ def qkv_prologue_kernel(
     else:
         kv_head = head - NUM_QUERY_HEADS
         k_rows = k_pool_ptr + block_ids * k_block_stride + offsets * k_slot_stride + kv_head * k_head_stride
+        k_scale = 1.0
+        if kv_scales_ptr is not None:
+            k_scale = tl.load(kv_scales_ptr + kv_head)
         _store_head(
             k_rows, slots >= 0, first, second, rest, k_scale, half, num_rest, BLOCK_HALF, BLOCK_REST, INTERLEAVED
         )

@@ -64,6 +64,6 @@ def _rotate(head: Tensor, position: int, inv_freq: Tensor, attention_scaling: fl
         head[dims[1]] = (y * cos + x * sin) * attention_scaling
 
 
-def to_fp8(x: Tensor, scale: float) -> Tensor:
+def to_fp8(x: Tensor, scale: Tensor | float) -> Tensor:
     """The values that an fp8 pool holds of x: x / scale in float8_e4m3fn, finite values beyond its range saturated."""
     return (x.double() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

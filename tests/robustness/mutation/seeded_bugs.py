@@ -28,6 +28,8 @@ VERIFIED_IDEA = "verified drafts"
 """The idea of bugs of a worker that verifies drafts."""
 HOLDER_IDEA = "a holder"
 """The idea of bugs of memory that a holder lends."""
+QUANTIZED_IDEA = "quantized"
+"""The idea of bugs of quantized weights, and of keys and values in float8."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -1889,6 +1891,22 @@ BUGS = [
         "a block that was being written counts as whole",
         ("begin_writing", "self._records[list(block_ids)] = 0", "pass"),
     ),
+    # -- numbers with scales
+    worker(
+        QUANTIZED_IDEA,
+        "pools with other scales have the same fingerprint",
+        ("set_kv_scales", 'model.fingerprint += f":kv-{ranks.combined(_digest(scales))}"', "pass"),
+    ),
+    worker(
+        QUANTIZED_IDEA,
+        "keys and values are read without their scale",
+        ("_as_read", "x.to(dtype) if scale is None else (x.float() * scale).to(dtype)", "x.to(dtype)"),
+    ),
+    worker(
+        QUANTIZED_IDEA,
+        "scales are calibrated on the blocks of another layer group",
+        ("calibrate_kv_scales", "scratch.block_ids[pool.group_of(layer_idx)]", "scratch.block_ids[0]"),
+    ),
 ]
 
 _NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})
@@ -1956,6 +1974,7 @@ _ABSENT_OF_IDEA = {
     GPU_IDEA: "GPUs",
     RANKS_IDEA: "the layers of a large model",
     HOLDER_IDEA: "holders",
+    QUANTIZED_IDEA: "tensors",
     "kept memory": "holders",
 }
 _ABSENT = {

@@ -168,7 +168,8 @@ OWN_FLAGS: list[Flag] = [
         "--kv-dtype",
         type=click.Choice(KV_DTYPE_NAMES),
         default="auto",
-        help="Keys and values; auto: as activations. float8 (e4m3) takes half the memory of 16 bits and is less exact.",
+        help="Keys and values; auto: as activations. float8 (e4m3) takes half the memory of 16 bits and is less exact. "
+        "Each head and layer has a scale: the checkpoint's, else one calibrated at start.",
     ),
     option(
         "--device",

@@ -103,12 +103,12 @@ class RowAttentionStep(AttentionStep):
         out: Tensor | None = None,
     ) -> Tensor:
         """See AttentionStep.attend. All keys are read from the pool."""
-        spec, k_pool, v_pool = self.specs[layer_idx], self.pool.k(layer_idx), self.pool.v(layer_idx)
+        spec = self.specs[layer_idx]
         if out is None:
-            out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
+            out = q.new_empty(q.shape[0], q.shape[1], self.pool.v(layer_idx).shape[3])
         out[self._num_real :] = 0
         for rows in self._plan_rows(self.pool.group_of(layer_idx), spec.mask):
-            keys, values = self._gather(k_pool, v_pool, rows.slots, q.dtype)
+            keys, values = self._gather(layer_idx, rows.slots, q.dtype)
             queries = q.index_select(0, rows.tokens).view(len(rows.tokens), keys.shape[1], -1, q.shape[2])
             keys, values = (x.view(-1, rows.span, *x.shape[1:]) for x in (keys, values))
             result = attend_rows(

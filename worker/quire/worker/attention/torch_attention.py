@@ -15,7 +15,7 @@ How a step is cut, once per layer group and kind of mask:
 Only slots of tokens within a window are read, and padding reads the null block: a NaN in an unowned slot is never
 read. Grouped query heads are folded into SDPA's query or batch dimension; enable_gqa leaves the flash path for bf16
 on a CPU. Softcap and sinks, which SDPA does not support, take an exact form in float32. A pool of another dtype than
-the model's holds rounded keys and values; they are converted back when they are read.
+the model's holds rounded keys and values; they are converted back when they are read. In float8 each head has scales.
 
 On a GPU quire.worker.attention.triton_attention runs instead; AttentionStep is the common interface.
 """
@@ -196,7 +196,8 @@ class AttentionStep:
     def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
         """Write the step's keys [T, H, Dk] and values [T, H, Dv] to the layer's slots."""
         written = self._written[self.pool.group_of(layer_idx)]
-        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slots=written)
+        scales = self.pool.scales(layer_idx)
+        write_kv(k, v, self.pool.k(layer_idx), self.pool.v(layer_idx), slots=written, scales=scales)
 
     def slot_mapping(self, layer_idx: int) -> Tensor:
         """The slots that the step's keys and values take in a layer, [T] int64."""
@@ -230,21 +231,22 @@ class AttentionStep:
         score = _Score(scaling, softcap, sinks)
         plan = self.plan(self.pool.group_of(layer_idx), spec.mask, q.dtype, reads_new=new_kv is None)
         for group in plan.decode_groups:
-            keys, values = self._gather(k_pool, v_pool, group.slots, q.dtype)
+            keys, values = self._gather(layer_idx, group.slots, q.dtype)
             _attend_group(q, keys, values, group=group, score=score, out=out)
         for part in plan.prompt_parts:
             if part.slots is not None:
-                keys, values = self._gather(k_pool, v_pool, part.slots, q.dtype)
+                keys, values = self._gather(layer_idx, part.slots, q.dtype)
             else:
                 assert new_kv is not None
                 keys, values = (x[part.first : part.first + part.count] for x in new_kv)
             _attend_prompt(q, keys, values, part=part, mask=spec.mask, score=score, out=out)
         return out
 
-    def _gather(self, k_pool: Tensor, v_pool: Tensor, slots: Slots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        keys = self.workspace.gather("k", k_pool, slots)
-        values = self.workspace.gather("v", v_pool, slots)
-        return keys.to(dtype), values.to(dtype)
+    def _gather(self, layer_idx: int, slots: Slots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys = self.workspace.gather("k", self.pool.k(layer_idx), slots)
+        values = self.workspace.gather("v", self.pool.v(layer_idx), slots)
+        k_scale, v_scale = _by_kind(self.pool.scales(layer_idx))
+        return _as_read(keys, dtype, k_scale), _as_read(values, dtype, v_scale)
 
     def plan(self, group: int, mask: Mask, dtype: torch.dtype, *, reads_new: bool) -> _AttentionPlan:
         """Cut the step for a layer group under a mask, for queries of a dtype; reads_new: True to read new keys from
@@ -349,21 +351,35 @@ def _named_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tens
 AttentionInterface.register(ATTENTION_NAME, _named_attention)
 
 
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slots: Slots) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, *, slots: Slots, scales: Tensor | None = None
+) -> None:
     """Scatter one step's keys and values into the block pool, in place. Shapes as in quire.kernels.reference.write_kv.
 
-    They are rounded to the pool's dtype; what is beyond float8's range is stored as its greatest number. Slots must be
-    distinct and in the pool; unlike the reference's, none may be -1. No sync.
+    They are rounded to the pool's dtype; what is beyond float8's range is stored as its greatest number. scales
+    [2, H] float32: of the heads' keys and values in a pool in float8, None for 1. Slots must be distinct and in the
+    pool; unlike the reference's, none may be -1. No sync.
     """
-    for new, pool in ((k, k_pool), (v, v_pool)):
-        stored = indexable(_as_stored(new, pool.dtype))
+    for new, pool, scale in zip((k, v), (k_pool, v_pool), _by_kind(scales), strict=True):
+        stored = indexable(_as_stored(new, pool.dtype, scale))
         if pool.is_contiguous():
             indexable(pool).view(-1, *pool.shape[2:]).index_copy_(0, slots.flat, stored)
         else:
             indexable(pool)[slots.places] = stored
 
 
-def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _by_kind(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The scales [H, 1] of keys and of values."""
+    return (None, None) if scales is None else (scales[0, :, None], scales[1, :, None])
+
+
+def _as_read(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    return x.to(dtype) if scale is None else (x.float() * scale).to(dtype)
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    if scale is not None:
+        x = x.float() / scale
     if dtype == torch.float8_e4m3fn:  # a cast of values out of range gives NaN
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)

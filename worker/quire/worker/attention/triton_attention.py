@@ -107,7 +107,8 @@ class TritonAttentionStep(AttentionStep):
             return
         k_pool, v_pool = self.pool.k(layer_idx), self.pool.v(layer_idx)
         k, v = (_for_kernels(x, k_pool.dtype) for x in (k, v))
-        write_kv(k, v, k_pool, v_pool, slot_mapping=self.slot_mapping(layer_idx))
+        slots, scales = self.slot_mapping(layer_idx), self.pool.scales(layer_idx)
+        write_kv(k, v, k_pool, v_pool, slot_mapping=slots, kv_scales=scales)
 
     def attend(
         self,
@@ -136,7 +137,7 @@ class TritonAttentionStep(AttentionStep):
             result = paged_decode(
                 part.take(queries), k_pool, v_pool, block_tables=part.block_tables[group], seq_lens=part.seq_lens,
                 plan=self._decode_plan(spec, part), scaling=scaling, softcap=softcap, sinks=sinks,
-                out=_view(out, part),
+                kv_scales=self.pool.scales(layer_idx), out=_view(out, part),
             )  # fmt: skip
             _put(result, out, part)
         if self._prompts is not None:
@@ -168,7 +169,7 @@ class TritonAttentionStep(AttentionStep):
             queries, self.pool.k(layer_idx), self.pool.v(layer_idx),
             block_tables=part.block_tables[self.pool.group_of(layer_idx)], seq_lens=part.seq_lens,
             cu_seqlens_q=part.cu_seqlens_q, scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
-            out=out,
+            kv_scales=self.pool.scales(layer_idx), out=out,
         )  # fmt: skip
 
     def _decode_plan(self, spec: LayerSpec, part: Part) -> DecodePlan:

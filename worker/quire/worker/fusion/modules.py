@@ -164,6 +164,7 @@ class FusedAttention:
             positions=step.batch.positions,
             rope=parts.rope,
             norms=parts.norms,
+            kv_scales=pool.scales(parts.layer_idx),
         )
         result = step.attend(parts.layer_idx, q, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks)
         return result.flatten(1)

@@ -87,6 +87,7 @@ class FusedSteps(Protocol):
         positions: Tensor,
         rope: Rope | None,
         norms: tuple[Norm, Norm] | None,
+        kv_scales: Tensor | None,
     ) -> Tensor:
         """Norm of each head of queries and keys, rope, keys and values to their slots; returns queries [T, Hq, D].
 
@@ -94,6 +95,7 @@ class FusedSteps(Protocol):
         k_pool, v_pool  [B, S, H, D]
         slot_mapping    [T]     int64       positions   [T]     int64
         norms           of queries and of keys, each over D, with one eps
+        kv_scales       [2, H]  float32, of keys and values in a pool in float8, or None
         """
 
 
@@ -146,6 +148,7 @@ class TorchSteps(LibraryProducts):
         positions: Tensor,
         rope: Rope | None,
         norms: tuple[Norm, Norm] | None,
+        kv_scales: Tensor | None,
     ) -> Tensor:
         num_kv_heads, head_dim = k_pool.shape[2:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -157,7 +160,8 @@ class TorchSteps(LibraryProducts):
             qk = torch.cat([_rmsnorm(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1)
         if rope is not None:
             qk = _rotate(qk, rope, positions)
-        write_kv(qk[:, num_query_heads:], v, k_pool, v_pool, slots=Slots(slot_mapping, k_pool.shape[1]))
+        slots = Slots(slot_mapping, k_pool.shape[1])
+        write_kv(qk[:, num_query_heads:], v, k_pool, v_pool, slots=slots, scales=kv_scales)
         return qk[:, :num_query_heads]
 
 
@@ -236,6 +240,7 @@ class KernelSteps(LibraryProducts):
         positions: Tensor,
         rope: Rope | None,
         norms: tuple[Norm, Norm] | None,
+        kv_scales: Tensor | None,
     ) -> Tensor:
         return self._qkv_prologue(
             qkv,
@@ -248,6 +253,7 @@ class KernelSteps(LibraryProducts):
             q_norm_weight=None if norms is None else norms[0].weight,
             k_norm_weight=None if norms is None else norms[1].weight,
             eps=1e-6 if norms is None else norms[0].eps,
+            kv_scales=kv_scales,
         )
 
 

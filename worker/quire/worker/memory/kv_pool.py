@@ -60,11 +60,14 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        scales: Mapping[int, Tensor] | None = None,
         groups: LayerGroups | None = None,
         in_one_tensor: bool | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """groups are those of group_layers() for the specs; None: one for all layers. allocate None: new memory.
+        """scales, by layer, are of a pool in float8: see quire.worker.memory.kv_scales. None: 1.
+
+        groups are those of group_layers() for the specs; None: one for all layers. allocate None: new memory.
 
         in_one_tensor None: on a GPU, if all layers have one geometry.
 
@@ -84,6 +87,7 @@ class KVPool:
         self.bytes_per_block = bytes_per_block(places, block_size, dtype)
         self._allocate_tensor = self._zeros if allocate is None else allocate
         self._num_blocks_copied = 0
+        self._scales = dict(scales or {})
         if in_one_tensor is None:
             in_one_tensor = self.device.type == "cuda" and _have_one_geometry(places)
         self.block_tensors = self._allocate_one(places) if in_one_tensor else self._allocate_each(places)
@@ -129,6 +133,10 @@ class KVPool:
 
     def v(self, layer_idx: int) -> Tensor:
         return self._v[self._place_of[layer_idx]]
+
+    def scales(self, layer_idx: int) -> Tensor | None:
+        """Return the scales of a layer's keys and values, [2, H] float32; None if they are stored as they are."""
+        return self._scales.get(layer_idx)
 
     def group_of(self, layer_idx: int) -> int:
         """The group of a layer: the number of the block table that its attention reads."""

@@ -27,6 +27,7 @@ from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
+from quire.worker.quantization.kv_cache import find_kv_scales
 from quire.worker.quantization.quantized_linear import count_layer_weights, quantized_linears
 from quire.worker.unsupported_model import first_line
 
@@ -84,6 +85,8 @@ class PagedModel:
         self.step_kind = step_kind
         self.min_block_size = step_kind.min_block_size
         self.fusion: FusionReport | None = None
+        self.kv_scales: Mapping[int, Tensor] = {}
+        """Of its pools in float8: see quire.worker.model.kv_scales."""
         self.modes = Modes()
         """How the parts of its steps run: code that leaves a fast path notes it here."""
         self.adapters = AdaptedModel(model)
@@ -115,15 +118,21 @@ class PagedModel:
         allocate: Allocate | None = None,
     ) -> KVPool:
         """Make a pool for the model, on its device; dtype None: the model's. Takes and raises what KVPool does."""
+        dtype = dtype or self.dtype
         return KVPool(
             self.specs,
+            scales=self.kv_scales if dtype == torch.float8_e4m3fn else None,
             groups=self.layer_groups,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=dtype or self.dtype,
+            dtype=dtype,
             device=self.device,
             allocate=allocate,
         )
+
+    def checkpoint_kv_scales(self) -> Mapping[tuple[int, str], Tensor]:
+        """Return the scales of keys and values that the checkpoint has; see find_kv_scales()."""
+        return find_kv_scales(self._model)
 
     def describe_attention(self) -> str:
         """The attention kernels, for people."""

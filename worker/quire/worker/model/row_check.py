@@ -17,9 +17,8 @@ A model that fails is refused, with the name of the module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.worker.attention.row_attention import attend_rows
-from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.layer_spec import LayerSpec
-from quire.worker.memory.sequence_table import SequenceTable
-from quire.worker.memory.step_batch import build_step_batch
 from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.scratch import ScratchSequences
 from quire.worker.model.thread_splits import most_threads, record_elementwise
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.unsupported_model import UnsupportedModel
 
 log = logging.getLogger(__name__)
 
-BLOCK_SIZE = 4
 ROLLS = (1, 3, 8, 13)
 LENGTH = 24
 SHORT = 4
@@ -58,49 +54,12 @@ _SUMS = (
 """Layer norms and softmax are not among them: a row is one program, whatever the number of rows."""
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """A pool, and sequences of random tokens, with blocks of their own."""
-
-    model: PagedModel
-    pool: KVPool
-    table: SequenceTable
-    tokens: list[list[int]]
-
-    @classmethod
-    def make(cls, model: PagedModel, num_seqs: int, *, length: int = LENGTH) -> _Scratch:
-        length = min(length, model.max_model_len)
-        block_size = max(BLOCK_SIZE, model.min_block_size)
-        per_seq = -(-length // block_size)
-        num_groups = len(model.layer_groups)
-        pool = model.make_pool(num_blocks=1 + num_seqs * per_seq * num_groups, block_size=block_size)
-        table = SequenceTable(
-            max_num_seqs=num_seqs, max_blocks_per_seq=per_seq, device=model.device, windowed=pool.windowed
-        )
-        block_ids = iter(range(1, pool.num_blocks))
-        for _ in range(num_seqs):
-            row = table.add()
-            for group in range(num_groups):
-                table.stage_blocks(row, 0, [next(block_ids) for _ in range(per_seq)], group=group)
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, model.vocab_size, (num_seqs, length), generator=generator).tolist()
-        model.allocate_states(num_seqs)
-        return cls(model, pool, table, tokens)
-
-    def run(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        token_ids = [self.tokens[row][start : start + n] for row, start, n in zip(rows, starts, counts, strict=True)]
-        batch = build_step_batch(
-            self.table, block_size=self.pool.block_size, rows=rows, starts=starts, counts=counts, token_ids=token_ids
-        )
-        return self.model.forward(batch, self.pool)
-
-
 def choose_threads(model: PagedModel) -> None:
     """Have torch use fewer threads, if elementwise functions of the model would divide a tile unevenly; log that.
 
     Raises UnsupportedModel if they do with one thread. Cost: a tile, with each call recorded.
     """
-    scratch = _Scratch.make(model, 1)
+    scratch = ScratchSequences.make(model, 1, length=LENGTH)
     wanted = torch.get_num_threads()
     threads, limit = most_threads(record_elementwise(lambda: scratch.run([0], [0], [1])), wanted)
     if not threads:
@@ -128,7 +87,7 @@ def check_rows(model: PagedModel, module: nn.Module, *, in_kernels: bool = False
 
 
 def _find_library_sum(model: PagedModel) -> str | None:
-    scratch = _Scratch.make(model, 1)
+    scratch = ScratchSequences.make(model, 1, length=LENGTH)
     recorder = _SumRecorder()
     with recorder:
         scratch.run([0], [0], [len(scratch.tokens[0])])
@@ -156,7 +115,7 @@ class _SumRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _find_varying_place(model: PagedModel, module: nn.Module, length: int) -> str | None:
-    scratch = _Scratch.make(model, 2 * TILE_ROWS, length=length)
+    scratch = ScratchSequences.make(model, 2 * TILE_ROWS, length=length)
     length = len(scratch.tokens[0])
     everything = list(range(2 * TILE_ROWS))
     scratch.run(everything, [0] * len(everything), [length] * len(everything))
@@ -198,7 +157,7 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def _find_varying_step(model: PagedModel, length: int) -> str | None:
-    scratch = _Scratch.make(model, 5, length=length)
+    scratch = ScratchSequences.make(model, 5, length=length)
     length = len(scratch.tokens[0])
     scratch.tokens[1] = scratch.tokens[0]
     expected = [scratch.run([0], [0], [length - 1])[0], scratch.run([0], [length - 1], [1])[0]]

@@ -11,6 +11,7 @@ The files, in that order:
     at_load             plain weights, quantized once they are loaded
     scaled_linear       weights of 8 bits times scales
     products            products with them that write no dequantized weight
+    kv_cache            scales of keys and values that a checkpoint has
     packed_linear       weights of 2, 4 or 8 bits in words of 32
     quantized_linear    the linear layer that all formats have in common
     inputs              activations, rounded as a format with quantized inputs rounds them

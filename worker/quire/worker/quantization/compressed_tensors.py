@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.worker.quantization.inputs import KEEP, InputRounding
+from quire.worker.quantization.kv_cache import check_kv_scheme
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
 from quire.worker.quantization.quantized_linear import QuantizedLinear
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
@@ -39,9 +40,10 @@ class _Group:
 def read_compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     """Read the format `compressed-tensors`. A layer has the format of the first group with it."""
     fields = Fields(NAME, config)
-    for field in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+    for field in ("sparsity_config", "transform_config"):
         if fields.get(field):
             raise fields.unsupported(field, config[field], "empty")
+    check_kv_scheme(fields)
     ignored: Sequence[str] = fields.get("ignore", ())
     groups = [_read_group(fields, group) for group in fields.get("config_groups", {}).values()]
     if not groups:

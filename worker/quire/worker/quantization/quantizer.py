@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quire.worker.quantization.bitsandbytes import STATE
 from quire.worker.quantization.formats import read_scheme
+from quire.worker.quantization.kv_cache import hold_kv_scales
 from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat
 
@@ -80,8 +81,11 @@ class _Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._scheme = read_scheme(quantization_config.checkpoint)
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
         replace_linears(model, self._scheme)
+        hold_kv_scales(model, checkpoint_files or ())
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
         return [WeightRenaming(pattern, name) for pattern, name in self._scheme.renamed.items()]

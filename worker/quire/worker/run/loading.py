@@ -33,6 +33,7 @@ from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
 from quire.worker.memory.layer_groups import describe_groups, registers_groups, specs_of_places
 from quire.worker.model.checkpoint import load_model
+from quire.worker.model.kv_scales import KV_FLOAT8, set_kv_scales
 from quire.worker.model.model_source import find_tokenizer
 from quire.worker.model.modes import Modes, Part
 from quire.worker.model.paged_model import PagedModel
@@ -180,7 +181,6 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if model.fusion is not None:
         log.info("%s", model.fusion)
     note_choices(config, model)
-    model.allocate_states(config.max_num_seqs)
     kv_dtype = pick_kv_dtype(config.kv_dtype, model.dtype)
     check_kv_dtype(kv_dtype, device)
     if kv_dtype != model.dtype and not model.takes_any_kv_dtype:
@@ -189,6 +189,9 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     if kv_dtype != model.dtype and not model.step_kind.takes_any_kv_dtype:
         reads = f"it reads keys and values of the model's dtype, {dtype_name(model.dtype)}"
         raise ValueError(f"--kv-dtype {config.kv_dtype} with --attention {config.attention}: {reads}")
+    if kv_dtype == KV_FLOAT8:
+        set_kv_scales(model, ranks=ranks)
+    model.allocate_states(config.max_num_seqs)
     has_graphs = device.type == "cuda" and uses_graphs(config)
     graphs = choose_graphs(config, model, kv_dtype) if has_graphs else NO_GRAPHS
     size = size_of_pool(config, model, kv_dtype, ranks, graphs=graphs)
@@ -455,13 +458,13 @@ def pick_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     """The pool's dtype; "auto" is the model's."""
     if name == "auto":
         return model_dtype
-    dtype: torch.dtype = torch.float8_e4m3fn if name == "float8" else getattr(torch, name)
+    dtype: torch.dtype = KV_FLOAT8 if name == "float8" else getattr(torch, name)
     return dtype
 
 
 def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
     """Raises ValueError if the GPU can't convert the pool's dtype."""
-    if device.type != "cuda" or kv_dtype != torch.float8_e4m3fn:
+    if device.type != "cuda" or kv_dtype != KV_FLOAT8:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8_CAPABILITY:
