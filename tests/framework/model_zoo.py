@@ -61,7 +61,7 @@ def _llama(**changes: Any) -> Any:
     return _build(hf.LlamaConfig(**_size(**changes)))
 
 
-def _gpt_oss() -> Any:
+def build_gpt_oss(**sizes: Any) -> Any:
     return _build(
         hf.GptOssConfig(
             **_size(
@@ -72,6 +72,7 @@ def _gpt_oss() -> Any:
                 num_experts_per_tok=2,
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             )
+            | sizes
         )
     )
 
@@ -166,7 +167,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "mixtral": lambda: _build(hf.MixtralConfig(**_size(num_local_experts=4, num_experts_per_tok=2))),
-    "gpt_oss": _gpt_oss,
+    "gpt_oss": build_gpt_oss,
     "llama4": _llama4,
     "llama4_temperature": lambda: _llama4(floor_scale=4, attn_scale=1.0),
     "deepseek_v2": lambda: _deepseek(hf.DeepseekV2Config),

@@ -7,6 +7,7 @@ each family, for whole models.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import model_zoo as zoo
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 GROUP = 16
@@ -169,6 +170,71 @@ def save(name: str, directory: Path) -> tuple[Path, Any]:
 
 def _layers(tensors: dict[str, Tensor]) -> set[str]:
     return {key[: key.index("proj.") + len("proj.")] for key in tensors}
+
+
+# -- mixtures of experts
+
+_FLOAT8_EXPERTS = FORMATS["fp8"][0] | {"modules_to_not_convert": ["lm_head", r".*self_attn"]}
+EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Packed]]] = {
+    "qwen3_moe fp8": ("qwen3_moe", _FLOAT8_EXPERTS, _float8_blocks),
+    "deepseek_v3 fp8": ("deepseek_v3", _FLOAT8_EXPERTS, _float8_blocks),
+    "mixtral int8": ("mixtral", FORMATS["compressed_int8"][0], _rows_of_8_bits(torch.int8)),
+    "qwen3_moe float8": (
+        "qwen3_moe",
+        _compressed("float-quantized", _EIGHT_BITS | {"type": "float", "strategy": "channel"}),
+        _rows_of_8_bits(torch.float8_e4m3fn),
+    ),
+}
+
+
+def save_experts(name: str, directory: Path) -> tuple[Path, Path]:
+    """Write a checkpoint of a mixture with quantized experts and MLPs, as on the hub: one tensor for each expert.
+
+    Returns its folder, and that of the plain checkpoint that it stands for.
+    """
+    family, config, pack = EXPERTS[name]
+    plain, folder = zoo.save(family, directory / "plain"), directory / "quantized"
+    tensors, packed = load_file(plain / "model.safetensors"), {}
+    for key in [key for key in tensors if re.search(r"(mlp|experts)\..*(_proj|w[123])\.weight$", key)]:
+        parts, tensors[key] = pack(tensors[key])
+        packed |= {f"{key.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    if config["quant_method"] == "compressed-tensors":
+        config = config | {"ignore": ["lm_head", r"re:.*self_attn", r"re:.*gate$"]}
+    _write(folder, plain, {key: value for key, value in tensors.items() if key not in packed} | packed, config)
+    return folder, plain
+
+
+def save_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """Write a gpt-oss as on the hub. Returns its folder, and that of the plain checkpoint that it stands for."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = zoo.build_gpt_oss(hidden_size=64, intermediate_size=32)
+    plain, folder = directory / "plain", directory / "quantized"
+    generator, packed = torch.Generator().manual_seed(5), {}
+    for path, module in model.named_modules():
+        for name in ("gate_up_proj", "down_proj") if path.endswith(".experts") else ():
+            num_experts, columns, rows = getattr(module, name).shape
+            shape = (num_experts, rows, columns // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+            getattr(module, name).data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            packed |= {f"{path}.{name}_blocks": blocks, f"{path}.{name}_scales": scales}
+    model.save_pretrained(plain)
+    kept = {
+        key: tensor for key, tensor in load_file(plain / "model.safetensors").items() if f"{key}_blocks" not in packed
+    }
+    _write(folder, plain, kept | packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return folder, plain
+
+
+def _write(folder: Path, plain: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    folder.mkdir()
+    values = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 if __name__ == "__main__":  # a format and the folder to save it in

@@ -98,7 +98,7 @@ EXAMPLES = {
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
     HOLDER_IDEA: ["unit/worker/test_holder.py", "unit/worker/test_kept_pool.py"],
-    QUANTIZED_IDEA: ["unit/worker/test_kv_scales.py"],
+    QUANTIZED_IDEA: ["unit/worker/test_kv_scales.py", "unit/worker/test_quantized_experts.py"],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
     VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }

@@ -1907,6 +1907,20 @@ BUGS = [
         "scales are calibrated on the blocks of another layer group",
         ("calibrate_kv_scales", "scratch.block_ids[pool.group_of(layer_idx)]", "scratch.block_ids[0]"),
     ),
+    worker(
+        QUANTIZED_IDEA,
+        "the second half of an expert's rows has the scales of the first",
+        ("dequantized", "zip(parts, scales, strict=True)", "zip(parts, [scales[0]] * len(parts), strict=True)"),
+    ),
+    worker(
+        QUANTIZED_IDEA,
+        "the two numbers of a byte of MXFP4 are swapped",
+        (
+            "dequantized",
+            "torch.stack((packed & 15, packed >> 4), dim=-1)",
+            "torch.stack((packed >> 4, packed & 15), dim=-1)",
+        ),
+    ),
 ]
 
 _NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})

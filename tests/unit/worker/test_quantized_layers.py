@@ -231,7 +231,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
             "actorder is 'group'",
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is empty"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme: num_bits is 4"),
     ],
     ids=str,
 )

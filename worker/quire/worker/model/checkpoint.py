@@ -21,7 +21,7 @@ from quire.worker.model.self_check import SHORTEST_TOKENS
 from quire.worker.model.sharding import ONE_PART, ModelRanks, Sharding, plan_sharding
 from quire.worker.model.token_ids import drop_unknown_padding
 from quire.worker.quantization.at_load import quantize_at_load
-from quire.worker.quantization.quantizer import find_fault, find_unused_scale, use_scheme
+from quire.worker.quantization.quantizer import find_fault, find_unlike_experts, find_unused_scale, use_scheme
 from quire.worker.quantization.scheme import UnsupportedFormat
 from quire.worker.unsupported_model import UnsupportedModel, first_line
 
@@ -230,7 +230,10 @@ def _load_weights(
     except OSError as error:
         raise ModelNotFound(source, first_line(error)) from error
     except Exception as error:
+        unlike = find_unlike_experts()
         reason = f"its weights do not load: {type(error).__name__}: {first_line(error)}"
+        if unlike is not None:
+            reason = f"its weight {unlike} does not load: experts lack a tensor, or theirs differ in shape or dtype"
         raise UnsupportedModel(type(config).__name__, reason) from error
     missing = sorted(info["missing_keys"])
     if missing:

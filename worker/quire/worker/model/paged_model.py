@@ -28,7 +28,8 @@ from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
 from quire.worker.quantization.kv_cache import find_kv_scales
-from quire.worker.quantization.quantized_linear import count_layer_weights, quantized_linears
+from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_module import count_layer_weights
 from quire.worker.unsupported_model import first_line
 
 Reference = Callable[[Tensor], Tensor]

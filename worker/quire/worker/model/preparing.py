@@ -42,13 +42,15 @@ from quire.worker.model.tiled_experts import TILED_EXPERTS
 from quire.worker.model.tiled_model import TiledModel
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
+from quire.worker.quantization.experts import QuantizedExperts
 from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_module import quantized_modules
 from quire.worker.quantization.scaled_linear import ScaledLinear, Way, try_float8
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
 log = logging.getLogger(__name__)
 
-EXPERTS = ("grouped_mm", "eager")
+EXPERTS: tuple[str, ...] = ("grouped_mm", "eager")
 """Ways to run a mixture of experts, the fastest first."""
 TILED_DTYPES = (torch.bfloat16,)
 """Of the linear layers that are packed in a model that computes in tiles: packing changes the bits of its results."""
@@ -127,7 +129,7 @@ def _choose_float8(model: Any, arithmetic: Arithmetic) -> str:
 
 def _note_weights(paged: PagedModel, model: Any, without_float8: str) -> None:
     """Note the formats of quantized weights, if there are any, and whether products dequantize them on a GPU."""
-    layers = [layer for _, layer in quantized_linears(model)]
+    layers = [layer for _, layer in quantized_modules(model)]
     if not layers:
         return
     reason = ""
@@ -328,9 +330,12 @@ def _choose_experts_implementation(model: Any, arithmetic: Arithmetic) -> tuple[
         return None
     if arithmetic is Arithmetic.KERNELS:
         raise UnsupportedModel(type(model).__name__, "--deterministic: there are no kernels for its experts")
-    implementations = (TILED_EXPERTS,) if arithmetic is Arithmetic.TILES else EXPERTS
+    implementations, errors = EXPERTS, []
+    if arithmetic is Arithmetic.TILES:
+        implementations = (TILED_EXPERTS,)
+    elif any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        implementations, errors = ("eager",), ["grouped_mm: quantized experts are dequantized one by one"]
     token_ids = torch.zeros(1, 8, dtype=torch.int64, device=model.device)
-    errors = []
     for implementation in implementations:
         try:
             model.set_experts_implementation(implementation)

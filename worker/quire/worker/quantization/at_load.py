@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.worker.quantization.inputs import InputRounding
-from quire.worker.quantization.quantized_linear import count_layer_weights
+from quire.worker.quantization.quantized_module import count_layer_weights
 from quire.worker.quantization.quantizer import replace_linears
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts, ScaledExperts
 from quire.worker.quantization.inputs import KEEP, InputRounding
 from quire.worker.quantization.kv_cache import check_kv_scheme
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
@@ -32,6 +33,8 @@ class _Group:
 
     targets: Sequence[str]
     make: _Maker
+    scaled: ScaledFormat | None
+    """The format of its weights, if they are of 8 bits."""
 
     def has(self, name: str) -> bool:
         return any(_names(target, name) for target in self.targets)
@@ -49,14 +52,25 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if not groups:
         raise UnsupportedFormat(f"{NAME}: config_groups is empty")
 
-    def make(name: str, linear: nn.Linear) -> QuantizedLinear | None:
+    def find(name: str) -> _Group | None:
         if any(_names(each, name) for each in ignored):
             return None
-        group = next((each for each in groups if each.has(name)), None)
+        return next((each for each in groups if each.has(name)), None)
+
+    def make(name: str, linear: nn.Linear) -> QuantizedLinear | None:
+        group = find(name)
         return None if group is None else group.make(linear)
 
+    def make_experts(name: str, sizes: ExpertSizes) -> QuantizedExperts | None:
+        group = find(name)
+        if group is None:
+            return None
+        if group.scaled is None:
+            raise ValueError(f"its experts are {PACKED_FORMAT}, and not one of {', '.join(SCALED_FORMATS)}")
+        return ScaledExperts(group.scaled, sizes)
+
     formats = {_format_of(fields, group) for group in fields.get("config_groups").values()}
-    return Scheme(f"{NAME} {', '.join(sorted(formats))}", make, kept=())
+    return Scheme(f"{NAME} {', '.join(sorted(formats))}", make, kept=(), experts=make_experts)
 
 
 def _names(target: str, name: str) -> bool:
@@ -78,11 +92,14 @@ def _read_group(fields: Fields, group: Mapping[str, Any]) -> _Group:
     inputs = group.get("input_activations")
     if group.get("output_activations"):
         raise fields.unsupported("output_activations", group["output_activations"], "null")
-    read = _read_packed if form == PACKED_FORMAT else _read_scaled
-    return _Group(group.get("targets", ()), read(form, weights, inputs))
+    targets = group.get("targets", ())
+    if form == PACKED_FORMAT:
+        return _Group(targets, _read_packed(form, weights, inputs), None)
+    scaled, rounding = _read_scaled(form, weights), _read_inputs(inputs)
+    return _Group(targets, lambda linear: ScaledLinear(linear, scaled, rounding), scaled)
 
 
-def _read_scaled(form: str, weights: Fields, inputs: Mapping[str, Any] | None) -> _Maker:
+def _read_scaled(form: str, weights: Fields) -> ScaledFormat:
     weights.one_of("num_bits", (8,))
     dtype = EIGHT_BIT_TYPES[weights.one_of("type", tuple(EIGHT_BIT_TYPES))]
     weights.one_of("symmetric", (True,), True)
@@ -93,9 +110,7 @@ def _read_scaled(form: str, weights: Fields, inputs: Mapping[str, Any] | None) -
     if block is None:
         rows, columns = weights.get("block_structure")
         block = (rows, columns)
-    scaled = ScaledFormat(f"{NAME} {form}", dtype, block)
-    rounding = _read_inputs(inputs)
-    return lambda linear: ScaledLinear(linear, scaled, rounding)
+    return ScaledFormat(f"{NAME} {form}", dtype, block)
 
 
 def _read_inputs(config: Mapping[str, Any] | None) -> InputRounding:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quire.worker.quantization.experts import ScaledExperts
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -22,7 +23,13 @@ def read_finegrained(config: Mapping[str, Any]) -> Scheme:
     block = _block(fields)
     form = ScaledFormat("fp8", torch.float8_e4m3fn, block, scale="weight_scale_inv", is_scalar=True)
     name = f"fp8, blocks of {block[0]} x {block[1]}" if block[0] else "fp8, a scale for each tensor"
-    return Scheme(name, lambda _, linear: ScaledLinear(linear, form), fields.get("modules_to_not_convert"))
+    kept = fields.get("modules_to_not_convert")
+    return Scheme(
+        name,
+        lambda _, linear: ScaledLinear(linear, form),
+        kept,
+        experts=lambda _, sizes: ScaledExperts(form, sizes),
+    )
 
 
 def _block(fields: Fields) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from quire.worker.quantization.bitsandbytes import read_bitsandbytes
 from quire.worker.quantization.compressed_tensors import read_compressed_tensors
 from quire.worker.quantization.float8 import read_fbgemm, read_finegrained
 from quire.worker.quantization.gptq import read_gptq
+from quire.worker.quantization.mxfp4 import read_mxfp4
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat
 from quire.worker.quantization.torchao import read_torchao
 
@@ -20,6 +21,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_finegrained,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
     "torchao": read_torchao,
 }
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from transformers.core_model_loading import WeightRenaming
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quire.worker.quantization.bitsandbytes import STATE
+from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts, expert_projections
 from quire.worker.quantization.formats import read_scheme
 from quire.worker.quantization.kv_cache import hold_kv_scales
-from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_module import quantized_modules
 from quire.worker.quantization.scheme import Scheme, UnsupportedFormat
 
 METHOD = "quire"
+_WEIGHT = ".weight"
 _SCALE = re.compile(r"weight_scale|(scale_inv|scales|qzeros|absmax|SCB)$")
 
 
@@ -39,6 +41,7 @@ def use_scheme(config: Any) -> Scheme | None:
 
     Changes the configuration. Raises UnsupportedFormat if the worker does not have the format.
     """
+    _RequireAlike.faults.clear()
     checkpoint = find_quantization(config)
     if checkpoint is None:
         return None
@@ -48,18 +51,23 @@ def use_scheme(config: Any) -> Scheme | None:
 
 
 def find_fault(model: Any) -> str | None:
-    """Return the first quantized layer with tensors that can't be right, and the reason; None if there is none."""
-    for name, linear in quantized_linears(model):
-        fault = linear.find_fault()
+    """Return the first quantized module with tensors that can't be right, and the reason; None if there is none."""
+    for name, module in quantized_modules(model):
+        fault = module.find_fault()
         if fault is not None:
             return f"{name}.{fault}"
     return None
 
 
+def find_unlike_experts() -> str | None:
+    """Return a tensor that could not be merged in the last loading, because experts differ in theirs; None if none."""
+    return min(_RequireAlike.faults, default=None)
+
+
 def find_unused_scale(names: Iterable[str]) -> str | None:
     """Return the first name of a checkpoint's tensor that scales a weight, of tensors that no module has taken.
 
-    Its weight would be loaded without it: experts, which transformers merges, are no linear layers.
+    Its weight would be loaded without it, as experts that transformers merges and a scheme leaves out.
     """
     return next((name for name in sorted(names) if _SCALE.search(name)), None)
 
@@ -85,7 +93,17 @@ class _Quantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         replace_linears(model, self._scheme)
+        _replace_experts(model, self._scheme)
         hold_kv_scales(model, checkpoint_files or ())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Let what merges the experts' weights into one tensor merge each buffer of the module in its place."""
+        experts = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+        updated = []
+        for conversion in weight_conversions:
+            buffers = _buffers_of_target(conversion, experts) if isinstance(conversion, WeightConverter) else ()
+            updated += [_for_buffer(conversion, each) for each in buffers] or [conversion]
+        return updated + self.get_weight_conversions()
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
         return [WeightRenaming(pattern, name) for pattern, name in self._scheme.renamed.items()]
@@ -105,6 +123,56 @@ class _Quantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _buffers_of_target(conversion: WeightConverter, experts: Mapping[str, QuantizedExperts]) -> Iterable[str]:
+    """The buffers of the experts that a conversion makes the weights of; none if it makes others."""
+    if not all(source.endswith(_WEIGHT) for source in conversion.source_patterns):
+        return ()
+    (target, *others) = conversion.target_patterns
+    if others:
+        return ()
+    found = next((module for name, module in experts.items() if f".{name}".endswith(f".{target.lstrip('.')}")), None)
+    return () if found is None else [name for name, _ in found.named_buffers()]
+
+
+def _for_buffer(conversion: WeightConverter, buffer: str) -> Any:
+    """The same conversion of another tensor of each layer."""
+    sources = [f"{source.removesuffix(_WEIGHT)}.{buffer}" for source in conversion.source_patterns]
+    targets = [f"{target}.{buffer}" for target in conversion.target_patterns]
+    return conversion.copy(sources, targets, operations=[_RequireAlike(), *conversion.operations])
+
+
+class _RequireAlike(ConversionOps):
+    """Finds tensors of experts that can't be merged. transformers' own error has no name, so it is kept here."""
+
+    faults: ClassVar[list[str]] = []
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        counts = {len(tensors) for tensors in input_dict.values()}
+        kinds = [{(tuple(tensor.shape), tensor.dtype) for tensor in tensors} for tensors in input_dict.values()]
+        if len(counts) > 1 or any(len(each) > 1 for each in kinds):
+            name = str(kwargs["full_layer_name"])
+            self.faults.append(name)
+            raise ValueError(name)
+        return input_dict
+
+
+def _replace_experts(model: Any, scheme: Scheme) -> None:
+    """Put the scheme's modules in place of tensors of all experts, without weights. Raises UnsupportedFormat."""
+    kept = get_keys_to_not_convert(model)
+    for path, experts, name in list(expert_projections(model)):
+        layer = f"{path}.0.{name.replace('gate_up', 'gate')}"
+        try:
+            with torch.device("meta"):
+                replacement = scheme.expert_replacement(layer, ExpertSizes.of(experts, name), kept)
+        except ValueError as error:
+            raise UnsupportedFormat(f"{scheme.name}: {path}.{name}: {error}") from error
+        if replacement is not None:
+            del experts._parameters[name]
+            setattr(experts, name, replacement)
 
 
 def replace_linears(model: Any, scheme: Scheme) -> None:

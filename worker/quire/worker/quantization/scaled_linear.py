@@ -129,16 +129,18 @@ class ScaledLinear(QuantizedLinear):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         values = self.get_buffer(self.form.weight).to(torch.float32)
-        return (values * self._expanded_scale()).to(dtype)
+        scale = self.get_buffer(self.form.scale)
+        return (values * expand_scale(scale, self.form.block, (self.out_features, self.in_features))).to(dtype)
 
-    def _expanded_scale(self) -> Tensor:
-        """The scales in a shape that multiplies with [N, K]."""
-        scale, (rows, columns) = self.get_buffer(self.form.scale), self.form.block
-        if rows > 1:
-            scale = scale.repeat_interleave(rows, 0)[: self.out_features]
-        if columns > 1:
-            scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
-        return scale
+
+def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """Return scales of a ScaledFormat's block in a shape that multiplies with a weight of shape [N, K]."""
+    rows, columns = block
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, 0)[: shape[0]]
+    if columns > 1:
+        scale = scale.repeat_interleave(columns, 1)[:, : shape[1]]
+    return scale
 
 
 def try_float8(layers: Sequence[ScaledLinear]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts
 from quire.worker.quantization.quantized_linear import QuantizedLinear
 
 
@@ -25,17 +26,26 @@ class Scheme:
                 ValueError if the layer's sizes do not fit
     kept        the parts of names of layers that are not quantized; None: the output layer, and what is tied to it
     renamed     tensors with names that no buffer can have: a pattern of their end, and the end of the buffer's name
+    experts     (name of a layer of an expert, sizes of all experts) -> the module in place of their tensor, as `make`;
+                None: they are plain
     """
 
     name: str
     make: Callable[[str, nn.Linear], QuantizedLinear | None]
     kept: Sequence[str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    experts: Callable[[str, ExpertSizes], QuantizedExperts | None] | None = None
 
     def replacement(self, name: str, linear: nn.Linear, kept: Sequence[str]) -> QuantizedLinear | None:
         """Return the module in place of a linear layer; None leaves it. `kept` counts if the scheme names none."""
-        names = list(kept if self.kept is None else self.kept)
-        return self.make(name, linear) if should_convert_module(name, names) else None
+        return self.make(name, linear) if self._has(name, kept) else None
+
+    def expert_replacement(self, name: str, sizes: ExpertSizes, kept: Sequence[str]) -> QuantizedExperts | None:
+        """Return the module in place of a tensor of all experts; `name` is that of an expert's layer."""
+        return None if self.experts is None or not self._has(name, kept) else self.experts(name, sizes)
+
+    def _has(self, name: str, kept: Sequence[str]) -> bool:
+        return bool(should_convert_module(name, list(kept if self.kept is None else self.kept)))
 
 
 class Fields:
