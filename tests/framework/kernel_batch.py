@@ -17,6 +17,7 @@ from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.block_copy import BlockRuns, block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
 from quire.kernels.paged_decode import num_decode_programs, paged_decode, workspace_size
@@ -317,6 +318,16 @@ class Batch:
     def norm(self) -> Tensor:
         x, residual, weight = self.hidden
         return add_rmsnorm(x, weight, eps=1e-6, residual=residual.clone())
+
+    def update(self, *, max_rank: int = 16) -> None:
+        """Updates of three adapters, and of none, behind the merged projection."""
+        shape, x = self.shape, self.hidden[0]
+        sizes = tuple(heads * shape.head_dim for heads in (shape.num_query_heads, *[shape.num_kv_heads] * 2))
+        slots = LoraSlots.allocate(
+            4, max_rank=max_rank, num_inputs=shape.hidden, sizes=sizes, dtype=shape.dtype, device=self.device
+        )
+        slots.ranks.fill_(max_rank)
+        add_updates(self.qkv.clone(), x, slots, torch.arange(len(x), device=self.device) % 4 - 1)
 
     def activation(self) -> Tensor:
         gate, up = self.gate_up.chunk(2, -1)

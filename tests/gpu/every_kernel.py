@@ -42,6 +42,7 @@ def run(shape: Shape, device: torch.device) -> None:
         batch.norm()
         batch.activation()
         batch.merge()
+        batch.update()
         batch.sample()
         batch.draw()
         batch.draw(filtered=False)

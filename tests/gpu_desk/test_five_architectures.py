@@ -96,6 +96,7 @@ SMALL: dict[str, Callable[[Batch], object]] = {
     "prologue": Batch.prologue,
     "norm": Batch.norm,
     "activation": Batch.activation,
+    "update": Batch.update,
     "sample": Batch.sample,
     "draw": Batch.draw,
     "copy": lambda batch: batch.copy([1], [2]),

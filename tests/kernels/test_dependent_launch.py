@@ -109,6 +109,8 @@ WORK: dict[str, Callable[[Batch], object]] = {
     "skinny_gemv_kernel": lambda batch: multiply(batch, "gemv"),
     "skinny_dot_kernel": lambda batch: multiply(batch, "dot"),
     "fixed_linear_kernel": multiply_in_fixed_tiles,
+    "lora_shrink_kernel": Batch.update,
+    "lora_expand_kernel": Batch.update,
     "begin_step_kernel": lambda _: take_turn(),
     "end_step_kernel": lambda _: take_turn(),
 }

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from compiled_attention import LONG, META, SHORT, compile_decode, instructions_per_cycle
 from kernel_batch import LAYOUTS, Batch, Shape
-from machine_code import A100, B200, GPU, H100, Launch, Loop, MachineCode, compile_launch, loads_before, recorded
+from machine_code import A100, B200, GPU, GPUS, H100, Launch, Loop, MachineCode, compile_launch, loads_before, recorded
+from samples import others_at_night
 
 from quire.kernels.fixed_linear import fixed_linear
 from quire.kernels.gumbel import UNFUSED, group_noise, row_key, token_noise
@@ -347,6 +348,27 @@ def test_products_in_fixed_tiles_keep_copies_in_flight(gated: bool, gpu: GPU) ->
     assert code.spills == 0, code.summary()
     assert code.count("LDGSTS") == code.count(r"LDGSTS.*\.128") > 0
     assert code.count("HMMA|HGMMA|UTC.*MMA") > 0
+
+
+@pytest.mark.parametrize("gpu", others_at_night(GPUS, [H100]), ids=lambda gpu: gpu.arch)
+def test_updates_of_adapters_are_two_codes_for_any_number_of_rows(gpu: GPU) -> None:
+    """One of few rows and one of many, of each kernel; A is copied asynchronously, by 16 bytes."""
+    launches = {
+        launch.key: launch
+        for count in (1, 7, 128, 129, 5000)
+        for launch in recorded(Batch(LLAMA_8B, (count,), (count,), META).update, gpu)
+    }
+    assert (
+        sorted(launch.name for launch in launches.values()) == ["lora_expand_kernel"] * 2 + ["lora_shrink_kernel"] * 2
+    )
+    for launch in launches.values():
+        code = compile_launch(launch)
+        print(launch.name, code.summary())
+        assert code.spills == 0, code.summary()
+        assert code.shared_bytes <= gpu.limits.shared_memory_bytes
+        assert code.count("HMMA|HGMMA|UTC.*MMA") > 0
+        if launch.name == "lora_shrink_kernel":
+            assert code.count("LDGSTS") == code.count(r"LDGSTS.*\.128") > 0, code.summary()
 
 
 @pytest.mark.parametrize("gpu", [A100, H100, B200], ids=lambda gpu: gpu.arch)

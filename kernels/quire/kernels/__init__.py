@@ -19,6 +19,7 @@ In the order in which a step runs them:
     skinny_linear.py    products of few rows, with norm in front, activation or residual behind
     skinny_tiling.py    their division among programs
     fixed_linear.py     products of any number of rows in one tile shape
+    lora.py             updates of LoRA adapters behind a product, by the slot of each row
     rope_table.py       cosines and sines by position
     qkv_prologue.py     norm, rope and cache write, between the QKV projection and attention
     cache_write.py      keys and values to their slots, where there is no prologue

@@ -48,6 +48,16 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def add_updates(out: Tensor, x: Tensor, updates: Sequence[tuple[Tensor, Tensor] | None]) -> Tensor:
+    """Return a product's result [M, N] with each row's update in float64: b [N, r] of a [r, K] of x [M, K], or None."""
+    total = out.double()
+    for row, update in enumerate(updates):
+        if update is not None:
+            a, b = update
+            total[row] += b.double() @ (a.double() @ x[row].double())
+    return total
+
+
 def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:
     """Return one block's bytes of all tensors [B, ...], in the order in which they lie in memory: [n] uint8.
 
