@@ -327,7 +327,7 @@ class Batch:
             4, max_rank=max_rank, num_inputs=shape.hidden, sizes=sizes, dtype=shape.dtype, device=self.device
         )
         slots.ranks.fill_(max_rank)
-        add_updates(self.qkv.clone(), x, slots, torch.arange(len(x), device=self.device) % 4 - 1)
+        add_updates(self.qkv.clone(), x, slots, torch.arange(len(x), device=self.device) % 4)
 
     def activation(self) -> Tensor:
         gate, up = self.gate_up.chunk(2, -1)

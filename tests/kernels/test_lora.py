@@ -21,6 +21,10 @@ def draw(device: torch.device, dtype: torch.dtype, *sizes: int, seed: int) -> Te
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+def numbers(slot_of_row: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(slot_of_row, device=device) + 1
+
+
 class Filled:
     """Slots with updates of these ranks, [S][P], on NaN; and what each row of a slot should get."""
 
@@ -69,7 +73,7 @@ def check(filled: Filled, slot_of_row: list[int], *, dtype: torch.dtype, device:
     x[[row for row, slot in enumerate(slot_of_row) if slot < 0]] = torch.nan
     out = draw(device, dtype, num_rows, sum(filled.sizes), seed=8)
     expected = filled.expected(out, x, slot_of_row)
-    add_updates(out, x, filled.slots, torch.tensor(slot_of_row, device=device))
+    add_updates(out, x, filled.slots, numbers(slot_of_row, device))
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -99,7 +103,7 @@ def test_rows_without_an_adapter_and_steps_without_rows_are_left_alone(device: t
     filled = Filled([[4]], num_inputs=32, sizes=(24,), dtype=torch.float32, device=device)
     out = draw(device, torch.float32, 3, 24, seed=1)
     before = out.clone()
-    add_updates(out, out.new_full((3, 32), torch.nan), filled.slots, torch.full((3,), -1, device=device))
+    add_updates(out, out.new_full((3, 32), torch.nan), filled.slots, numbers([-1] * 3, device))
     assert torch.equal(out, before)
     add_updates(out[:0], out.new_empty(0, 32), filled.slots, torch.zeros(0, dtype=torch.int64, device=device))
 
@@ -109,7 +113,7 @@ def test_a_part_of_a_product_by_itself(device: torch.device) -> None:
     filled = Filled([[4, 2], [1, 6]], num_inputs=32, sizes=(24, 40), dtype=torch.float32, device=device)
     x, wide = draw(device, torch.float32, 3, 32, seed=1), draw(device, torch.float32, 3, 64, seed=2)
     expected = filled.expected(wide, x, [1, 0, -1])[:, 24:]
-    add_updates(wide[:, 24:], x, filled.slots.part(1), torch.tensor([1, 0, -1], device=device))
+    add_updates(wide[:, 24:], x, filled.slots.part(1), numbers([1, 0, -1], device))
     torch.testing.assert_close(wide[:, 24:].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -122,10 +126,10 @@ def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtyp
     use_fixed_tiles(True)
     try:
         whole = base.clone()
-        add_updates(whole, x, filled.slots, torch.tensor(slot_of_row, device=device))
+        add_updates(whole, x, filled.slots, numbers(slot_of_row, device))
         for first, end in ((2, 3), (1, 20), (37, 70), (100, MOST_FEW_ROWS + 10)):
             part = base[first:end].clone()
-            add_updates(part, x[first:end], filled.slots, torch.tensor(slot_of_row[first:end], device=device))
+            add_updates(part, x[first:end], filled.slots, numbers(slot_of_row[first:end], device))
             assert torch.equal(part, whole[first:end]), f"rows {first} .. {end - 1}"
     finally:
         use_fixed_tiles(False)
@@ -141,9 +145,9 @@ def test_refusals(device: torch.device) -> None:
     )
     with pytest.raises(ValueError, match=r"out has shape \[3, 16\], not \[3, 8\]"):
         add_updates(out, x, slots.part(0), rows)
-    with pytest.raises(ValueError, match=r"slot_of_row has shape \[3\], not \[2\]"):
+    with pytest.raises(ValueError, match=r"adapter_of_row has shape \[3\], not \[2\]"):
         add_updates(out[:2], x[:2], slots, rows)
-    with pytest.raises(ValueError, match="slot_of_row is torch.int32, not torch.int64"):
+    with pytest.raises(ValueError, match=r"adapter_of_row is torch\.int32, not torch\.int64"):
         add_updates(out, x, slots, rows.int())
-    with pytest.raises(ValueError, match="a is torch.float32, not torch.float16"):
+    with pytest.raises(ValueError, match=r"a is torch\.float32, not torch\.float16"):
         add_updates(out.half(), x.half(), slots, rows)

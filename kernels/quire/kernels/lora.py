@@ -5,7 +5,7 @@
     shrink      A x of each row, in float32: a sum for each SPLIT inputs
     expand      B times the total of these sums, added to the product's result
 
-Adapters lie in slots of fixed memory, and each row has the number of its slot. A program has a tile of rows and one
+Adapters lie in slots of fixed memory, and each row has the number of its slot, counted from 1, or 0. A program has a tile of rows and one
 slot: it ends at once if none of its rows has this slot. So nothing is sorted, no grid depends on the step, and both
 launches can be captured while slots are empty. Tokens of a prompt lie side by side: nearly all of their tiles have one
 slot. A slot's rank is read on the device; a layer that its adapter has no update of has rank 0.
@@ -107,29 +107,29 @@ def padded_rank(max_rank: int) -> int:
     return 16 if max_rank <= 16 else 32 * ceil_div(max_rank, 32)
 
 
-def add_updates(out: Tensor, x: Tensor, slots: LoraSlots, slot_of_row: Tensor) -> None:
+def add_updates(out: Tensor, x: Tensor, slots: LoraSlots, adapter_of_row: Tensor) -> None:
     """Add to each row of a product's result the update of its slot, in place.
 
     Sizes: M rows, K inputs, N outputs; S, P and R as in LoraSlots.
         out             [M, N]  dtype of x, N contiguous
         x               [M, K]  fp32/fp16/bf16, K contiguous
-        slot_of_row     [M]     int64, 0 .. S - 1, or -1 for a row without an adapter
+        adapter_of_row  [M]     int64, 1 + the slot of the row's adapter; 0: it has none
 
-    Sums are float32; A x is rounded to the dtype of x once, and the result once. Rows of slot -1 are neither read nor
-    written. Raises ValueError if a shape, stride, dtype or device is another. No sync.
+    Sums are float32; A x is rounded to the dtype of x once, and the result once. Rows without an
+    adapter are neither read nor written. Raises ValueError if a shape, stride, dtype or device is another. No sync.
     Cost: two launches. Reads A and B of each slot once for each tile of rows that has it, by their ranks.
     """
     shrink, expand, shape = _prepare(
         are_fixed_tiles_used(),
         slots.sizes,
-        *layouts(out, x, slots.a, slots.b, slots.ranks, slots.ends, slot_of_row),
+        *layouts(out, x, slots.a, slots.b, slots.ranks, slots.ends, adapter_of_row),
     )
     if not len(x):
         return
     middle = torch.empty(shape, dtype=torch.float32, device=x.device)
     num_rows, num_inputs = x.shape
-    shrink.run(lora_shrink_kernel, x, slots.a, slots.ranks, slot_of_row, middle, num_rows, num_inputs)
-    expand.run(lora_expand_kernel, middle, slots.b, slots.ranks, slots.ends, slot_of_row, out, num_rows)
+    shrink.run(lora_shrink_kernel, x, slots.a, slots.ranks, adapter_of_row, middle, num_rows, num_inputs)
+    expand.run(lora_expand_kernel, middle, slots.b, slots.ranks, slots.ends, adapter_of_row, out, num_rows)
 
 
 @prepared_once
@@ -142,10 +142,10 @@ def _prepare(
     b: Layout,
     ranks: Layout,
     ends: Layout,
-    slot_of_row: Layout,
+    adapter_of_row: Layout,
 ) -> tuple[Launch, Launch, tuple[int, int, int, int]]:
     """The launches of both kernels, and the shape of what is between them: [P, splits, M, R]."""
-    _check(sizes, out, x, a, b, ranks, ends, slot_of_row)
+    _check(sizes, out, x, a, b, ranks, ends, adapter_of_row)
     num_slots, num_parts, num_ranks, num_inputs = a.shape
     num_rows, splits = x.shape[0], ceil_div(num_inputs, SPLIT)
     rows = 16 if is_fixed or num_rows <= MOST_FEW_ROWS else 64
@@ -193,7 +193,7 @@ def _check(
     b: Layout,
     ranks: Layout,
     ends: Layout,
-    slot_of_row: Layout,
+    adapter_of_row: Layout,
 ) -> None:
     require_shape("x", x, (None, None))
     require_dtype("x", x, FLOAT_DTYPES)
@@ -205,7 +205,7 @@ def _check(
     require_shape("ranks", ranks, (num_slots, num_parts))
     require_shape("ends", ends, (num_parts + 1,))
     require_shape("out", out, (x.shape[0], sum(sizes)))
-    require_shape("slot_of_row", slot_of_row, (x.shape[0],))
+    require_shape("adapter_of_row", adapter_of_row, (x.shape[0],))
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         require_dtype(name, tensor, x.dtype)
         require_last_contiguous(name, tensor)
@@ -213,9 +213,9 @@ def _check(
     for name, tensor in (("ranks", ranks), ("ends", ends)):
         require_dtype(name, tensor, torch.int32)
     require_last_contiguous("ranks", ranks)
-    require_dtype("slot_of_row", slot_of_row, torch.int64)
-    require_contiguous("slot_of_row", slot_of_row)
-    require_same_device(out=out, x=x, a=a, b=b, ranks=ranks, ends=ends, slot_of_row=slot_of_row)
+    require_dtype("adapter_of_row", adapter_of_row, torch.int64)
+    require_contiguous("adapter_of_row", adapter_of_row)
+    require_same_device(out=out, x=x, a=a, b=b, ranks=ranks, ends=ends, adapter_of_row=adapter_of_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
@@ -223,7 +223,7 @@ def lora_shrink_kernel(
     x_ptr,  # [M, K]
     a_ptr,  # [S, P, R, K]
     ranks_ptr,  # [S, P]
-    slots_ptr,  # [M]
+    adapters_ptr,  # [M]
     middle_ptr,  # [P, splits, M, R] float32
     num_rows,
     num_inputs,
@@ -248,7 +248,7 @@ def lora_shrink_kernel(
     slot = tl.program_id(2)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     wait_for_earlier_kernels(PDL)
-    is_mine = tl.load(slots_ptr + m, mask=m < num_rows, other=-1) == slot
+    is_mine = tl.load(adapters_ptr + m, mask=m < num_rows, other=0) == slot + 1
     rank = tl.load(ranks_ptr + slot * stride_ranks + part)
     has_rank = r < rank
     if tl.max(is_mine.to(tl.int32)) * tl.max(has_rank.to(tl.int32)) == 0:
@@ -276,7 +276,7 @@ def lora_expand_kernel(
     b_ptr,  # [S, N, R]
     ranks_ptr,  # [S, P]
     ends_ptr,  # [P + 1]
-    slots_ptr,  # [M]
+    adapters_ptr,  # [M]
     out_ptr,  # [M, N]
     num_rows,
     splits,
@@ -295,7 +295,7 @@ def lora_expand_kernel(
     slot = tl.program_id(2)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     wait_for_earlier_kernels(PDL)
-    is_mine = tl.load(slots_ptr + m, mask=m < num_rows, other=-1) == slot
+    is_mine = tl.load(adapters_ptr + m, mask=m < num_rows, other=0) == slot + 1
     rank = tl.load(ranks_ptr + slot * stride_ranks + part)
     n = tl.load(ends_ptr + part) + tl.program_id(1) % tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = n < tl.load(ends_ptr + part + 1)
