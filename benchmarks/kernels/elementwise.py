@@ -18,12 +18,15 @@ from workload import BF16, Cell, Heads, Tensors, uniform
 from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.block_copy import block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
+from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
 from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, sample
 from quire.kernels.silu_mul import silu_mul
+
+NUM_ADAPTERS, RANK = 8, 16
 
 OUTRUN_BYTES = 180 << 20
 """Three times the L2 cache of an H200: buffers take turns until they are as many bytes together."""
@@ -169,6 +172,22 @@ class Jobs:
             call = partial(merge_states, parts, lses, out=torch.empty_like(parts[0]))
             yield Job("merge_states", f"2 x {tokens} tokens", parts.nbytes // 2 * 3 + lses.nbytes, [call])
 
+    def updates(self) -> Iterator[Job]:
+        """Updates of adapters behind the QKV projection: decodes of adapters in turn, and a prompt of one."""
+        heads, hidden = self._sizes.heads, self._sizes.hidden
+        sizes = tuple(count * heads.head_dim for count in (heads.num_query_heads, *[heads.num_kv_heads] * 2))
+        slots = LoraSlots.allocate(
+            NUM_ADAPTERS, max_rank=RANK, num_inputs=hidden, sizes=sizes, dtype=self._dtype, device=self._device
+        )
+        slots.ranks.fill_(RANK)
+        for tokens in self._sizes.tokens:
+            num_adapters = 1 if tokens == max(self._sizes.tokens) else min(tokens, NUM_ADAPTERS)
+            adapters = 1 + torch.arange(tokens, device=self._device) % num_adapters
+            x, out = self._random(tokens, hidden), self._random(tokens, sum(sizes))
+            num_bytes = x.nbytes + 2 * out.nbytes + slots.num_bytes * num_adapters // NUM_ADAPTERS
+            call = partial(add_updates, out, x, slots, adapters)
+            yield Job("add_updates", f"{tokens} tokens, {num_adapters} of rank {RANK}", num_bytes, [call])
+
     def samples(self) -> Iterator[Job]:
         for count in self._sizes.num_seqs:
             num_bytes = count * self._sizes.vocab_size * self._dtype.itemsize
@@ -244,6 +263,7 @@ def jobs(device: torch.device, *, dry: bool) -> list[Job]:
         made.writes,
         made.prologues,
         made.merges,
+        made.updates,
         made.samples,
         made.block_moves,
         made.plans,

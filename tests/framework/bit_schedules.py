@@ -20,7 +20,11 @@ class Sequences:
     A run may begin anywhere up to what is computed: tokens are then computed again.
     """
 
-    def __init__(self, model: PagedModel, lengths: Sequence[int], *, block_size: int) -> None:
+    def __init__(
+        self, model: PagedModel, lengths: Sequence[int], *, block_size: int, adapters: Sequence[int | None] = ()
+    ) -> None:
+        """adapters are those of the sequences, by number in the model; () for none."""
+        self._adapters = adapters
         self.model, self._block_size, self.lengths = model, block_size, tuple(lengths)
         generator = torch.Generator().manual_seed(0)
         self._tokens = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in lengths]
@@ -42,7 +46,7 @@ class Sequences:
 
     def batch(self, runs: Sequence[tuple[int, int, int]]) -> StepBatch:
         """Return the batch of such a step."""
-        return build_step_batch(
+        batch = build_step_batch(
             self._table,
             block_size=self._block_size,
             rows=[seq for seq, _, _ in runs],
@@ -50,6 +54,9 @@ class Sequences:
             counts=[end - start for _, start, end in runs],
             token_ids=[self._tokens[seq][start:end] for seq, start, end in runs],
         )
+        if not self._adapters:
+            return batch
+        return self.model.adapters.assign(batch, [self._adapters[seq] for seq, _, _ in runs])
 
     def decoded_alone(self) -> list[Tensor]:
         """Return the logits of every token [length, vocab_size] of each sequence, one token a step."""

@@ -106,6 +106,13 @@ def mixed_and_decode_steps(
     return steps[:NUM_MIXED], steps[NUM_MIXED:]
 
 
+def take_adapter(steps: list[AcceptedStep], identity: bytes) -> None:
+    """Have every second sequence of the steps, from the first one on, run with an adapter."""
+    for step in steps:
+        step.grant.adapters[:] = [identity]
+        step.grant.run_adapters[:] = [seq_id % 2 for seq_id in step.grant.run_sequence_ids]
+
+
 def verifying_step(num_drafts: int) -> AcceptedStep:
     """The step behind the mixed ones in which each sequence goes on with so many drafts."""
     number = NUM_MIXED + 1

@@ -12,12 +12,14 @@ from bit_schedules import Sequences
 from torch import Tensor, nn
 
 from quire.kernels.fixed_tiles import use_fixed_tiles
+from quire.worker.adapter_bounds import AdapterBounds
 from quire.worker.attention.triton_attention import TritonAttentionStep
 from quire.worker.fusion.activations import ACTIVATIONS, Activation
+from quire.worker.fusion.adapted_steps import AdaptedSteps
 from quire.worker.fusion.fixed_products import FixedProducts
 from quire.worker.fusion.product_table import ProductKind
 from quire.worker.fusion.projection import Projection
-from quire.worker.fusion.steps import KernelSteps, Norm, fixed_steps
+from quire.worker.fusion.steps import FusedSteps, KernelSteps, Norm, fixed_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.graphs import StaticDecode
@@ -34,7 +36,7 @@ def _fixed() -> Iterator[None]:
     use_fixed_tiles(False)
 
 
-def prepare(device: torch.device, dtype: torch.dtype, steps: KernelSteps) -> PagedModel:
+def prepare(device: torch.device, dtype: torch.dtype, steps: FusedSteps) -> PagedModel:
     """A deterministic Llama of one layer, as the worker prepares it on a GPU."""
     llama = zoo.one_layer_llama(max_position_embeddings=64).to(device, dtype)
     return prepare_model(llama, max_model_len=64, step_kind=TritonAttentionStep, fused_steps=steps, deterministic=True)
@@ -63,6 +65,22 @@ def test_logits_have_the_same_bits_in_any_schedule_and_in_memory_for_graphs(devi
     ends = torch.stack([logits[-1] for logits in expected])
     assert torch.equal(decode.forward(sequences.batch([(0, 4, 5), (1, 17, 18), (2, 2, 3)])).float(), ends)
     assert torch.equal(pieces.forward(sequences.batch([(0, 4, 5), (1, 4, 18), (2, 0, 3)])), ends)
+
+
+@pytest.mark.night
+@pytest.mark.usefixtures("_fixed")
+def test_with_an_adapter_logits_have_the_same_bits_in_any_schedule(device: torch.device) -> None:
+    model = prepare(device, torch.bfloat16, AdaptedSteps(fixed_steps()))
+    model.make_adapter_slots(AdapterBounds(max_adapters=1, max_rank=16))
+    with model.adapters.trial() as identity:
+        assert identity is not None
+        slot = model.adapters.numbers[identity]
+        sequences = Sequences(model, (5, 18, 3), block_size=16, adapters=(slot, None, slot))
+        expected = sequences.decoded_alone()
+        plain = Sequences(model, sequences.lengths, block_size=16).decoded_alone()
+        assert [torch.equal(*pair) for pair in zip(expected, plain, strict=True)] == [False, True, False]
+        for seed in range(3):
+            assert sequences.find_difference(expected, seed=seed, most_steps=4) is None
 
 
 @pytest.mark.usefixtures("_fixed")

@@ -5,10 +5,10 @@
     shrink      A x of each row, in float32: a sum for each SPLIT inputs
     expand      B times the total of these sums, added to the product's result
 
-Adapters lie in slots of fixed memory, and each row has the number of its slot, counted from 1, or 0. A program has a tile of rows and one
-slot: it ends at once if none of its rows has this slot. So nothing is sorted, no grid depends on the step, and both
-launches can be captured while slots are empty. Tokens of a prompt lie side by side: nearly all of their tiles have one
-slot. A slot's rank is read on the device; a layer that its adapter has no update of has rank 0.
+Adapters lie in slots of fixed memory, and each row has the number of its slot, counted from 1, or 0. A program has a
+tile of rows and one slot: it ends at once if none of its rows has this slot. So nothing is sorted, no grid depends on
+the step, and both launches can be captured while slots are empty. Tokens of a prompt lie side by side: nearly all of
+their tiles have one slot. A slot's rank is read on the device; a layer that its adapter has no update of has rank 0.
 
 A row's sums have one order, whatever the other rows are. So there is no other form for fixed tiles, which have 16
 rows in any step.

@@ -27,6 +27,7 @@ from quire.worker.grant.adapter_users import AdapterUsers
 from quire.worker.grant.decoding import check_adapters
 from quire.worker.grant.errors import Refused
 from quire.worker.memory.step_batch import AdapterTokens, tokens_of_adapters
+from quire.worker.model.adapter_check import check_adapter
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
 from quire.worker.run.executor import Outcome
@@ -58,7 +59,7 @@ def put(paged: PagedModel, adapter: Adapter) -> bytes:
     """Add an adapter to a model, checked; return its identity."""
     prepared = paged.adapters.prepare(adapter)
     paged.adapters.add(prepared)
-    paged.check_adapter(prepared)
+    check_adapter(paged, prepared)
     return prepared.identity
 
 
@@ -300,9 +301,7 @@ def test_an_adapter_of_another_model_is_refused(model: PagedModel, tmp_path: Pat
     ("flags", "reason"),
     [
         (("--tensor-parallel-size", "2"), "--lora excludes --tensor-parallel-size 2: an adapter's weights"),
-        (("--device", "cuda"), "--lora excludes --device cuda: adapters run on a CPU only"),
-        (("--fuse",), "--lora excludes --fuse: an adapter changes layers"),
-        (("--deterministic",), "--lora excludes --deterministic: the products of an adapter"),
+        (("--device", "cpu", "--fuse"), "--lora excludes --fuse on a CPU: fused modules add updates"),
         (("--lora", "x=."), "--lora gives the name x twice"),
         (("--max-loras", "1", "--lora", "y=."), "--lora is given 2 times; --max-loras is 1"),
         (("--lora", "a b=."), "'a b=.' is not NAME=PATH with a name of 1 to 128 letters"),

@@ -6,19 +6,24 @@ import math
 import os
 from pathlib import Path
 
+import lora_zoo
 import model_zoo as zoo
 import pytest
 import torch
+from bit_schedules import Sequences
 from click.testing import CliRunner
 from gpu_desk.steps import make_config
 from random_schedules import Schedule, make_prompts, run_alone
 from torch import nn
 
 from quire.worker.__main__ import main
+from quire.worker.adapters.adapter import UnsupportedAdapter
+from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.attention.row_attention import KEY_STEP, num_places
 from quire.worker.device import reproducible
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import StepBatch, build_step_batch
+from quire.worker.model.adapter_check import check_adapter
 from quire.worker.model.modes import Part
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
@@ -74,6 +79,41 @@ def count_differences(model: PagedModel, num_schedules: int) -> int:
 def test_logits_of_random_schedules_are_those_of_a_sequence_alone(family: str, dtype: torch.dtype) -> None:
     """With chunks, other batches, preemptions, the host tier, forks, prefixes of others and drafts."""
     assert count_differences(prepare(family, dtype), 1) == 0
+
+
+def put_adapter(model: PagedModel, folder: Path, seed: int, *, rank: int = 4) -> int:
+    """Add an adapter of a llama to a model, checked; return its number."""
+    path = lora_zoo.save(zoo.build("llama"), folder / str(seed), seed=seed, rank=rank)
+    prepared = model.adapters.prepare(read_adapter(str(seed), path))
+    model.adapters.add(prepared)
+    check_adapter(model, prepared)
+    return model.adapters.numbers[prepared.identity]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_with_adapters_are_those_of_a_sequence_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Two adapters of other ranks and the base, in chunks and beside one another, while a third one comes and goes."""
+    model = prepare("llama", dtype)
+    first, second = put_adapter(model, tmp_path, 1), put_adapter(model, tmp_path, 2, rank=7)
+    adapters = (first, second, None, first, second)
+    sequences = Sequences(model, (21, 40, 18, 5, 33), block_size=4, adapters=adapters)
+    expected = sequences.decoded_alone()
+    plain = Sequences(model, sequences.lengths, block_size=4).decoded_alone()
+    assert [torch.equal(*pair) for pair in zip(expected, plain, strict=True)] == [each is None for each in adapters]
+    for seed in range(4):
+        if seed == 2:
+            put_adapter(model, tmp_path, 3, rank=2)
+        assert sequences.find_difference(expected, seed=seed, most_steps=8) is None
+
+
+def test_an_adapter_whose_updates_depend_on_other_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of its own tokens alone have another shape in each step."""
+    model = prepare("llama", torch.float32)
+    monkeypatch.setattr(model.adapters, "_by_tile", False)
+    with pytest.raises(UnsupportedAdapter, match="its logits depend on the other sequences of a step"):
+        put_adapter(model, tmp_path, 1, rank=64)
 
 
 @pytest.mark.night

@@ -11,6 +11,8 @@ from quire.serving.dialing import DialOptions
 from quire.serving.options import ServerOptions
 from quire.worker.adapter_bounds import DEFAULT_BOUNDS
 
+NO_FUSED_UPDATES = "fused modules add updates of adapters in kernels only, which need a GPU"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -61,6 +63,8 @@ class WorkerConfig:
     """The part of the host tier for copies of evicted blocks, 0 to 1."""
     lora: tuple[tuple[str, Path], ...] = ()
     """The adapters: name and folder."""
+    enable_lora: bool = False
+    """Take memory for adapters at start, on a GPU."""
     max_loras: int = DEFAULT_BOUNDS.max_adapters
     max_lora_rank: int = DEFAULT_BOUNDS.max_rank
     lora_memory_bytes: int = DEFAULT_BOUNDS.max_bytes
@@ -89,7 +93,7 @@ class WorkerConfig:
             return "--verify-kept-blocks needs --holder."
         if self.host_cache_share and not self.host_memory_bytes:
             return "--host-cache-share needs --host-memory."
-        if self.lora and (conflict := self.adapter_conflict or self._lora_conflict()) is not None:
+        if self.wants_adapters and (conflict := self.adapter_conflict or self._lora_conflict()) is not None:
             return conflict
         if not self.deterministic:
             return None
@@ -102,16 +106,17 @@ class WorkerConfig:
         return None
 
     @property
+    def wants_adapters(self) -> bool:
+        """True if a worker on a GPU has memory for adapters."""
+        return self.enable_lora or bool(self.lora)
+
+    @property
     def adapter_conflict(self) -> str | None:
         """The flag that excludes adapters, with the reason, for people; None if there is none."""
         if self.has_ranks:
             return f"--lora excludes {self._ranks}: an adapter's weights are not divided among ranks."
-        if self.device not in ("auto", "cpu"):
-            return f"--lora excludes --device {self.device}: adapters run on a CPU only."
-        if self.fuse:
-            return "--lora excludes --fuse: an adapter changes layers that fused modules replace."
-        if self.deterministic:
-            return "--lora excludes --deterministic: the products of an adapter depend on its tokens in the step."
+        if self.fuse and self.device == "cpu":
+            return f"--lora excludes --fuse on a CPU: {NO_FUSED_UPDATES}."
         return None
 
     def _lora_conflict(self) -> str | None:

@@ -307,8 +307,14 @@ OWN_FLAGS: list[Flag] = [
         type=NamedFolder(),
         multiple=True,
         metavar="NAME=PATH",
-        help="A LoRA adapter as PEFT saves it: requests for the model NAME take it. On a CPU. May be given several "
-        "times; in the environment, separated by spaces.",
+        help="A LoRA adapter as PEFT saves it: requests for the model NAME take it. May be given several times; in the "
+        "environment, separated by spaces.",
+    ),
+    option(
+        "--enable-lora",
+        is_flag=True,
+        help="On a GPU, take memory for --max-loras adapters at start, to load them later; --lora does so, too. On a "
+        "CPU adapters can be loaded in any case.",
     ),
     option(
         "--max-loras",
@@ -330,7 +336,8 @@ OWN_FLAGS: list[Flag] = [
         default=DEFAULT_BOUNDS.max_bytes,
         show_default="4G",
         metavar="BYTES",
-        help="Most memory for the weights of all adapters, like 512M.",
+        help="Most memory for the weights of all adapters, like 512M. On a GPU it is taken at start, as far as "
+        "--max-loras adapters of --max-lora-rank need it; if it is too little, there are fewer adapters at a time.",
     ),
     option(
         "--products",

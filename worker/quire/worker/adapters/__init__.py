@@ -9,5 +9,7 @@ The files, in that order:
     adapter             an adapter in memory, and its identity
     lora_linear         a linear layer with the updates of several adapters, and which tokens of a step take which
     adapted_model       puts adapters into a loaded model
+    slotted_linear      on a GPU: products with updates in slots of fixed memory
+    slotted_model       puts adapters into the slots of a loaded model
     adapter_table       the names that are served, within the bounds
 """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.worker.adapter_bounds import AdapterBounds
 from quire.worker.adapters.adapter import Adapter, UnsupportedAdapter, Update
-from quire.worker.adapters.lora_linear import LoraLinear, Routing
-from quire.worker.memory.step_batch import AdapterTokens
+from quire.worker.adapters.lora_linear import AdaptableLinear, LoraLinear, Routing
+from quire.worker.memory.step_batch import AdapterTokens, StepBatch, tokens_of_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,14 @@ class AdaptedModel:
     numbers     the number by which layers know an identity
     """
 
-    def __init__(self, model: Any) -> None:
-        self.routing = Routing()
+    has_slots = False
+    """True if adapters lie in slots, and steps have a number for each token: see SlottedModel."""
+
+    def __init__(self, model: Any, *, by_tile: bool = False) -> None:
+        """by_tile: have updates with bits that do not depend on the other tokens of a tile."""
         self.numbers: dict[bytes, int] = {}
+        self._by_tile = by_tile
+        self._routing = Routing()
         self._model = model
         self._placed: dict[bytes, tuple[int, tuple[str, ...]]] = {}  # the number and the layers of each
         self._next_numbers = itertools.count()
@@ -64,6 +69,15 @@ class AdaptedModel:
             reason = f"its weights take {prepared.num_bytes} bytes; --lora-memory is {bounds.max_bytes}"
             raise UnsupportedAdapter(adapter.name, reason)
         return prepared
+
+    def routed(self, batch: StepBatch) -> AbstractContextManager[None]:
+        """Apply the adapters of a step to forwards within."""
+        groups = tokens_of_adapters(batch.adapters, batch.counts_host) if batch.adapters else ()
+        return self._routing.routed(groups, batch.num_tokens)
+
+    def assign(self, batch: StepBatch, adapters: Sequence[int | None]) -> StepBatch:
+        """Return the batch with these adapters for its sequences, by number; None: no adapter."""
+        return replace(batch, adapters=tuple(adapters))
 
     def add(self, adapter: PreparedAdapter) -> None:
         """Put an adapter into its layers, between two forwards. No effect if its content is there."""
@@ -103,11 +117,15 @@ class AdaptedModel:
         return [forget, *(partial(remove_from, name) for name in names)]
 
     @contextmanager
-    def everywhere(self, identity: bytes) -> Iterator[int]:
-        """Apply an adapter to all tokens of forwards within that are no steps; gives its number."""
-        number = self.numbers[identity]
-        with self.routing.routed((AdapterTokens(number, slice(None)),), None):
-            yield number
+    def everywhere(self, identity: bytes) -> Iterator[None]:
+        """Apply an adapter to all tokens of forwards within that are no steps."""
+        with self._routing.routed((AdapterTokens(self.numbers[identity], slice(None)),), None):
+            yield
+
+    @contextmanager
+    def trial(self) -> Iterator[bytes | None]:
+        """Have a random adapter meanwhile, in a model with slots. Gives its identity, else None."""
+        yield None
 
     def _check_layer(self, adapter: str, name: str, update: Update) -> None:
         """Raises UnsupportedAdapter if there is no linear layer of this name, or it has other sizes."""
@@ -118,7 +136,7 @@ class AdaptedModel:
             raise UnsupportedAdapter(adapter, f"{type(model).__name__} has no layer {name}") from None
         if layer is model.get_output_embeddings():
             raise UnsupportedAdapter(adapter, f"{name} is the output layer, for which there are no adapters")
-        sizes = _sizes(layer)
+        sizes = sizes_of(layer)
         if sizes is None:
             raise UnsupportedAdapter(adapter, f"{name} is a {type(layer).__name__}, and no linear layer")
         wanted = update.a.shape[1], update.b.shape[0]
@@ -132,15 +150,15 @@ class AdaptedModel:
         if isinstance(layer, LoraLinear):
             return layer
         parent, _, child = name.rpartition(".")
-        adaptable = LoraLinear(layer, self.routing)
+        adaptable = LoraLinear(layer, self._routing, by_tile=self._by_tile)
         setattr(self._model.get_submodule(parent) if parent else self._model, child, adaptable)
         return adaptable
 
 
-def _sizes(layer: nn.Module) -> tuple[int, int] | None:
+def sizes_of(layer: nn.Module) -> tuple[int, int] | None:
     """Return the numbers of inputs and outputs of a linear layer of any kind; None of another module."""
-    if isinstance(layer, LoraLinear):
-        return _sizes(layer.base)
+    if isinstance(layer, AdaptableLinear):
+        return sizes_of(layer.base)
     if isinstance(layer, Conv1D):
         return int(layer.nx), int(layer.nf)
     sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)

@@ -63,7 +63,7 @@ class AdapterTable:
         while len(left) >= bounds.max_adapters or self._bytes_of(left) + num_bytes > bounds.max_bytes:
             if not idle:
                 is_full = len(left) >= bounds.max_adapters
-                limit = f"--max-loras {bounds.max_adapters}" if is_full else f"--lora-memory {bounds.max_bytes}"
+                limit = bounds.count_limit if is_full else f"--lora-memory {bounds.max_bytes}"
                 raise NoAdapterRoomError(f"{limit} is reached, and all adapters are in use", limit)
             gone.append(idle.pop(0))
             del left[gone[-1]]

@@ -9,6 +9,9 @@ and then adds the updates, in one of two ways:
 
 The second way has few operations, each of which takes some microseconds on a CPU, and wastes arithmetic. It is for few
 tokens of several adapters: decode steps.
+
+In a model that computes in tiles an update's bits must not depend on the other tokens of a tile. There each adapter has
+memory of its own, and both products are of all tokens of the tile: only their shape changes the bits of a row.
 """
 
 from __future__ import annotations
@@ -68,17 +71,25 @@ class Routing:
         return mask
 
 
-class LoraLinear(nn.Module):
+class AdaptableLinear(nn.Module):
+    """A linear layer in the place of another one, its base."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+
+class LoraLinear(AdaptableLinear):
     """A linear layer and its updates by adapter; same arguments and results as the layer, inference only.
 
     input [1, T, K] with the tokens of a step in their order; returns [1, T, N]. Cost beside the base's, in operations a
     token: 2 * r * (K + N) for its own adapter; at once, with r the sum of all adapters' ranks.
     """
 
-    def __init__(self, base: nn.Module, routing: Routing) -> None:
-        super().__init__()
-        self.base = base
+    def __init__(self, base: nn.Module, routing: Routing, *, by_tile: bool = False) -> None:
+        super().__init__(base)
         self._routing = routing
+        self._by_tile = by_tile
         self._layout: Layout = ()
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
         self._a = self._b = torch.empty(0)
@@ -96,6 +107,9 @@ class LoraLinear(nn.Module):
 
     def _lay_out(self, updates: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Put updates side by side; each one's a [r, K] and b [r, N] are parts of the same memory."""
+        if self._by_tile:
+            self._updates = {number: (a.clone(), b.contiguous()) for number, (a, b) in updates.items()}
+            return
         if not updates:
             self._layout, self._updates, self._a, self._b = (), {}, torch.empty(0), torch.empty(0)
             return
@@ -117,6 +131,11 @@ class LoraLinear(nn.Module):
         if expected is not None and len(input) != expected:
             raise ValueError(f"a layer with an adapter has {len(input)} tokens of a step of {expected}")
         present = [group for group in self._routing.groups if group.adapter in self._updates]
+        if self._by_tile:
+            for group in present:
+                a, b = self._updates[group.adapter]
+                output[group.tokens] += (F.linear(input, a) @ b)[group.tokens]
+            return
         # At once, all adapters of the layer are read: at least half of them have to be in the step.
         if len(present) > 1 and len(input) <= MAX_TOKENS_AT_ONCE and 2 * len(present) >= len(self._layout):
             shrunk = F.linear(input, self._a)

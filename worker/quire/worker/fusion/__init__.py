@@ -5,6 +5,7 @@
     modules.py      the replacements: norms, MLPs, attention, layers
     steps.py        their matrix products and the operations between them, in Triton or in torch
     activations.py  the activations of MLPs
+    adapted_steps.py    the same, with updates of adapters behind their products
     products.py     products of few rows in kernels of our own
     fixed_products.py   all products in tiles that do not depend on the number of rows
     product_table.py    which of those are faster than the library's, by measurement

@@ -21,7 +21,7 @@ So between layers there may be two tensors where transformers has one: see Resid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,11 @@ class FusedMLP:
         self._parts = parts
         self._steps = steps
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Its products."""
+        return self._parts.up, self._parts.down
+
     def __call__(self, hidden_states: Tensor) -> Tensor:
         if running_step() is None:
             return self._own(hidden_states)  # type: ignore[no-any-return]
@@ -135,6 +140,11 @@ class FusedAttention:
         self._own = module.forward
         self._parts = parts
         self._steps = steps
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Its products."""
+        return self._parts.qkv, self._parts.output
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if running_step() is None:
@@ -257,6 +267,14 @@ class SkippedRotary:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._own(*arguments, **keywords) if running_step() is None else (None, None)
+
+
+def fused_projections(model: nn.Module) -> Iterator[Projection]:
+    """Yield the products of all stand-ins."""
+    for module in model.modules():
+        fused = vars(module).get("forward")
+        if isinstance(fused, (FusedAttention, FusedMLP)):
+            yield from fused.projections
 
 
 def _rows(hidden_states: Tensor) -> Tensor:

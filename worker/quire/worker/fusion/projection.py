@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+
+class Updates(Protocol):
+    """Updates of adapters behind a product."""
+
+    @property
+    def is_active(self) -> bool:
+        """True if a step runs in which tokens may have adapters."""
+
+    def add_to(self, output: Tensor, input: Tensor) -> None:
+        """Add to the product [T, N] the updates for input [T, K], in place."""
 
 
 class Projection:
@@ -18,6 +30,9 @@ class Projection:
     """
 
     def __init__(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
+        self.linears = tuple(linears)
+        self.updates: Updates | None = None
+        """Those of adapters, which AdaptedSteps add; None in a model without slots for adapters."""
         self.weight: Tensor = linears[0].weight
         self.bias: Tensor | None = linears[0].bias
         if len(linears) > 1 or isinstance(linears[0], Conv1D):

@@ -11,6 +11,7 @@ one transfer:
     seq_lens    B           int32, tokens in the pool after this step
     cu_seqlens  B + 1       int32, first token of each sequence in the packed batch, then T
     logits      L           the tokens with logits, in a step with drafts
+    adapters    T           the adapter of each token, in a step with adapters in slots
 
 and these of a step with tokens from the host:
 
@@ -145,8 +146,10 @@ class StepBatch:
     """The batch needs the model's own forward, because hidden states are read."""
     drafts: DraftCounts | None = None
     draft_logits: Tensor | None = None
-    adapters: tuple[AdapterTokens, ...] = ()
-    """The tokens of sequences with an adapter."""
+    adapters: tuple[int | None, ...] = ()
+    """The adapter of each sequence, by its number in the model; None: it has none. Empty if none has one."""
+    adapter_slots: Tensor | None = None
+    """The adapter of each token, [T] int64, in a model with slots for adapters: 1 + its slot, 0 for none."""
 
     @property
     def num_tokens(self) -> int:
@@ -211,9 +214,11 @@ def build_step_batch(
     counts: Sequence[int] | Int64s,
     token_ids: TokenIdsOfRuns,
     drafts: DraftCounts | None = None,
+    adapter_slots: Sequence[int] | None = None,
 ) -> StepBatch:
     """Pack one step: sequence i runs counts[i] tokens from position starts[i]; None stands for its last sampled token.
-    The token ids of a run with drafts are the drafts: its last sampled token is before them.
+    The token ids of a run with drafts are the drafts: its last sampled token is before them. adapter_slots are the
+    numbers of the sequences' adapters, as StepBatch has them.
 
     Flushes the table first. Raises ValueError, before anything is sent, if the lists differ in length, a row occurs
     twice, a count is not positive or not the number of tokens, a sequence does not hold the blocks of all its tokens in
@@ -228,6 +233,7 @@ def build_step_batch(
     slots = table.slots(runs.rows.repeat(runs.counts), positions, block_size=block_size)
     from_host = _tokens_from_host(runs, cu_seqlens) if runs.given else ()
     logits = () if drafts is None else (tokens_with_logits(runs.counts, drafts),)
+    adapters = () if adapter_slots is None else (np.array(adapter_slots, dtype=np.int64).repeat(runs.counts),)
     device_positions, device_slots, device_rows, last_indices, seq_lens, device_cu_seqlens, *others = _to_device(
         [
             positions,
@@ -237,11 +243,12 @@ def build_step_batch(
             _int32s(runs.ends),
             _int32s(cu_seqlens),
             *logits,
+            *adapters,
             *from_host,
         ],
         table.device,
     )
-    given = others[len(logits) :]
+    given = others[len(logits) + len(adapters) :]
     input_ids = _merge(*given, last_token=table.last_token) if given else table.last_token.index_select(0, device_rows)
     max_blocks = -(-int(runs.ends.max()) // block_size)
     return StepBatch(
@@ -258,6 +265,7 @@ def build_step_batch(
         rows_host=tuple(rows),
         drafts=drafts,
         draft_logits=others[0] if logits else None,
+        adapter_slots=others[len(logits)] if adapters else None,
     )
 
 

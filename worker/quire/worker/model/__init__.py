@@ -28,5 +28,7 @@
     thread_splits.py    how many threads divide a tile evenly
     row_check.py        checks that a token's bits do not depend on its step
 
+    adapter_check.py    both checks of an adapter in the layers
+
 A model that fails a check is refused with UnsupportedModel.
 """

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.worker.adapters.adapted_model import AdaptedModel, PreparedAdapter
-from quire.worker.adapters.adapter import UnsupportedAdapter
+from quire.worker.adapter_bounds import AdapterBounds
+from quire.worker.adapters.adapted_model import AdaptedModel
 from quire.worker.attention.torch_attention import AttentionStep, Workspace, attention_step
 from quire.worker.fusion.fuse import FusionReport
-from quire.worker.fusion.modules import has_own_forward
+from quire.worker.fusion.modules import fused_projections, has_own_forward
 from quire.worker.memory.kv_pool import Allocate, KVPool
 from quire.worker.memory.layer_groups import LayerGroupChoice, group_layers
 from quire.worker.memory.layer_spec import KeptPerToken, LayerSpec
 from quire.worker.memory.state_slots import StateKey, StateSlots, StateSpec
-from quire.worker.memory.step_batch import StepBatch, tokens_of_adapters
+from quire.worker.memory.step_batch import StepBatch
 from quire.worker.model.base_model import answering, base_of
 from quire.worker.model.fingerprint import fingerprint
 from quire.worker.model.hidden_states import HiddenStates, kept_hidden_states
@@ -30,7 +29,7 @@ from quire.worker.model.self_check import Disagreement, eager_reference, find_di
 from quire.worker.quantization.kv_cache import find_kv_scales
 from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.quantization.quantized_module import count_layer_weights
-from quire.worker.unsupported_model import first_line
+from quire.worker.unsupported_model import UnsupportedModel
 
 Reference = Callable[[Tensor], Tensor]
 """Runs the model with its own attention: token_ids [L] -> logits [L, vocab_size]."""
@@ -90,7 +89,7 @@ class PagedModel:
         """Of its pools in float8: see quire.worker.model.kv_scales."""
         self.modes = Modes()
         """How the parts of its steps run: code that leaves a fast path notes it here."""
-        self.adapters = AdaptedModel(model)
+        self.adapters = AdaptedModel(model, by_tile=self.is_deterministic)
         self._model = model
         self._base = base_of(model)
         self.attention_specs = {i: spec for i, spec in specs.items() if isinstance(spec, LayerSpec)}
@@ -162,36 +161,52 @@ class PagedModel:
 
     def forward_unconverted(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Return the logits of forward() in the dtype in which the model's output layer gives them."""
-        routed = self.adapters.routing.routed(batch.adapters, batch.num_tokens)
-        with torch.inference_mode(), routed, attention_step(self.attention_step(batch, pool)):
+        with torch.inference_mode(), self.adapters.routed(batch), attention_step(self.attention_step(batch, pool)):
             output = self._model(**self._arguments(batch), logits_to_keep=batch.logit_indices)
             logits: Tensor = output.logits[0]
             return logits
 
-    def check_adapter(self, adapter: PreparedAdapter, *, run: RunsForward = run_at_once) -> None:
-        """Compare the model with an adapter that is in its layers on its pool and by its own attention.
+    def find_adapter_disagreement(
+        self, identity: bytes, forward: Callable[[StepBatch, KVPool], Tensor], *, run: RunsForward = run_at_once
+    ) -> Disagreement | None:
+        """find_disagreement() with an adapter that is in the layers, for all tokens.
 
-        run runs each forward of the comparison, of some ten tokens. Raises UnsupportedAdapter if the two differ.
+        run runs each forward of the comparison, of some ten tokens.
         """
 
-        def forward(batch: StepBatch, pool: KVPool) -> Tensor:
-            tokens = tokens_of_adapters([self.adapters.numbers[adapter.identity]] * batch.num_seqs, batch.counts_host)
-            return run(lambda: self.forward(replace(batch, adapters=tokens), pool))
+        def adapted_forward(batch: StepBatch, pool: KVPool) -> Tensor:
+            adapters = [self.adapters.numbers[identity]] * batch.num_seqs
+            return run(lambda: forward(self.adapters.assign(batch, adapters), pool))
 
-        def with_adapter(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def with_adapter(reference: Reference) -> Reference:
             def adapted(token_ids: Tensor) -> Tensor:
-                with self.adapters.everywhere(adapter.identity):
+                with self.adapters.everywhere(identity):
                     return reference(token_ids)
 
             return lambda token_ids: run(lambda: adapted(token_ids))
 
-        try:
-            disagreement = self.find_disagreement(forward, wrap_reference=with_adapter)
-        except Exception as error:
-            reason = f"the self-check failed with {type(error).__name__}: {first_line(error)}"
-            raise UnsupportedAdapter(adapter.name, reason) from error
+        return self.find_disagreement(adapted_forward, wrap_reference=with_adapter)
+
+    def make_adapter_slots(self, bounds: AdapterBounds) -> AdapterBounds:
+        """Take memory for adapters, to be used by kernels; return the bounds that it has room for.
+
+        Steps with a random adapter are compared with the model's own attention. Raises UnsupportedModel if they differ,
+        ValueError if there is too little memory. Call it before anything is captured.
+        """
+        from quire.worker.adapters.slotted_model import SlottedModel  # it imports Triton
+
+        self.adapters = slotted = SlottedModel(self._model, bounds, fused_projections(self._model))
+        if (disagreement := self.find_replay_disagreement(self.forward)) is not None:
+            raise UnsupportedModel(self.architecture, f"with an adapter, {disagreement}")
+        return slotted.bounds
+
+    def find_replay_disagreement(self, forward: Callable[[StepBatch, KVPool], Tensor]) -> Disagreement | None:
+        """find_disagreement(); in a model with slots for adapters, again with an adapter for all tokens."""
+        disagreement = self.find_disagreement(forward)
         if disagreement is not None:
-            raise UnsupportedAdapter(adapter.name, str(disagreement))
+            return disagreement
+        with self.adapters.trial() as identity:
+            return None if identity is None else self.find_adapter_disagreement(identity, forward)
 
     def attention_step(self, batch: StepBatch, pool: KVPool) -> AttentionStep:
         """Return the attention of one step."""
@@ -202,7 +217,7 @@ class PagedModel:
 
         Its last_hidden_state is [1, T, hidden size]. Reads input_ids, positions and slot_mapping of the batch.
         """
-        with torch.inference_mode(), attention_step(step):
+        with torch.inference_mode(), self.adapters.routed(batch), attention_step(step):
             return self._base(**self._arguments(batch))
 
     def forward_head(self, batch: StepBatch, output: Any) -> Tensor:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from quire.worker.attention.row_attention import attend_rows
 from quire.worker.memory.layer_spec import LayerSpec
-from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.paged_model import PagedModel, RunsForward, run_at_once
 from quire.worker.model.scratch import ScratchSequences
 from quire.worker.model.thread_splits import most_threads, record_elementwise
 from quire.worker.model.tiles import TILE_ROWS
@@ -78,8 +78,8 @@ def check_rows(model: PagedModel, module: nn.Module, *, in_kernels: bool = False
     try:
         reason = _find_library_sum(model) if in_kernels else None
         length = SHORT if in_kernels else LENGTH
-        reason = reason or _find_varying_place(model, module, length) or _find_varying_step(model, LENGTH)
-        reason = reason or (_find_varying_step(model, LONG) if in_kernels else _find_varying_attention(model))
+        reason = reason or _find_varying_place(model, module, length) or find_varying_step(model)
+        reason = reason or (find_varying_step(model, LONG) if in_kernels else _find_varying_attention(model))
     finally:
         model.allocate_states(0)
     if reason:
@@ -156,8 +156,15 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
         yield outputs
 
 
-def _find_varying_step(model: PagedModel, length: int) -> str | None:
+def find_varying_step(
+    model: PagedModel, length: int = LENGTH, *, adapter: int | None = None, run: RunsForward = run_at_once
+) -> str | None:
+    """Return why a token's logits depend on its step, for people, or None: some sequences have this adapter.
+
+    run runs each forward, of some ten tokens.
+    """
     scratch = ScratchSequences.make(model, 5, length=length)
+    scratch.adapter, scratch.submit = adapter, run
     length = len(scratch.tokens[0])
     scratch.tokens[1] = scratch.tokens[0]
     expected = [scratch.run([0], [0], [length - 1])[0], scratch.run([0], [length - 1], [1])[0]]

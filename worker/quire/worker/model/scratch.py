@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import SequenceTable
 from quire.worker.memory.step_batch import build_step_batch
-from quire.worker.model.paged_model import PagedModel
+from quire.worker.model.paged_model import PagedModel, RunsForward, run_at_once
 
 BLOCK_SIZE = 4
 
@@ -25,6 +25,10 @@ class ScratchSequences:
     table: SequenceTable
     tokens: list[list[int]]
     block_ids: list[list[int]]
+    adapter: int | None = None
+    """The adapter of some of the sequences, the first two among them."""
+    submit: RunsForward = run_at_once
+    """Runs each forward."""
 
     @classmethod
     def make(
@@ -52,7 +56,8 @@ class ScratchSequences:
                 block_ids[group] += taken
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, model.vocab_size, (num_seqs, length), generator=generator).tolist()
-        model.allocate_states(num_seqs)
+        if model.has_recurrent_state:
+            model.allocate_states(num_seqs)
         return cls(model, pool, table, tokens, block_ids)
 
     def run(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -61,4 +66,7 @@ class ScratchSequences:
         batch = build_step_batch(
             self.table, block_size=self.pool.block_size, rows=rows, starts=starts, counts=counts, token_ids=token_ids
         )
-        return self.model.forward(batch, self.pool)
+        if self.adapter is not None:
+            adapters = [self.adapter if row < 2 or row % 3 == 0 else None for row in rows]
+            batch = self.model.adapters.assign(batch, adapters)
+        return self.submit(lambda: self.model.forward(batch, self.pool))

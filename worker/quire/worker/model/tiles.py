@@ -97,6 +97,7 @@ def tile_batch(batch: StepBatch, tile: Tile) -> StepBatch:
         seq_lens_host=tuple(seq_lens),
         counts_host=tuple(counts),
         rows_host=tuple(batch.rows_host[seq] for seq in seqs),
+        adapters=tuple(batch.adapters[seq] for seq in seqs) if batch.adapters else (),
     )
 
 

@@ -30,13 +30,11 @@ from quire.worker.memory.kept_pool import KeptPool
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
 from quire.worker.memory.step_batch import (
-    AdapterTokens,
     DraftCounts,
     StepBatch,
     build_step_batch,
     count_on,
     max_logits,
-    tokens_of_adapters,
 )
 from quire.worker.memory.step_ring import StepTokens
 from quire.worker.model.paged_model import PagedModel
@@ -644,7 +642,10 @@ class Executor:
             return None
         with phase("whole step"):
             token_ids, spins = _token_ids(step, runs), self._may_spin(step)
-            tokens = self._decode.run_whole(runs.rows, runs.starts, token_ids, draws, spins=spins)
+            adapters = self._adapter_slots(step.grant)
+            tokens = self._decode.run_whole(
+                runs.rows, runs.starts, token_ids, draws, spins=spins, adapter_slots=adapters
+            )
         if tokens is not None:
             self._check_whole(step.grant, self._decode)
         return tokens
@@ -664,18 +665,25 @@ class Executor:
                 counts=runs.counts,
                 token_ids=token_ids,
                 drafts=runs.drafts,
+                adapter_slots=self._adapter_slots(step.grant),
             )
-            if step.grant.run_adapters:
-                batch = replace(batch, adapters=self._adapter_tokens(step.grant))
+            if not self._model.adapters.has_slots:
+                batch = replace(batch, adapters=tuple(self._adapter_numbers(step.grant)))
             return replace(batch, keeps_hidden_states=True) if step.scored else batch
-        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws)
+        adapters = self._adapter_slots(step.grant)
+        return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws, adapter_slots=adapters)
 
-    def _adapter_tokens(self, grant: grant_pb2.StepGrant) -> tuple[AdapterTokens, ...]:
-        """The tokens of the step's runs by adapter. There are adapters on a CPU only, which has no static decode."""
+    def _adapter_numbers(self, grant: grant_pb2.StepGrant) -> list[int | None]:
+        """The number in the model of each run's adapter; empty if no run has one."""
         numbers = self._model.adapters.numbers
-        identities = (adapter_of(grant, run) for run in range(len(grant.run_sequence_ids)))
-        adapters = [numbers[identity] if identity else None for identity in identities]
-        return tokens_of_adapters(adapters, grant.run_token_counts)
+        identities = (adapter_of(grant, run) for run in range(len(grant.run_adapters)))
+        return [numbers[identity] if identity else None for identity in identities]
+
+    def _adapter_slots(self, grant: grant_pb2.StepGrant) -> list[int] | None:
+        """The same as StepBatch.adapter_slots has it, if the model has slots and a run an adapter."""
+        if not self._model.adapters.has_slots or not grant.run_adapters:
+            return None
+        return [0 if number is None else 1 + number for number in self._adapter_numbers(grant)]
 
     def _forward_and_score(self, step: AcceptedStep, batch: StepBatch) -> tuple[Tensor, Scores | None]:
         """The logits of _forward(), and the log-probabilities of prompt tokens for the sequences that need them."""

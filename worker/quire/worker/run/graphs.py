@@ -48,9 +48,11 @@ log = logging.getLogger(__name__)
 
 MAX_BUCKET = 256
 
-# The rows of StaticDecode's inputs behind those of ring_layout.py: the sampler's, and slots in each layer group.
+# The rows of StaticDecode's inputs behind those of ring_layout.py: the sampler's, the adapter, and slots in each layer
+# group.
 _DRAWS = slice(4, 4 + len(DRAW_COLUMNS))
-_SLOTS = slice(_DRAWS.stop, None)
+_ADAPTER = _DRAWS.stop
+_SLOTS = slice(_ADAPTER + 1, None)
 
 MAX_CHANGES = 1024
 """Entries of block tables that one step as a whole graph has room for. A sequence that grows needs one for each layer
@@ -86,8 +88,8 @@ class StaticDecode:
     """Decode steps on fixed memory: buffers, and on a GPU a graph per stage and bucket.
 
     Sizes: n sequences of a step, L the largest bucket, G layer groups, M blocks of the longest sequence there may be.
-        inputs          [9 + G, L]  int64, the host's inputs: table row, token or -1, position, length, the
-                                    DRAW_COLUMNS, and the slot in each group
+        inputs          [10 + G, L] int64, the host's inputs: table row, token or -1, position, length, the
+                                    DRAW_COLUMNS, the number of the adapter, and the slot in each group
         token_ids       [L]         int64
         block_tables    [G, L, M]   int32
         seq_lens        [L]         int32
@@ -172,6 +174,7 @@ class StaticDecode:
         token_ids: Sequence[TokenIds | None],
         *,
         draws: Draws | None,
+        adapter_slots: Sequence[int] | None = None,
     ) -> StepBatch:
         """Make a batch as build_step_batch does, of one token for each row of `table`. With draws it can be sampled.
 
@@ -181,7 +184,7 @@ class StaticDecode:
         runs = self._check(rows, starts, token_ids)
         self.table.flush()
         inputs = self._padding.copy()
-        inputs[:, : len(rows)] = self._columns(runs, draws)
+        inputs[:, : len(rows)] = self._columns(runs, draws, adapter_slots)
         send(torch.from_numpy(inputs), self._inputs)
         self._replay(Stage.PREPARE, self._bucket(len(rows)))
         self._prepared = self._batch_of(runs)
@@ -190,7 +193,7 @@ class StaticDecode:
     def _check(self, rows: Sequence[int], starts: Sequence[int] | Int64s, token_ids: Sequence[TokenIds | None]) -> Runs:
         return check_runs(self.table, self.pool.block_size, rows, starts, [1] * len(rows), token_ids)
 
-    def _columns(self, runs: Runs, draws: Draws | None) -> Int64s:
+    def _columns(self, runs: Runs, draws: Draws | None, adapter_slots: Sequence[int] | None) -> Int64s:
         """The inputs of a step's sequences, without padding."""
         inputs = np.zeros((len(self._padding), len(runs.rows)), dtype=np.int64)
         inputs[ROW] = runs.rows
@@ -201,6 +204,8 @@ class StaticDecode:
         inputs[_SLOTS] = self.table.slots(runs.rows, runs.starts, block_size=self.pool.block_size)
         if draws is not None:
             inputs[_DRAWS] = draws.columns
+        if adapter_slots is not None:
+            inputs[_ADAPTER] = adapter_slots
         return inputs
 
     def _batch_of(self, runs: Runs) -> StepBatch:
@@ -217,6 +222,7 @@ class StaticDecode:
         draws: Draws,
         *,
         spins: bool = False,
+        adapter_slots: Sequence[int] | None = None,
     ) -> StepTokens | None:
         """Prepare a batch, run the model and sample, as one graph: return the tokens to come.
 
@@ -228,7 +234,7 @@ class StaticDecode:
         if self.ring is None or not self.ring.has_room:
             return None
         runs = self._check(rows, starts, token_ids)
-        self.ring.fill(self._columns(runs, draws), self.table, rows)
+        self.ring.fill(self._columns(runs, draws, adapter_slots), self.table, rows)
         self._prepared = None
         self._replay(Whole[draws.way.name], self._bucket(len(rows)))
         self.table.note_sent()
@@ -398,6 +404,8 @@ class StaticDecode:
         self._inputs[_SLOTS, :num_seqs].copy_(batch.slot_mapping)
         self._block_tables[:, :num_seqs, :width].copy_(batch.block_tables)
         self._seq_lens[:num_seqs].copy_(batch.seq_lens)
+        if batch.adapter_slots is not None:
+            self._inputs[_ADAPTER, :num_seqs].copy_(batch.adapter_slots)
 
     def _batch(
         self, num_seqs: int, *, width: int | None = None, lengths: tuple[int, ...] = (), rows: tuple[int, ...] = ()
@@ -417,6 +425,7 @@ class StaticDecode:
             seq_lens_host=lengths,
             counts_host=(1,) * num_seqs,
             rows_host=rows,
+            adapter_slots=self._inputs[_ADAPTER, :num_seqs],
         )
 
     def sample_logits(self, logits: Tensor, positions: Sequence[int], draws: Draws) -> Tensor:
@@ -622,7 +631,7 @@ def _check_replays(model: PagedModel) -> None:
             captured.capture()
         return require_same_bits(model, batch, pool, captured.forward(batch).float())
 
-    disagreement = model.find_disagreement(forward)
+    disagreement = model.find_replay_disagreement(forward)
     if disagreement is not None:
         raise CannotCapture(f"replayed, {disagreement}")
 

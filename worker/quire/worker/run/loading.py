@@ -23,15 +23,24 @@ from quire.worker.adapters.adapter import UnsupportedAdapter
 from quire.worker.adapters.adapter_table import AdapterTable, NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.attention.torch_attention import AttentionStep
-from quire.worker.config import WorkerConfig
+from quire.worker.config import NO_FUSED_UPDATES, WorkerConfig
 from quire.worker.device.devices import pick_device
 from quire.worker.device.reproducible import fix_product_order
-from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, FusedSteps, ProductSource, choose_steps, fixed_steps
+from quire.worker.fusion.adapted_steps import AdaptedSteps
+from quire.worker.fusion.steps import (
+    KERNEL_BLOCK_SIZES,
+    FusedSteps,
+    KernelSteps,
+    ProductSource,
+    choose_steps,
+    fixed_steps,
+)
 from quire.worker.holder.borrowing import Borrowed
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
 from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
 from quire.worker.memory.layer_groups import describe_groups, registers_groups, specs_of_places
+from quire.worker.model.adapter_check import check_adapter
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.kv_scales import KV_FLOAT8, set_kv_scales
 from quire.worker.model.model_source import find_tokenizer
@@ -171,6 +180,7 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
             wanted=config.fuse,
             products=config.products,
             deterministic=config.deterministic,
+            adapted=config.wants_adapters,
         ),
         ranks=ranks,
         layer_groups=config.layer_groups,
@@ -242,9 +252,14 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
 def load_adapters(config: WorkerConfig, model: PagedModel) -> AdapterTable:
     """Return the adapters of --lora, in the model. Raises ValueError if it takes none, or one is not supported."""
     bounds = AdapterBounds(config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
-    table = AdapterTable(bounds)
-    if config.lora and (why := why_no_adapters(config, model)) is not None:
+    if config.wants_adapters and (why := why_no_adapters(config, model)) is not None:
         raise ValueError(f"--lora: {why}")
+    if config.wants_adapters and model.device.type == "cuda":
+        bounds = take_adapter_slots(bounds, model)
+        if len(config.lora) > bounds.max_adapters:
+            room = f"{bounds.count_limit} has room for {bounds.max_adapters} of rank up to {bounds.max_rank}"
+            raise ValueError(f"--lora is given {len(config.lora)} times; {room}")
+    table = AdapterTable(bounds)
     for name, path in config.lora:
         adapter = model.adapters.prepare(read_adapter(name, path, bounds), bounds)
         try:
@@ -252,18 +267,29 @@ def load_adapters(config: WorkerConfig, model: PagedModel) -> AdapterTable:
         except NoAdapterRoomError as error:
             raise UnsupportedAdapter(name, str(error)) from None
         model.adapters.add(adapter)
-        model.check_adapter(adapter)
+        check_adapter(model, adapter)
         table.add(name, adapter.identity, adapter.num_bytes)
         log.info("adapter %s: %s", name, adapter.identity.hex())
     return table
+
+
+def take_adapter_slots(wanted: AdapterBounds, model: PagedModel) -> AdapterBounds:
+    """Take memory for adapters on a GPU; return the bounds that it has room for, and log them."""
+    bounds = model.make_adapter_slots(wanted)
+    log.info(
+        "adapters: memory for %d of rank up to %d, by %s", bounds.max_adapters, bounds.max_rank, bounds.count_limit
+    )
+    return bounds
 
 
 def why_no_adapters(config: WorkerConfig, model: PagedModel) -> str | None:
     """Return why this worker takes no adapters, for people; None if it does."""
     if config.adapter_conflict is not None:
         return config.adapter_conflict
-    if model.device.type != "cpu":
-        return f"adapters run on a CPU only, and the device is {model.device}; give --device cpu"
+    if config.fuse and model.device.type == "cpu":
+        return NO_FUSED_UPDATES
+    if model.device.type != "cpu" and not config.wants_adapters:
+        return "it has taken no memory for them on its GPU: start it with --enable-lora"
     if not model.takes_adapters:
         return f"{model.architecture} keeps its own attention, which takes a step in parts"
     return None
@@ -313,14 +339,17 @@ def pick_steps(
     wanted: bool | None,
     products: ProductSource,
     deterministic: bool,
+    adapted: bool = False,
 ) -> FusedSteps | None:
     """The steps to fuse a model with: see choose_steps(). A deterministic one is fused if its attention is in kernels.
 
-    Raises what choose_steps() raises.
+    adapted: with updates of adapters, if they run in kernels. Raises what choose_steps() raises.
     """
     if deterministic:
-        return None if step_kind is AttentionStep else fixed_steps()
-    return choose_steps(device, block_size=block_size, wanted=wanted, products=products)
+        steps: FusedSteps | None = None if step_kind is AttentionStep else fixed_steps()
+    else:
+        steps = choose_steps(device, block_size=block_size, wanted=wanted, products=products)
+    return AdaptedSteps(steps) if adapted and isinstance(steps, KernelSteps) else steps
 
 
 def choose_tiles(device: torch.device, *, are_fixed: bool) -> None:

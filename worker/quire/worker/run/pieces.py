@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 SMALLEST_BUCKET = 64
 
 # The rows of the inputs; slots have one for each layer group.
-_TOKEN, _POSITION = range(2)
-_SLOTS = slice(2, None)
+_TOKEN, _POSITION, _ADAPTER = range(3)
+_SLOTS = slice(3, None)
 
 
 def piece_buckets(max_tokens: int) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class StaticPieces:
     """Steps of up to so many tokens on fixed memory, and on a GPU their pieces as graphs, for each bucket.
 
     Sizes: L tokens of the largest bucket, G layer groups.
-        inputs      [2 + G, L]  int64: token, position, slot in each group
+        inputs      [3 + G, L]  int64: token, position, number of the adapter, slot in each group
 
     Without graphs the same forward runs on the same memory, padded, with its attention in between.
     """
@@ -246,7 +246,8 @@ class StaticPieces:
 
     def _fill(self, batch: StepBatch, bucket: int) -> None:
         num_tokens = batch.num_tokens
-        inputs = (batch.input_ids[None], batch.positions[None], batch.slot_mapping)
+        adapters = self._padding[_ADAPTER, :num_tokens] if batch.adapter_slots is None else batch.adapter_slots
+        inputs = (batch.input_ids[None], batch.positions[None], adapters[None], batch.slot_mapping)
         torch.cat(inputs, out=self._inputs[:, :num_tokens])
         if num_tokens < bucket:
             padding = slice(num_tokens, bucket)
@@ -279,6 +280,7 @@ class StaticPieces:
             seq_lens_host=(),
             counts_host=(1,) * bucket,
             rows_host=(),
+            adapter_slots=self._inputs[_ADAPTER, :bucket],
         )
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
@@ -354,7 +356,7 @@ def _check_pieces(model: PagedModel, max_tokens: int) -> None:
         return require_same_bits(model, batch, pool, pieces.forward(batch))
 
     try:
-        disagreement = model.find_disagreement(forward)
+        disagreement = model.find_replay_disagreement(forward)
     except (CannotCapture, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of an output layer that does not run by itself

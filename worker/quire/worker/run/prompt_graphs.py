@@ -51,8 +51,8 @@ MAX_KEYS = 2048
 """Tokens of the longest sequence. Keys of a longer one would have to be split, which the graphs are not made for."""
 
 # The rows of the tokens' inputs; slots have one for each layer group.
-_TOKEN, _POSITION = range(2)
-_SLOTS = slice(2, None)
+_TOKEN, _POSITION, _ADAPTER = range(3)
+_SLOTS = slice(3, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,8 @@ class StaticPrompts:
 
     Sizes: T tokens and n sequences of the largest shape, G layer groups, M blocks of MAX_KEYS tokens.
         numbers         [...]           int64, a step as Placed.pack() gives it
-        tokens          [2 + G, T]      int64: token, position, slot in each group, garbage in padding
+        tokens          [3 + G, T]      int64: token, position, number of the adapter, slot in each group, garbage in
+                                        padding
         block_tables    [G, n, M]       int32
         logits          [NUM_SLOTS, vocab_size] float32
 
@@ -232,7 +233,8 @@ class StaticPrompts:
         placed = place(batch.counts_host, batch.seq_lens_host, shape).pack(shape)
         send(torch.from_numpy(placed), self._numbers[: len(placed)])
         sources, _, seqs, *_ = self._columns(shape)
-        rows = torch.cat((batch.input_ids[None], batch.positions[None], batch.slot_mapping))
+        adapters = torch.zeros_like(batch.positions) if batch.adapter_slots is None else batch.adapter_slots
+        rows = torch.cat((batch.input_ids[None], batch.positions[None], adapters[None], batch.slot_mapping))
         self._tokens[:, : shape.num_tokens].copy_(rows.index_select(1, sources))
         width = batch.block_tables.shape[2]
         self._block_tables[:, : shape.num_seqs, :width].copy_(batch.block_tables.index_select(1, seqs))
@@ -262,6 +264,7 @@ class StaticPrompts:
             seq_lens_host=(),
             counts_host=shape.counts,
             rows_host=(),
+            adapter_slots=inputs[_ADAPTER],
         )
         self._logits.copy_(self._model.forward_unconverted(batch, self._pool))
 
@@ -356,6 +359,6 @@ def _check_prompts(model: PagedModel, max_tokens: int) -> None:
             return model.forward(batch, pool)
         return require_same_bits(model, batch, pool, prompts.forward(batch))
 
-    disagreement = model.find_disagreement(forward)
+    disagreement = model.find_replay_disagreement(forward)
     if disagreement is not None:
         raise CannotCapture(f"replayed, {disagreement}")

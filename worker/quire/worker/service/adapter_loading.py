@@ -25,6 +25,7 @@ from quire.worker.adapters.adapter import UnsupportedAdapter
 from quire.worker.adapters.adapter_table import NoAdapterRoomError
 from quire.worker.adapters.peft_checkpoint import read_adapter
 from quire.worker.grant.errors import Reason, Refused, invalid
+from quire.worker.model.adapter_check import check_adapter
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.service.steps import Steps
@@ -153,7 +154,7 @@ class AdapterLoader:
         placing = [self._thread.submit(part) for part in self._model.adapters.adding(adapter)]
         try:
             await asyncio.gather(*placing)
-            await asyncio.to_thread(self._model.check_adapter, adapter, run=between_steps)
+            await asyncio.to_thread(check_adapter, self._model, adapter, run=between_steps)
         except BaseException:
             self._take_out(adapter.identity)
             raise
