@@ -187,7 +187,7 @@ def test_a_weight_is_quantized_to_the_nearest_numbers(kind: str) -> None:
 
 
 def test_every_format_has_a_layer_of_its_tool() -> None:
-    """fbgemm_fp8, which has a scale for each row as compressed-tensors, needs a GPU to quantize. mxfp4 has no layers."""
+    """fbgemm_fp8, which has a scale for each row as compressed-tensors, needs a GPU. mxfp4 has no layers."""
     assert {read(name)[0]["quant_method"] for name in NAMES} | {"fbgemm_fp8", "mxfp4"} == set(READERS)
 
 
