@@ -1904,11 +1904,6 @@ BUGS = [
     ),
     worker(
         QUANTIZED_IDEA,
-        "scales are calibrated on the blocks of another layer group",
-        ("calibrate_kv_scales", "scratch.block_ids[pool.group_of(layer_idx)]", "scratch.block_ids[0]"),
-    ),
-    worker(
-        QUANTIZED_IDEA,
         "the second half of an expert's rows has the scales of the first",
         ("dequantized", "zip(parts, scales, strict=True)", "zip(parts, [scales[0]] * len(parts), strict=True)"),
     ),
