@@ -7,8 +7,10 @@ a Qwen 2 with one full layer and one windowed layer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import lora_zoo
 import torch
 import transformers as hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -76,5 +78,15 @@ def save(
     return folder
 
 
-if __name__ == "__main__":  # the folder to save it in, and the window if it has one
-    save(Path(sys.argv[1]), window=int(sys.argv[2]) if len(sys.argv) > 2 else None)
+def save_adapters(model: Path, names: Sequence[str]) -> None:
+    """Write adapters of a checkpoint beside it, in folders of these names, each with other weights."""
+    hf.logging.disable_progress_bar()
+    loaded = hf.AutoModelForCausalLM.from_pretrained(model)
+    for seed, name in enumerate(names):
+        lora_zoo.save(loaded, model.parent / name, seed=seed, rank=3 + seed)
+
+
+if __name__ == "__main__":  # the folder to save it in; the window, 0 for none; the names of adapters
+    save(Path(sys.argv[1]), window=int(sys.argv[2]) or None)
+    if sys.argv[3:]:
+        save_adapters(Path(sys.argv[1]), sys.argv[3:])

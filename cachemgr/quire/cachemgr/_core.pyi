@@ -4,7 +4,7 @@ Plans and reports are serialised messages, and so are the answers to plans. Toke
 each, little-endian.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import final
 
@@ -522,6 +522,9 @@ class Ledger:
 
     def set_adapters(self, adapters: list[tuple[bytes, str]] | None) -> None:
         """Sets the adapters that admissions may have: identities and names. None: any."""
+
+    def set_adapter_rights(self, default: Set[str] | None, by_name: Mapping[str, Set[str] | None]) -> None:
+        """Sets the names of the adapters that tenants may use: a default, and others by tenant. None: all adapters."""
 
     def keep_contents(self, are_kept: bool) -> None:
         """Keeps tokens, salts and adapters of blocks that become findable from now on, or none. New books keep them."""

@@ -14,7 +14,7 @@ the clock was set back, and the pool is controlled under a term above that (`ter
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -33,6 +33,8 @@ LEASES_AT_ONCE = 100
 
 SharesOf = Callable[[int], tuple[BlockShare, dict[str, BlockShare]]]
 """Returns the shares of a pool with so many blocks: the default, and others by name."""
+AdapterRights = tuple[Set[str] | None, Mapping[str, Set[str] | None]]
+"""The names of the adapters that tenants may use: the default, and those by tenant. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +186,19 @@ class Catalog:
         self._pool_of_lease: dict[str, str] = {}
         self._listeners: dict[str, dict[Callable[[], None], None]] = {}  # told in the order in which they came
         self._shares: SharesOf | None = None
+        self._adapter_rights: AdapterRights = (None, {})
 
-    def set_shares(self, shares: SharesOf) -> None:
-        """Sets the tenants' shares of each pool."""
+    def set_shares(self, shares: SharesOf, adapter_rights: AdapterRights = (None, {})) -> None:
+        """Sets the tenants' shares of each pool, and the adapters that they may use."""
         self._shares = shares
+        self._adapter_rights = adapter_rights
         for pool in self._pools.values():
             self._apply_shares(pool.ledger)
 
     def _apply_shares(self, ledger: Ledger) -> None:
         if self._shares is not None:
             ledger.set_shares(*self._shares(ledger.geometry.num_blocks - 1))
+            ledger.set_adapter_rights(*self._adapter_rights)
 
     def pools(self) -> list[AttachedPool]:
         """All pools, by name."""

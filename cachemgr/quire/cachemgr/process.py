@@ -60,7 +60,7 @@ async def serve(
     else:
         catalog = Catalog(term, policy=policy, verify=verify, keep_tokens=keep_tokens, begin_state=state.begin)
         state.restore(catalog, now=time.monotonic())
-    catalog.set_shares(shares().resolve)
+    catalog.set_shares(shares().resolve, shares().adapter_rights)
     servicer = CacheServicer(
         catalog, max_leases=max_leases, max_leases_of=lambda tenant: shares().of(tenant).max_leases
     )
@@ -96,7 +96,7 @@ async def follow_shares(shares: Callable[[], Shares], catalog: Catalog) -> None:
         current = shares()
         if current != told:
             log.info("tenants' shares have changed")
-            catalog.set_shares(current.resolve)
+            catalog.set_shares(current.resolve, current.adapter_rights)
             told = current
 
 

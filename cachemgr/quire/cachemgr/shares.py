@@ -10,6 +10,7 @@
     floor = 1000
     quota = "25%"
     limit = "80%"
+    adapters = ["sql"]       # names
 
 A setting that is missing in a section has the value that it has without a file. It does not come from [default].
 """
@@ -24,13 +25,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from quire.cache.v1.admission_bounds import ADAPTER_NAME, ADAPTER_NAME_LIMIT
 from quire.cachemgr.blocks import BlockShare
 from quire.serving.watched import FileError, WatchedFiles, read_bytes
 
 _PERCENTAGE = re.compile(r"(?P<number>\d{1,3}(\.\d+)?) ?%")
 _RISING = ("floor", "quota", "limit")
 _AMOUNTS = (*_RISING, "pin_budget", "keep_limit")
-_KEYS = (*_AMOUNTS, "max_leases")
+_KEYS = (*_AMOUNTS, "max_leases", "adapters")
 MAX_COUNT = 2**31 - 1
 
 
@@ -60,6 +62,7 @@ class Share:
     pin_budget  it never pins more
     keep_limit  breakpoints of its prompts never keep more; None: the limit of all tenants without their own
     max_leases  in all pools together, those being fenced included; None: the limit of all tenants together
+    adapters    names of the adapters that its sequences may have; None: all
     """
 
     floor: Amount = 0
@@ -68,6 +71,7 @@ class Share:
     pin_budget: Amount = Percentage(10)
     keep_limit: Amount | None = None
     max_leases: int | None = None
+    adapters: frozenset[str] | None = None
 
     def resolve(self, num_usable_blocks: int, *, keep_limit: Amount = DEFAULT_KEEP_LIMIT) -> BlockShare:
         """The share in blocks of a pool that has so many, without the null block. `keep_limit`: unless it has its own.
@@ -109,6 +113,11 @@ class Shares:
             return share.resolve(num_usable_blocks, keep_limit=self.keep_limit)
 
         return resolved(self.default), {name: resolved(share) for name, share in self.tenants.items()}
+
+    @property
+    def adapter_rights(self) -> tuple[frozenset[str] | None, dict[str, frozenset[str] | None]]:
+        """The names of the adapters that tenants may use: the default, and those by tenant. None: all."""
+        return self.default.adapters, {name: share.adapters for name, share in self.tenants.items()}
 
 
 def watch_shares(path: Path, *, keep_limit: Amount = DEFAULT_KEEP_LIMIT) -> WatchedFiles[Shares]:
@@ -155,7 +164,7 @@ def _share(section: Any, where: str) -> Share:
     for smaller, larger in combinations([key for key in _RISING if key in amounts], 2):
         if _is_more(amounts[smaller], amounts[larger]):
             raise ValueError(f"{where}.{smaller} is more than {where}.{larger}")
-    return Share(**amounts, max_leases=_max_leases(section, where))
+    return Share(**amounts, max_leases=_max_leases(section, where), adapters=_adapters(section, where))
 
 
 def _is_more(amount: Amount, other: Amount) -> bool:
@@ -181,6 +190,15 @@ def _max_leases(section: Mapping[str, Any], where: str) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT:
         return value
     raise ValueError(f"{where}.max_leases is {value!r}; must be a number, 0 to {MAX_COUNT}")
+
+
+def _adapters(section: Mapping[str, Any], where: str) -> frozenset[str] | None:
+    value = section.get("adapters")
+    if value is None:
+        return None
+    if isinstance(value, list) and all(isinstance(name, str) and re.fullmatch(ADAPTER_NAME, name) for name in value):
+        return frozenset(value)
+    raise ValueError(f"{where}.adapters is {value!r}; must be a list of names of {ADAPTER_NAME_LIMIT}")
 
 
 def _refuse_others(section: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:

@@ -22,7 +22,7 @@ import json
 import logging
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "fra
 
 # isort: split
 from robustness.faults.schedule import LEASE_TTL_S
-from robustness.faults.workload import MAX_STEP_TOKENS, make_requests
+from robustness.faults.workload import MAX_STEP_TOKENS, Request, adapter_of, make_requests
 
 from quire.client.cache_client import CacheClient
 from quire.client.engine.caching import CacheOutcome
@@ -54,8 +54,9 @@ DRAFTS = SpeculativeConfig("suffix", num_speculative_tokens=6, prompt_lookup_min
 class Client:
     """One connection to the harness."""
 
-    def __init__(self, cachemgr: str, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, cachemgr: str, writer: asyncio.StreamWriter, *, has_adapters: bool) -> None:
         self._cachemgr = cachemgr
+        self._has_adapters = has_adapters
         self._writer = writer
         self._requests = make_requests()
         self._running: Engine | None = None
@@ -83,7 +84,7 @@ class Client:
 
     async def _rehearse(self, engine: Engine, order: dict[str, Any], index: int) -> None:
         """Ask for an answer that nobody reads: then the same request has drafts that come true."""
-        request = self._requests[index]
+        request = self._find(engine, index)
         with contextlib.suppress(QuireError):
             async for chunk in engine.generate(request.prompt, request.params, cache=request.cache):
                 if chunk.cache_outcome is not None:
@@ -113,8 +114,15 @@ class Client:
 
         return Engine(cache, connect_worker, config=config)
 
+    def _find(self, engine: Engine, index: int) -> Request:
+        """The request of a number, with its adapter."""
+        request, name = self._requests[index], adapter_of(index) if self._has_adapters else None
+        if name is None:
+            return request
+        return replace(request, cache=replace(request.cache, adapter=engine.adapters[name]))
+
     async def _request(self, engine: Engine, order: dict[str, Any], index: int) -> None:
-        request = self._requests[index]
+        request = self._find(engine, index)
         most_tokens = order["cancels"].get(str(index))
         num_tokens = 0
         try:
@@ -149,10 +157,10 @@ def described(outcome: CacheOutcome | None) -> dict[str, int] | None:
     return {"epoch": outcome.epoch, "cached": outcome.num_cached_tokens, "written": outcome.num_written_tokens}
 
 
-async def serve(name: str, cachemgr: str, socket: str) -> None:
+async def serve(name: str, cachemgr: str, socket: str, *adapters: str) -> None:
     reader, writer = await asyncio.open_unix_connection(socket)
     writer.write(json.dumps({"client": name}).encode() + b"\n")
-    client = Client(cachemgr, writer)
+    client = Client(cachemgr, writer, has_adapters=bool(adapters))
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, client.describe)
     while order := json.loads(await reader.readline() or b"null"):
         await client.run(order)
@@ -160,7 +168,7 @@ async def serve(name: str, cachemgr: str, socket: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: the client's name, cachemgr's address, the harness's socket."""
+    """Arguments: the client's name, cachemgr's address, the harness's socket, the workers' adapters if any."""
     faulthandler.register(signal.SIGUSR2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(serve(*arguments))

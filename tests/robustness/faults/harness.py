@@ -59,6 +59,7 @@ from robustness.faults.schedule import (
     Task,
 )
 from robustness.faults.workload import (
+    ADAPTERS,
     BLOCK_SIZE,
     MAX_STEP_TOKENS,
     NUM_BLOCKS,
@@ -172,10 +173,10 @@ DTYPE_FLAGS = {False: ("--dtype", "float32"), True: ("--dtype", "bfloat16", "--d
 """A worker's flags with which a sequence has the same tokens in any step; by Harness's `deterministic`."""
 
 
-async def make_model(folder: Path, *, has_window: bool) -> Path:
-    """Save the model that workers load, in a process of its own: it needs torch, and the harness does not."""
+async def make_model(folder: Path, *, has_window: bool, adapters: Sequence[str] = ()) -> Path:
+    """Save the model that workers load, and adapters beside it, in a process of its own: the harness has no torch."""
     model = folder / "model"
-    command = [sys.executable, str(TEXT_MODEL), str(model), *([str(WINDOW)] if has_window else [])]
+    command = [sys.executable, str(TEXT_MODEL), str(model), str(WINDOW if has_window else 0), *adapters]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | ENVIRONMENT)
     if await process.wait():
         raise HarnessError("the model can't be made")
@@ -325,18 +326,21 @@ class Harness:
         has_window: bool = False,
         deterministic: bool = False,
         has_holder: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         """With state_dir cachemgr keeps one; with small_disk it is on a file system of its own that can be filled.
 
         num_ranks is of each worker, 1 or 2. With has_window the model has two layer groups, one with a window.
         With deterministic the workers run in bfloat16 with --deterministic; else in float32.
         With has_holder a holder keeps the memory of one worker of one rank.
+        With has_adapters workers of one rank have adapters, and most requests take one.
         """
         self.folder = folder
         self._has_window = has_window
         self._dtype_flags = DTYPE_FLAGS[deterministic]
         self._num_ranks = num_ranks
         self.has_holder = has_holder
+        self._adapters = ADAPTERS if has_adapters else ()
         self._slots = WORKER_SLOTS[:1] if has_holder else WORKER_SLOTS
         self._state_dir = folder / "state" if state_dir else None
         self._disk = SmallDisk(folder / "state") if small_disk else None
@@ -387,7 +391,7 @@ class Harness:
         elif self._state_dir is not None:
             self._state_dir.mkdir(mode=0o700)
         self._children = await self._stack.enter_async_context(Children())
-        self._model = await make_model(self.folder, has_window=self._has_window)
+        self._model = await make_model(self.folder, has_window=self._has_window, adapters=self._adapters)
         (self.folder / "tenants.toml").write_text(SHARES)
         await self._open_links()
         server = await asyncio.start_unix_server(self._connected, self.folder / "harness.sock")
@@ -451,10 +455,12 @@ class Harness:
         arguments += ["--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         arguments += ["--holder", self._at(HOLDER), "--verify-kept-blocks"] if self.has_holder else []
+        for name in self._adapters:
+            arguments += ["--lora", f"{name}={self.folder / name}"]
         return arguments
 
     async def _start_client(self, name: str) -> Child:
-        arguments = [name, self._at(f"cache-{name}"), str(self.folder / "harness.sock")]
+        arguments = [name, self._at(f"cache-{name}"), str(self.folder / "harness.sock"), *self._adapters]
         return await self._children.start("client", arguments, self.folder / f"client-{name}.log")
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from robustness.faults.disk import can_mount
 from robustness.faults.harness import ENVIRONMENT, Harness, HarnessError, Outcome, knows_state_dir
-from robustness.faults.schedule import WEIGHTS, FaultKind, draws_holder, make_schedule
+from robustness.faults.schedule import WEIGHTS, FaultKind, draws_adapters, draws_holder, make_schedule
 
 KINDS = [kind.value for kind in FaultKind]
 MAX_TRIES = 3
@@ -55,16 +55,25 @@ class Settings:
     deterministic: bool = False
     has_holder: bool | None = None
     """None: by seed."""
+    has_adapters: bool | None = None
+    """None: by seed."""
 
     def wants_holder(self, seed: int) -> bool:
         return self.num_ranks == 1 and draws_holder(seed) if self.has_holder is None else self.has_holder
 
+    def wants(self, seed: int) -> tuple[bool, bool]:
+        """Return whether the processes of a seed have a holder, and whether they have adapters."""
+        has_adapters = self.has_adapters
+        if has_adapters is None:
+            has_adapters = self.num_ranks == 1 and draws_adapters(seed)
+        return self.wants_holder(seed), has_adapters
+
 
 async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
-    """Runs these, in new processes after each failure and for those with a holder; tells each outcome."""
-    tries, seeds = 0, sorted(seeds, key=settings.wants_holder)
+    """Runs these, in new processes after each failure and for those with a holder or adapters; tells each outcome."""
+    tries, seeds = 0, sorted(seeds, key=settings.wants)
     while seeds:
-        has_holder = settings.wants_holder(seeds[0])
+        wanted = has_holder, has_adapters = settings.wants(seeds[0])
         folder = Path(tempfile.mkdtemp(prefix="quire-faults-", dir="/tmp"))  # short enough for sockets
         try:
             async with Harness(
@@ -75,8 +84,9 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
                 has_window=settings.has_window,
                 deterministic=settings.deterministic,
                 has_holder=has_holder,
+                has_adapters=has_adapters,
             ) as harness:
-                while seeds and settings.wants_holder(seeds[0]) == has_holder:
+                while seeds and settings.wants(seeds[0]) == wanted:
                     outcome = await run_one(harness, seeds.pop(0), settings)
                     tries = 0
                     tell(outcome)
@@ -207,6 +217,7 @@ def run_all(seeds: list[int], settings: Settings, *, jobs: int, console: Console
 @click.option("--window", is_flag=True, help="A model with two layer groups, one with a window.")
 @click.option("--deterministic", is_flag=True, help="Workers in bfloat16 with --deterministic, not in float32.")
 @click.option("--holder/--no-holder", default=None, help="One worker with a holder of its memory; default: by seed.")
+@click.option("--adapters/--no-adapters", default=None, help="Workers with LoRA adapters; default: by seed.")
 @click.option("--state-dir/--no-state-dir", default=None, help="Whether cachemgr keeps its state; default: if it can.")
 @click.option(
     "--output",
@@ -226,6 +237,7 @@ def main(
     deterministic: bool,
     window: bool,
     holder: bool | None,
+    adapters: bool | None,
     state_dir: bool | None,
     output: Path,
 ) -> None:
@@ -234,12 +246,14 @@ def main(
     console = Console()
     if holder and ranks > 1:
         raise click.UsageError(f"--holder excludes --ranks {ranks}: a holder keeps the pool of one rank.")
+    if adapters and ranks > 1:
+        raise click.UsageError(f"--adapters excludes --ranks {ranks}: their weights are not divided among ranks.")
     state_dir = knows_state_dir() if state_dir is None else state_dir
     small_disk = state_dir and can_mount()
     if state_dir and not small_disk:
         console.print("full disks are left out: a file system can't be mounted here", style="yellow")
     kinds = tuple(FaultKind(kind) for kind in only) or (*WEIGHTS, *([FaultKind.FULL_DISK] if small_disk else []))
-    settings = Settings(output, kinds, state_dir, small_disk, ranks, window, deterministic, holder)
+    settings = Settings(output, kinds, state_dir, small_disk, ranks, window, deterministic, holder, adapters)
     seeds = [*range(seed, seed + schedules)] if replay is None else [replay] * times
     started = time.monotonic()
     totals = run_all(seeds, settings, jobs=jobs, console=console)

@@ -30,6 +30,7 @@ LINKS = (ATTACH_LINK, STEPS_LINK, *(f"cache-{client}" for client in CLIENTS))
 LAST_MESSAGE = 220
 """Faults begin within this many messages: a schedule without faults has about twice as many."""
 HOLDER_RATIO = 1 / 3
+ADAPTERS_RATIO = 1 / 3
 PAST_LEASE_S = (LEASE_TTL_S + 0.2, LEASE_TTL_S + 0.7)
 
 
@@ -121,6 +122,11 @@ class Schedule:
 def draws_holder(seed: int) -> bool:
     """True if a schedule has a holder, unless its caller decides."""
     return random.Random(f"holder {seed}").random() < HOLDER_RATIO
+
+
+def draws_adapters(seed: int) -> bool:
+    """True if workers of a schedule have adapters, unless its caller decides."""
+    return random.Random(f"adapters {seed}").random() < ADAPTERS_RATIO
 
 
 def make_schedule(

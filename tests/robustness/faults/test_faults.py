@@ -68,9 +68,11 @@ def test_every_schedule_ends_with_every_token_right_and_every_block_back(folder:
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def test_blocks_behind_a_window_come_back_under_faults_and_tokens_are_the_same_in_bfloat16(folder: Path) -> None:
+def test_blocks_behind_a_window_and_of_adapters_come_back_and_tokens_are_the_same_in_bfloat16(folder: Path) -> None:
+    asked = {"has_window": True, "deterministic": True, "has_adapters": True}
+
     async def run() -> None:
-        async with Harness(folder, state_dir=knows_state_dir(), has_window=True, deterministic=True) as harness:
+        async with Harness(folder, state_dir=knows_state_dir(), **asked) as harness:
             for seed in WINDOW_SEEDS:
                 outcome = await harness.run(make_schedule(seed))
                 assert not outcome.failures, f"seed {seed}: {outcome.failures}"

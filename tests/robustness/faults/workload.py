@@ -22,6 +22,8 @@ NUM_FLEETING = 72
 """Requests without breakpoints, the first ones of the list."""
 NUM_REQUESTS = 88
 TENANTS = ("alice", "bob")
+ADAPTERS = ("a", "b")
+"""Of workers that have some."""
 SHARES = """
 [tenants.alice]
 floor = 4
@@ -64,6 +66,11 @@ def make_requests() -> list[Request]:
         else:
             requests.append(Request(tuple(prompt), *draw_keeping(generator, index, len(prompt))))
     return requests
+
+
+def adapter_of(index: int) -> str | None:
+    """Return the adapter of a request where workers have some: a third of the requests have none."""
+    return (None, *ADAPTERS)[index % 3]
 
 
 def draw(generator: random.Random, count: int) -> list[int]:

@@ -152,6 +152,30 @@ def refusal_of(call) -> Reason:
 # -- admissions -----------------------------------------------------------------------------------------------------
 
 
+def test_a_plan_is_refused_an_adapter_that_its_tenant_may_not_use() -> None:
+    """By the tenant of the lease, or by the one that a gateway names for a sequence."""
+    ledger = Ledger("pool", EPOCH, geometry())
+    ledger.set_adapters([(b"s" * 32, "sql"), (b"t" * 32, "text")])
+    ledger.set_adapter_rights(frozenset(), {"alice": frozenset({"sql"}), "bob": None})
+
+    def plan(seq_id: int, adapter: bytes, *, lease: str = "alice", tenant: str | None = None) -> str | None:
+        if seq_id == 1:
+            ledger.open_lease(lease, ttl_s=1.0, now=0.0, tenant=lease)
+        admissions = [Admission(100 + seq_id, pack(1)), Admission(seq_id, pack(1, 2), adapter=adapter, tenant=tenant)]
+        try:
+            plan_step(ledger, lease, StepRequest(admissions=admissions), now=0.0, names_tenants=True)
+        except CallRefused as refused:
+            return str(refused.refusal.metadata["limit"])
+        return None
+
+    assert plan(1, b"s" * 32) is None
+    assert plan(2, b"t" * 32) == f"one of the 1 adapters of the pool's worker, like sql ({'73' * 32})"
+    assert plan(3, b"s" * 32) is None
+    assert plan(1, b"t" * 32, lease="bob") is None
+    assert plan(2, b"t" * 32, lease="bob", tenant="alice") is not None
+    assert plan(1, b"s" * 32, lease="carol") == "empty: the pool's worker has no adapters"
+
+
 def test_an_admission_gets_blocks_for_all_its_tokens_and_samples_the_next(bench: Bench) -> None:
     plan = bench.admit(1, 5, 6, 7)
     assert (plan.step_number, plan.known_step, plan.refusals) == (1, 0, [])

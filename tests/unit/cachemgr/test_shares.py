@@ -44,6 +44,15 @@ def test_tenants_have_their_section_and_others_the_default(path: Path) -> None:
     assert shares.of("quire://bob") == Share(floor=Percentage(12.5), max_leases=0)
 
 
+def test_a_tenant_may_use_the_adapters_of_its_section(path: Path) -> None:
+    text = '[default]\nadapters = []\n[tenants.alice]\nadapters = ["sql", "a.b"]\n[tenants.bob]\n'
+    assert read_shares(write(path, text)).adapter_rights == (
+        frozenset(),
+        {"alice": frozenset({"sql", "a.b"}), "bob": None},
+    )
+    assert Shares().adapter_rights == (None, {})
+
+
 @pytest.mark.parametrize("text", ["# nothing\n", "[default]\n", "[tenants]\n"])
 def test_without_a_word_everybody_may_have_everything(path: Path, text: str) -> None:
     shares = read_shares(write(path, text))
@@ -103,6 +112,8 @@ def test_a_share_in_blocks_of_a_pool(share: Share, resolved: tuple[int, ...]) ->
         ('[default]\nlimit = "nan%"', "default.limit is 'nan%'; must be"),
         ("[default]\nmax_leases = -1", "default.max_leases is -1; must be a number, 0 to 2147483647"),
         ('[default]\nmax_leases = "5%"', "default.max_leases is '5%'; must be a number"),
+        ("[default]\nadapters = 'sql'", "default.adapters is 'sql'; must be a list of names of 1 to 128 letters"),
+        ("[tenants.a]\nadapters = ['a b']", "tenants.a.adapters is ['a b']; must be a list of names"),
         ("[tenants.a]\nmax_leases = false", "tenants.a.max_leases is False; must be a number"),
         ("[tenants.a]\nfloor = 2\nquota = 1", "tenants.a.floor is more than tenants.a.quota"),
         ("[tenants.a]\nfloor = 2\nlimit = 1", "tenants.a.floor is more than tenants.a.limit"),

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ use crate::python::convert::{geometry_of, ids, lease_not_found, namespace_of, re
 use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
-use crate::store::adapters::Adapters;
+use crate::store::adapters::{AdapterRights, Adapters};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
@@ -396,6 +396,16 @@ impl PyLedger {
     /// Sets the adapters that admissions may have: identities and names. None: any.
     fn set_adapters(&mut self, adapters: Option<Vec<(Vec<u8>, String)>>) {
         self.stored.set_adapters(adapters.map_or_else(Adapters::default, Adapters::known));
+    }
+
+    /// Sets the names of the adapters that tenants may use: a default, and others by tenant. None: all adapters.
+    fn set_adapter_rights(
+        &mut self,
+        default: Option<BTreeSet<String>>,
+        by_name: HashMap<String, Option<BTreeSet<String>>>,
+    ) {
+        let by_tenant = by_name.into_iter().map(|(name, names)| (name.into_bytes(), names)).collect();
+        self.stored.set_adapter_rights(AdapterRights { default, by_tenant });
     }
 
     /// Keeps tokens and namespaces of the blocks that become findable from now on, or none.

@@ -16,7 +16,7 @@ use crate::books::{AdmissionCheck, Books};
 use crate::cache::advice::millis;
 use crate::cache::prefix::{BlockId, Namespace};
 use crate::errors::{Failure, Reason, Refusal, Result, broken};
-use crate::store::adapters::Adapters;
+use crate::store::adapters::{AdapterRights, Adapters};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 
@@ -33,13 +33,14 @@ pub struct StoredBooks {
     /// Items of plans that were refused, by the name of the reason.
     refusals: BTreeMap<&'static str, u64>,
     adapters: Adapters,
+    adapter_rights: AdapterRights,
 }
 
 impl StoredBooks {
     /// Books of a pool in an epoch.
     pub fn new(pool: &str, epoch: i64, books: Books, store: Option<Store>) -> StoredBooks {
-        let (pool, adapters) = (pool.to_string(), Adapters::default());
-        StoredBooks { pool, epoch, books, store, loss: None, refusals: BTreeMap::new(), adapters }
+        let (pool, adapters, adapter_rights) = (pool.to_string(), Adapters::default(), AdapterRights::default());
+        StoredBooks { pool, epoch, books, store, loss: None, refusals: BTreeMap::new(), adapters, adapter_rights }
     }
 
     pub fn pool(&self) -> &str {
@@ -86,6 +87,11 @@ impl StoredBooks {
     /// them.
     pub fn set_adapters(&mut self, adapters: Adapters) {
         self.adapters = adapters;
+    }
+
+    /// Sets the adapters that tenants may use. They are the operator's: a restart does not restore them, either.
+    pub fn set_adapter_rights(&mut self, rights: AdapterRights) {
+        self.adapter_rights = rights;
     }
 
     /// True if changes are written down.
@@ -187,7 +193,7 @@ impl StoredBooks {
     /// See Books::plan. Renews the lease; None if it is not open. A repeated request id gets its first answer. Refused
     /// with EPOCH_CHANGED for another epoch than that of the books, and with REQUEST_ID_REUSED if the request id
     /// belongs to another request. Refused with INVALID_ARGUMENT for an admission with an adapter that the worker does not
-    /// have.
+    /// have, or its tenant may not use.
     pub fn plan(
         &mut self,
         lease_id: &str,
@@ -205,7 +211,8 @@ impl StoredBooks {
             return Ok(Some(known));
         }
         for admission in &request.admissions {
-            self.adapters.check(admission.seq_id, &admission.namespace.adapter)?;
+            let tenant = admission.tenant.as_deref().unwrap_or(&lease.tenant_name);
+            self.adapters.check(admission.seq_id, &admission.namespace.adapter, tenant, &self.adapter_rights)?;
         }
         let plan = match self.books.plan(lease_id, request, now, key) {
             Ok(Some(plan)) => plan,
