@@ -70,9 +70,8 @@ def save_adapter(model: Any, folder: Path, *, rank: int, seed: int) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
-async def measure_rank(services: LocalServices, *, rank: int, bytes_part: float, quick: bool) -> Row:
+async def measure_rank(services: LocalServices, *, rank: int, bytes_part: float, num_rounds: int, num_new: int) -> Row:
     """Measure the base and the adapters in turns."""
-    num_rounds, num_new = (2, 8) if quick else (5, 96)
     processes = [psutil.Process(), *(psutil.Process(each.pid) for each in (services.cachemgr, services.worker))]
     params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
 
@@ -117,9 +116,10 @@ def _processor_s(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def measure(quick: bool, progress: Progress, *, threads: int | None, rank: Sequence[str]) -> Findings:
-    """--quick: a tiny model, rank 8, 8 tokens."""
+def measure(quick: bool, progress: Progress, *, threads: int | None, rank: Sequence[str], rounds: int) -> Findings:
+    """--quick: a tiny model, rank 8, two rounds of 8 tokens."""
     threads, rows = threads or NUM_CORES, []
+    num_rounds, num_new = (2, 8) if quick else (rounds, 96)
     ranks = RANKS[:1] if quick else tuple(map(int, rank))
     task = progress.add_task("ranks", total=len(ranks))
     with tempfile.TemporaryDirectory(prefix="q-") as name:
@@ -133,7 +133,8 @@ def measure(quick: bool, progress: Progress, *, threads: int | None, rank: Seque
             flags = [flag for place in places for flag in ("--lora", f"{place.name}={place}")]
             arguments = ("--dtype", "float32", "--threads", str(threads), "--max-model-len", "256", *flags)
             with LocalServices.start(model=folder / "model", num_blocks=512, extra_worker_args=arguments) as services:
-                asked = measure_rank(services, rank=each, bytes_part=num_weights / num_read, quick=quick)
+                bytes_part = num_weights / num_read
+                asked = measure_rank(services, rank=each, bytes_part=bytes_part, num_rounds=num_rounds, num_new=num_new)
                 rows.append(asyncio.run(asked))
             progress.advance(task)
     return Findings(
@@ -159,6 +160,13 @@ main = benchmark(
     packages=("torch", "transformers"),
     options=[
         click.Option(["--threads"], type=click.IntRange(min=1), help="Of the worker. Default: one for each core."),
+        click.Option(
+            ["--rounds"],
+            type=click.IntRange(min=1),
+            default=5,
+            show_default=True,
+            help="Counted rounds of each rank.",
+        ),
         click.Option(
             ["--rank"],
             type=click.Choice(tuple(map(str, RANKS))),

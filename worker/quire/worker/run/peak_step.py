@@ -98,6 +98,7 @@ def _run_step(
         counts=counts,
         token_ids=[[0] * count for count in num_given],
         drafts=drafts,
+        adapter_slots=[1] * num_seqs if model.adapters.has_slots else None,
     )
     with model.keeping_hidden_states(batch, pool) as kept:
         logits = model.forward(batch, pool)
