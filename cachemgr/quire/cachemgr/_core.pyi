@@ -332,7 +332,11 @@ class Explanation:
 
     @property
     def num_in_host(self) -> int:
-        """Of these, the last ones, which are in the host tier."""
+        """Of these, the ones behind the pool's, which are in the host tier."""
+
+    @property
+    def num_on_disk(self) -> int:
+        """Behind these, the ones on the disk."""
 
     @property
     def missing(self) -> tuple[int, int, bytes] | None:
@@ -498,6 +502,28 @@ class Ledger:
         (INVALID_ARGUMENT) if the report does not fit the plan.
         """
 
+    # -- the disk -----------------------------------------------------------------------------------------------------
+
+    def disk_orders(self, after: int) -> bytes | None:
+        """A serialised DiskOrders with the orders behind a number that are not reported; None if there is none."""
+
+    @property
+    def last_disk_order(self) -> int:
+        """The number of the last order about the disk."""
+
+    @property
+    def erasing(self) -> list[str | None]:
+        """The tenants with content that is being erased from the disk; None: all."""
+
+    def go_on_erasing(self, tenants: list[str | None]) -> None:
+        """Has content erased from the disk that was still to be erased in the epoch before."""
+
+    def enter_disk_report(self, body: bytes) -> None:
+        """Enters a serialised DiskReport. Raises CallRefused (INVALID_ARGUMENT)."""
+
+    def enter_disk_content(self, body: bytes) -> None:
+        """Enters a serialised DiskContent. Raises CallRefused (INVALID_ARGUMENT)."""
+
     # -- tenants, and what is kept ------------------------------------------------------------------------------------
 
     def set_shares(self, default: BlockShare, by_name: dict[str, BlockShare]) -> None:
@@ -598,8 +624,10 @@ class Inspector:
     def num_cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b"") -> int:
         """Tokens that an admission would find in the cache; takes nothing."""
 
-    def cached_tokens(self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b"") -> tuple[int, int]:
-        """The same in the pool, and behind that in the host tier."""
+    def cached_tokens(
+        self, tokens: bytes, *, salt: bytes, tenant: str = "", adapter: bytes = b""
+    ) -> tuple[int, int, int]:
+        """The same in the pool, behind that in the host tier, and behind that on the disk."""
 
     def counts(self) -> bytes:
         """A serialised BlockCounts."""
@@ -685,6 +713,9 @@ class Probe:
 
     def host_copies(self) -> list[tuple[int, bytes, str, bool]]:
         """The copies of evicted blocks: host block, prefix hash, tenant, and whether a step in flight copies to it."""
+
+    def disk_copies(self) -> list[tuple[int, bytes, str, bool]]:
+        """The copies on the disk: disk block, prefix hash, tenant, and whether it is being written."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""

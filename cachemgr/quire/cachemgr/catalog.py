@@ -79,6 +79,8 @@ class Registration:
     """The number of the next step that the worker accepts, for each lease that is open there."""
     acknowledged_report: int = 0
     """The worker has discarded its reports up to this one."""
+    last_disk_order: int = 0
+    """The last order about the disk that the worker has had."""
     highest_term_age_s: float = 0.0
     """Seconds since the worker first obeyed the highest term."""
     memory_id: str = ""
@@ -151,6 +153,8 @@ class AttachedPool:
     def lacks(self, registration: Registration) -> bool:
         """True if the worker has state that is not in these books: they are not those that granted its steps."""
         if registration.acknowledged_report > self.acknowledged_report:
+            return True
+        if registration.last_disk_order > self.ledger.last_disk_order:
             return True
         for lease_id, next_step in registration.next_steps.items():
             lease = self.ledger.inspector.find_lease(lease_id)
@@ -313,6 +317,7 @@ class Catalog:
             memory = CarriedOver(*carried)
         else:
             ledger = self._make_books(saved, now)
+            ledger.go_on_erasing([] if known is None else known.ledger.erasing)
             for lease in leases:
                 if not lease.is_ending:
                     ledger.adopt_lease(lease)

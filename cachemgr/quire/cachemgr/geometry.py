@@ -43,6 +43,8 @@ class Geometry:
     """The limit of drafts of a sequence in a step; 0: the worker verifies none."""
     host_cached_limit: int = 0
     """The limit of host blocks with copies of evicted blocks; 0: none are made."""
+    num_disk_blocks: int = 0
+    """Blocks of the disk below the host tier; 0: there is none."""
 
     @property
     def max_tokens(self) -> int:

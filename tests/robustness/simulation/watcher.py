@@ -97,7 +97,7 @@ class SimulatedWatcher:
         chains = _chains(geometry.SerializeToString(deterministic=True))
         for number, (request, hashes) in enumerate(zip(requests(), chains, strict=True)):
             copied = num_found(hashes, known, geometry)
-            told, _in_host = pool.ledger.inspector.cached_tokens(
+            told, *_below = pool.ledger.inspector.cached_tokens(
                 int32_bytes(request.prompt), salt=request.cache.salt, tenant=request.params.tenant
             )
             if copied != told:

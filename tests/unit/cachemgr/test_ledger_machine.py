@@ -47,6 +47,7 @@ from planning import (
     sequences_of,
 )
 
+from quire.cache.v1 import attach_pb2
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Ledger
 from quire.cachemgr.blocks import BlockState
@@ -215,6 +216,13 @@ def writes_of(plan: Planned) -> list[tuple[int, int, int, int]]:
     return list(zip(plan.write_seq_ids, groups, plan.write_first_indexes, plan.write_block_counts, strict=True))
 
 
+@dataclass(frozen=True)
+class DiskRecord:
+    prefix_hash: bytes
+    tenant: str
+    slots: list[tuple]
+
+
 @dataclass
 class Report:
     step_number: int
@@ -230,6 +238,28 @@ class Worker:
         self.slots = [[POISON] * self.block_size for _ in range(geometry.num_blocks)]
         self.host_slots = [[POISON] * self.block_size for _ in range(geometry.num_host_blocks)]
         self.leases: dict[str, WorkerLease] = {}
+        self.disk: dict[int, DiskRecord] = {}
+        """What is written there, whoever may find it; the ones that were written first in front."""
+
+    def obey(self, order: attach_pb2.DiskOrder, *, fails: bool) -> bool:
+        """Carry out an order about the disk, as far as it goes; return whether it is done."""
+        match order.WhichOneof("order"):
+            case "write":
+                self.disk.pop(order.write.disk_block_id, None)
+                if not fails:
+                    slots = list(self.host_slots[order.write.host_block_id])
+                    record = DiskRecord(order.write.prefix_hash, order.write.tenant, slots)
+                    self.disk[order.write.disk_block_id] = record
+            case "read":
+                record = self.disk.get(order.read.disk_block_id)
+                assert record is not None, "a disk block is read that was never written"
+                assert record.prefix_hash == order.read.prefix_hash, "a disk block has other content than is read"
+                self.host_slots[order.read.host_block_id] = [POISON] * self.block_size if fails else list(record.slots)
+            case _:
+                erased = TENANTS if not order.erase.HasField("tenant") else (order.erase.tenant,)
+                self.disk = {block: record for block, record in self.disk.items() if record.tenant not in erased}
+                return True
+        return not fails
 
     def new_row(self, last: tuple[int, int] | None = None) -> Row:
         return Row([{} for _ in self.groups], last)
@@ -345,6 +375,20 @@ class Worker:
         """The process dies; the pool's memory is kept, the host tier is not."""
         self.leases.clear()
         self.host_slots = [[POISON] * self.block_size for _ in self.host_slots]
+
+
+@dataclass
+class BookOrder:
+    """An order about the disk that is not reported."""
+
+    kind: str
+    host: int
+    disk: int
+    prefix: tuple
+    tenants: tuple[int, ...] = ()
+    """Of an erasure."""
+    is_dropped: bool = False
+    """A reset was about its content."""
 
 
 # -- the books kept twice -------------------------------------------------------------------------------------------
@@ -496,6 +540,13 @@ class Books:
         self.lru: list[int] = []
         self.copies: dict[int, tuple] = {}
         """Tag and tokens of the evicted blocks that can be found in the host tier, by host block."""
+        self.on_disk: dict[int, tuple] = {}
+        """The same on the disk, by disk block."""
+        self.orders: dict[int, BookOrder] = {}
+        """Not reported, by number."""
+        self.reads_now: list[attach_pb2.DiskOrder] = []
+        """Ordered by the plan that is being followed."""
+        self.expected_erasures: list[tuple[int, ...]] = []
         self.published_at: dict[int, int] = {}
         self.reset_at: dict[int, int] = {}
         """By tenant: content that was published before is not copied to the host tier any more."""
@@ -544,7 +595,7 @@ class Books:
         held = [block for sequence in sequences for blocks in sequence.host or () for block in blocks]
         assert len(set(held)) == len(held), "a host block is of two sequences"
         steps = [step for lease in self.leases.values() for step in lease.steps]
-        touched = set(self.host_touched_now).union(*(step.host_touched for step in steps))
+        touched = set(self.host_touched_now).union(*(step.host_touched for step in steps), self.hosts_ordered())
         assert not set(held) & self.copies.keys(), "a host block is of a sequence, and a copy of an evicted block"
         states = dict.fromkeys(range(self.geometry.num_host_blocks), "free")
         states |= dict.fromkeys(touched, "retired") | dict.fromkeys(self.copies, "cached") | dict.fromkeys(held, "held")
@@ -552,7 +603,88 @@ class Books:
 
     def evictable_copies(self) -> set[int]:
         steps = [step for lease in self.leases.values() for step in lease.steps]
-        return self.copies.keys() - set(self.host_touched_now).union(*(step.host_touched for step in steps))
+        touched = set(self.host_touched_now).union(*(step.host_touched for step in steps), self.hosts_ordered())
+        return self.copies.keys() - touched
+
+    # the disk: the ledger chooses what is written and read, and the block that makes room
+
+    def hosts_ordered(self) -> set[int]:
+        return {order.host for order in self.orders.values() if order.kind != "erase"}
+
+    def disk_states(self) -> dict[int, str]:
+        states = dict.fromkeys(range(self.geometry.num_disk_blocks), "free")
+        states |= dict.fromkeys((order.disk for order in self.orders.values() if order.kind != "erase"), "retired")
+        return states | dict.fromkeys(self.on_disk, "cached")
+
+    def num_copies(self) -> int:
+        """Copies in the host tier, those on their way there included."""
+        steps = [self.step, *(step for lease in self.leases.values() for step in lease.steps)]
+        arriving = {block for step in steps if step is not None for block in step.arriving}
+        reads = [order for order in self.orders.values() if order.kind == "read" and not order.is_dropped]
+        return len(self.copies) + len(arriving) + len(reads)
+
+    def take_orders(self, orders: Sequence[attach_pb2.DiskOrder]) -> None:
+        """Writes and erasures that the ledger has ordered."""
+        for order in orders:
+            if order.WhichOneof("order") == "erase":
+                tenants = tuple(range(len(TENANTS)))
+                if order.erase.HasField("tenant"):
+                    tenants = (TENANTS.index(order.erase.tenant),)
+                assert tenants == self.expected_erasures.pop(0), "the content of other tenants is erased"
+                self.orders[order.order_number] = BookOrder("erase", -1, -1, (), tenants)
+                continue
+            assert order.WhichOneof("order") == "write", "a read that no admission waits for"
+            host, disk, prefix = order.write.host_block_id, order.write.disk_block_id, self.copies.get(
+                order.write.host_block_id
+            )
+            assert prefix is not None, f"host block {host} is written to the disk, and is no copy"
+            assert order.write.prefix_hash == hash_of(prefix, self.size)
+            assert order.write.tenant == TENANTS[prefix[0] // len(NAMESPACES)]
+            assert prefix not in self.on_disk.values(), "a copy is written that is on the disk"
+            self.take_disk_block(disk)
+            self.orders[order.order_number] = BookOrder("write", host, disk, prefix)
+
+    def take_disk_block(self, disk: int) -> None:
+        states = self.disk_states()
+        is_used = any(order.disk == disk for order in self.orders.values())
+        assert not is_used, f"disk block {disk} is written while it is in use"
+        assert states[disk] == "free" or "free" not in states.values(), "a copy was evicted from a disk with free blocks"
+        self.on_disk.pop(disk, None)
+
+    def take_reads(self, prefixes: list[tuple]) -> bool:
+        """The reads that the ledger has ordered for an admission that finds no more than what is before these prefixes.
+        Returns True if the first of them is being read: the admission waits."""
+        hashes = {hash_of(prefix, self.size): prefix for prefix in prefixes}
+        while self.reads_now and self.reads_now[0].read.prefix_hash in hashes:
+            order = self.reads_now.pop(0)
+            host, disk, prefix = order.read.host_block_id, order.read.disk_block_id, hashes[order.read.prefix_hash]
+            assert self.on_disk.get(disk) == prefix, f"disk block {disk} is read for something else"
+            assert prefix not in self.copies.values(), "a copy is read that is in the host tier"
+            states, evictable = self.host_states(), self.evictable_copies()
+            is_room = self.num_copies() < self.geometry.host_cached_limit and "free" in states.values()
+            assert states[host] == "free" if is_room else host in evictable, f"a read to host block {host}"
+            self.copies.pop(host, None)
+            self.generations[-1 - host] += 1
+            self.orders[order.order_number] = BookOrder("read", host, disk, prefix)
+        being_read = [order.prefix for order in self.orders.values() if order.kind == "read"]
+        if not prefixes:
+            return False
+        is_room = self.num_copies() < self.geometry.host_cached_limit and "free" in self.host_states().values()
+        is_there = prefixes[0] in self.on_disk.values() and prefixes[0] not in being_read
+        assert not (is_there and is_room), "a copy on the disk is not read, though there is room"
+        return prefixes[0] in being_read
+
+    def end_order(self, number: int, *, is_done: bool) -> None:
+        order = self.orders.pop(number, None)
+        if order is None or order.kind == "erase":
+            return
+        if order.kind == "write" and is_done and not order.is_dropped and order.prefix not in self.on_disk.values():
+            self.on_disk[order.disk] = order.prefix
+        if order.kind == "read" and not order.is_dropped:
+            if not is_done:
+                self.on_disk.pop(order.disk, None)
+            elif order.prefix not in self.copies.values():
+                self.copies[order.host] = order.prefix
 
     def rest(self) -> None:
         """After every event: what became evictable goes to the recent end, in the order of release."""
@@ -816,6 +948,11 @@ class Books:
         for step in (step for lease in self.leases.values() for step in lease.steps):
             step.arriving = {block: prefix for block, prefix in step.arriving.items() if is_left(prefix)}
         self.reset_at |= dict.fromkeys(tenants, next(self.ticks))
+        self.on_disk = {block: prefix for block, prefix in self.on_disk.items() if is_left(prefix)}
+        for order in self.orders.values():
+            order.is_dropped |= order.kind != "erase" and not is_left(order.prefix)
+        if self.geometry.num_disk_blocks:
+            self.expected_erasures.append(tuple(sorted(tenants)))
 
     def begins_with(self, prefix: tuple, stem: tuple) -> bool:
         """True if content continues the stem, or if a block between them is gone."""
@@ -906,6 +1043,9 @@ class Books:
             append = request.appends.get(seq_id, b"")
             tokens = [int.from_bytes(append[i : i + 4], "little", signed=True) for i in range(0, len(append), 4)]
             self.note(PlanItem.EXTEND, seq_id, self.extend(seq_id, count, tokens, request.drafts.get(seq_id, ())))
+        self.refused_elsewhere = {
+            refused.refusal.message for refused in plan.refusals if refused.refusal.message.startswith("another lease")
+        }
         self.budget = request.admission_token_budget or 10**9
         for restore in request.restores:
             found = self.restore(restore, request.admission_reserve)
@@ -1040,9 +1180,7 @@ class Books:
             if prefix in self.copies.values() or self.published_at[block] <= self.reset_at.get(tenant, -1):
                 assert source != block, f"block {block} was copied to the host tier, which has it or must not"
                 continue
-            steps = [self.step, *(step for lease in self.leases.values() for step in lease.steps)]
-            num_copies = len(self.copies) + sum(len(step.arriving) for step in steps)
-            is_room = num_copies < most and "free" in states.values()
+            is_room = self.num_copies() < most and "free" in states.values()
             if source != block:
                 has_floors = any(share.floor for share in self.shares)
                 assert not is_room, f"block {block} was evicted and not copied to the host tier"
@@ -1342,6 +1480,11 @@ class Books:
         may_copy = length == published and self.host_copy_use is not HostCopyUse.NONE
         copies = self.find_copies(prefixes[length:]) if may_copy else []
         cached = (length + len(copies)) * self.size
+        message = f"another lease computes the prefix of sequence {admission.seq_id} behind {cached} tokens"
+        if admission.waits_for_prefix and message in self.refused_elsewhere:
+            others = [lease for lease in self.leases.values() if lease is not self.lease]
+            assert any(lease.steps for lease in others), "no other lease computes anything"
+            return Reason.PREFIX_BEING_COMPUTED
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         ends = self.ends_of_tables(len(tokens), cached + count)
         found = [block for table in tables for block in held(table)]
@@ -1352,6 +1495,8 @@ class Books:
         needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
+        if admission.waits_for_prefix and may_copy and self.take_reads(prefixes[length + len(copies) :]):
+            return Reason.PREFIX_BEING_COMPUTED
         is_written = admission.cache_use is not CacheUse.NONE
         unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length + len(copies) :]
         is_new = lambda prefix: any((number, *prefix) not in self.index for number in range(len(self.groups)))  # noqa: E731
@@ -1568,6 +1713,8 @@ class LedgerMachine(RuleBasedStateMachine):
     """True if half of the admissions have breakpoints, at least."""
     is_tiered = False
     """True if evicted blocks are copied to the host tier, and sequences come and go."""
+    has_disk = False
+    """True if the host tier is small, and has a disk below."""
 
     @initialize(
         groups=st.sampled_from(LAYER_GROUPS),
@@ -1588,6 +1735,7 @@ class LedgerMachine(RuleBasedStateMachine):
         keep_limits=st.sampled_from([(None, None), (3, 2), (None, 1), (0, 4)]),
         speculating=st.sampled_from([0.3, 0.0, 0.8]),
         num_copies=st.sampled_from([12, 3, 0, 1]),
+        num_disk=st.sampled_from([12, 12, 4, 2]),
     )
     def start(
         self,
@@ -1609,6 +1757,7 @@ class LedgerMachine(RuleBasedStateMachine):
         keep_limits,
         speculating,
         num_copies,
+        num_disk,
     ):
         if self.keeps:
             groups, keeping, expecting, max_sequences = (FULL,), max(keeping, 0.5), 0.0, 8
@@ -1616,6 +1765,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.is_tiered:
             groups, keeping, expecting, max_sequences, max_tokens, reserving = (FULL,), 0.0, 0.0, 8, 24, 0.0
             num_usable, num_host, num_copies = max(num_usable, 5), max(num_host, 6), max(num_copies, 3)
+        if self.has_disk:
+            num_usable, num_copies, block_size = min(num_usable, 6), min(num_copies, 4), min(block_size, 2)
         num_usable += 3 * (len(groups) - 1)
         num_host += 3 * (len(groups) - 1) * (num_host > 0)
         self.geometry = Geometry(
@@ -1631,6 +1782,7 @@ class LedgerMachine(RuleBasedStateMachine):
             layer_groups=groups,
             max_drafts=MAX_DRAFTS,
             host_cached_limit=min(num_copies, num_host) if groups == (FULL,) else 0,
+            num_disk_blocks=num_disk if self.has_disk else 0,
         )
         self.epoch = EPOCH
         self.ledger = Ledger("pool", EPOCH, self.geometry, policy=self.policy, verify=True)
@@ -1662,6 +1814,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """The part of the decoding sequences that have drafts."""
         self.clients: dict[int, Client] = {}
         self.names = itertools.count()
+        self.open_orders: dict[int, attach_pb2.DiskOrder] = {}
+        """Orders about the disk that the worker has, and has not begun."""
+        self.ended_orders: list[tuple[int, bool]] = []
+        """Those that have ended and are not reported: the number, and whether it is done."""
+        self.last_order = 0
         self.now = 0.0
         self.resetting = None
         self.open(0)
@@ -1723,10 +1880,20 @@ class LedgerMachine(RuleBasedStateMachine):
                     tokens.append(rng.randrange(VOCAB))
                     tenant, (salt, adapter) = tag // len(NAMESPACES), NAMESPACES[tag % len(NAMESPACES)]
                     tenant = None if tenant == book.tenant else tenant
+                waits = self.has_disk and rng.random() < 0.8
+                if self.has_disk and rng.random() < 0.7:
+                    tokens, cache_use, tenant = self.known_prompt(rng), CacheUse.READ_AND_WRITE, None
+                    salt, adapter = NAMESPACES[0]
+                if self.books.on_disk and rng.random() < 0.3:
+                    tag, *tokens = rng.choice(sorted(self.books.on_disk.values()))
+                    tokens.append(rng.randrange(VOCAB))
+                    tenant, (salt, adapter) = tag // len(NAMESPACES), NAMESPACES[tag % len(NAMESPACES)]
+                    tenant = None if tenant == book.tenant else tenant
                 admissions.append(
                     Admission(
                         new_id,
                         pack(tokens),
+                        waits_for_prefix=waits,
                         max_compute=rng.choice([0, 0, 0, 1, 3]),
                         salt=salt,
                         adapter=adapter,
@@ -1795,6 +1962,11 @@ class LedgerMachine(RuleBasedStateMachine):
             known = [token.value for token in sequence.tokens[: sequence.known]]
             fixed = (known + fixed)[: length[0]]
         return [*fixed[:-1], VOCAB] if rng.random() < 0.02 else fixed
+
+    def known_prompt(self, rng):
+        """One of eight prompts of up to three blocks, some with a common beginning."""
+        size, number = self.geometry.block_size, rng.randrange(8)
+        return [number >> place & 1 for place in range(rng.choice([2, 3, 3])) for _ in range(size)] + [0]
 
     def reservation(self, num_tokens, rng):
         """None, one that mostly ends within a block, or seldom one that can't be."""
@@ -1891,11 +2063,17 @@ class LedgerMachine(RuleBasedStateMachine):
             *(request.offloads, request.trims, request.forks),
             *(request.extend_ids, request.restores, request.admissions),
         )
-        has_effect = plan.released_ids or plan.passed_seq_ids or request.expected_prompts
+        orders = self.new_orders()
+        self.books.reads_now = [order for order in orders if order.WhichOneof("order") == "read"]
+        has_effect = plan.released_ids or plan.passed_seq_ids or request.expected_prompts or orders
+        # One that waits for the disk has used the copies before what it waits for.
+        has_effect = has_effect or any("read from the disk" in each.refusal.message for each in plan.refusals)
         if not has_effect and len(plan.refusals) == sum(map(len, items)):
             assert state_of(self.ledger, lease_id, but_last_step=True) == before, "a refused item changed something"
         lease = self.books.leases[lease_id]
         runs = self.books.plan(lease, request, plan)
+        assert not self.books.reads_now, "a copy is read that no admission waits for"
+        self.books.take_orders([order for order in orders if order.WhichOneof("order") != "read"])
         touched = {block for run in runs for table in run.tables for block in table} | {
             *plan.copy_sources,
             *plan.copy_targets,
@@ -1984,6 +2162,7 @@ class LedgerMachine(RuleBasedStateMachine):
         client.reported.append(report)
         if client.lease_id in self.books.leases:
             self.books.settle(self.books.leases[client.lease_id], report)
+        self.follow_disk()
 
     def settle(self, client, report):
         counts = [len(tokens) for tokens in report.sampled.values()]
@@ -2099,6 +2278,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if len(left) < num_findable:
             self.lose_to_reset(left)
         books.copies = {}
+        erasures = [order for order in books.orders.values() if order.kind == "erase"]
+        books.on_disk, books.orders, books.expected_erasures = {}, {}, [order.tenants for order in erasures]
+        self.open_orders, self.ended_orders, self.last_order = {}, [], 0
+        self.follow_disk()
         books.drafted = books.accepted = books.written = books.evicted = books.allocated = 0
         self.worker.lose_all_but_memory()
         self.clients = {slot: client for slot, client in self.clients.items() if client.is_open}
@@ -2106,6 +2289,8 @@ class LedgerMachine(RuleBasedStateMachine):
             client.forget_steps()
             books.leases[client.lease_id] = BookLease(self.tenants[slot], client.names_tenants)
             self.worker.leases[client.lease_id] = WorkerLease()
+        if self.geometry.num_disk_blocks:
+            self.find_disk()
 
     def reset_prefix_cache(self, rng):
         """All of it, or a slice of it, as other calls may find it."""
@@ -2122,6 +2307,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.reset_prefix_cache(first, end) == len(self.books.index) - len(left)
         if not first:
             self.books.withhold(range(len(TENANTS) * len(NAMESPACES)))
+            self.follow_disk()
         self.lose_to_reset(left)
 
     def lose_to_reset(self, left):
@@ -2155,6 +2341,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         assert self.ledger.inspector.counts() == before
         self.books.withhold(tags)
+        self.follow_disk()
         self.books.new = set()
         # Pins go at once; what is pinned from then on stays.
         is_meant = lambda prefix: prefix[0] // len(NAMESPACES) == tenant and is_wanted(prefix)  # noqa: E731
@@ -2220,12 +2407,86 @@ class LedgerMachine(RuleBasedStateMachine):
         tokens = self.prompt(book, rng)
         prefixes = self.books.prefixes(tenant * len(NAMESPACES) + number, tokens, len(tokens) - 1)
         length = self.books.longest_hit(prefixes)[0]
-        num_blocks = (length, len(self.books.find_copies(prefixes[length:])))
+        num_in_host = len(self.books.find_copies(prefixes[length:]))
+        on_disk = list(itertools.takewhile(set(self.books.on_disk.values()).__contains__, prefixes[length + num_in_host :]))
+        num_blocks = (length, num_in_host, len(on_disk))
         expected = tuple(num * self.geometry.block_size for num in num_blocks)
         before = state_of(self.ledger)
         salt, adapter = NAMESPACES[number]
         found = self.ledger.inspector.cached_tokens(pack(tokens), salt=salt, adapter=adapter, tenant=TENANTS[tenant])
         assert (found, state_of(self.ledger)) == (expected, before)
+
+    # the disk
+
+    def new_orders(self):
+        """The orders that the ledger has given since the last time."""
+        orders = attach_pb2.DiskOrders.FromString(self.ledger.disk_orders(self.last_order) or b"").orders
+        self.open_orders |= {order.order_number: order for order in orders}
+        self.last_order = self.ledger.last_disk_order
+        return list(orders)
+
+    def follow_disk(self):
+        """The books take the orders that came of a call."""
+        self.books.take_orders(self.new_orders())
+
+    def use_disk(self, rng):
+        """The worker carries some orders out, and reports some that have ended: writes and erasures in their order."""
+        for _ in range(rng.randint(1, 4)):
+            in_turn = [n for n, order in self.open_orders.items() if order.WhichOneof("order") != "read"][:1]
+            ready = in_turn + [n for n, order in self.open_orders.items() if order.WhichOneof("order") == "read"]
+            if ready:
+                number = rng.choice(ready)
+                order = self.open_orders.pop(number)
+                self.ended_orders.append((number, self.worker.obey(order, fails=rng.random() < 0.1)))
+        rng.shuffle(self.ended_orders)
+        ended, self.ended_orders = self.ended_orders[:4], self.ended_orders[4:]
+        report = attach_pb2.DiskReport(
+            done_order_numbers=[number for number, is_done in ended if is_done],
+            failed_order_numbers=[number for number, is_done in ended if not is_done],
+        )
+        self.ledger.enter_disk_report(report.SerializeToString())
+        for number, is_done in sorted(ended, key=lambda each: not each[1]):
+            self.books.end_order(number, is_done=is_done)
+        self.follow_disk()
+        before = state_of(self.ledger)
+        self.ledger.enter_disk_report(report.SerializeToString())
+        assert state_of(self.ledger) == before, "a report that was repeated had an effect"
+
+    def find_disk(self):
+        """A new process of the worker says what is on its disk; all of it fits, but for quotas."""
+        books, size = self.books, self.geometry.block_size
+        erased = {tenant for order in books.orders.values() for tenant in order.tenants}
+        content = attach_pb2.DiskContent(tenants=TENANTS)
+        for block, record in self.worker.disk.items():
+            content.disk_block_ids.append(block)
+            content.prefix_hashes += record.prefix_hash
+            content.tenant_indexes.append(TENANTS.index(record.tenant))
+        self.ledger.enter_disk_content(content.SerializeToString())
+        left = {b: r for b, r in self.worker.disk.items() if TENANTS.index(r.tenant) not in erased}
+        found = {block: left[block] for block, *_ in self.ledger.probe.disk_copies()}
+        books.on_disk = {block: record.slots[-1][1:] for block, record in found.items()}
+        assert all(hash_of(prefix, size) == found[block].prefix_hash for block, prefix in books.on_disk.items())
+        if all(share.limit >= self.geometry.num_blocks - 1 for share in books.shares):
+            assert set(books.on_disk.values()) == {record.slots[-1][1:] for record in left.values()}
+        self.follow_disk()
+
+    def disk_agrees(self):
+        """The copies on the disk, those that are being written, and what they hold."""
+        books, size = self.books, self.geometry.block_size
+        orders = [order for order in books.orders.values() if order.kind == "write" and not order.is_dropped]
+        expected = [(block, prefix, False) for block, prefix in books.on_disk.items()]
+        expected += [(order.disk, order.prefix, True) for order in orders]
+        assert sorted(self.ledger.probe.disk_copies()) == sorted(
+            (block, hash_of(prefix, size), TENANTS[prefix[0] // len(NAMESPACES)], is_arriving)
+            for block, prefix, is_arriving in expected
+        )
+        for block, prefix in books.on_disk.items():
+            ends = range(len(prefix) - size + 1, len(prefix) + 1)
+            assert self.worker.disk[block].slots == [(0, *prefix[:end]) for end in ends], "a copy holds something else"
+        if self.geometry.num_disk_blocks:
+            counts, states = statistics_of(self.ledger).disk_block_counts, Counter(books.disk_states().values())
+            told = (counts.free_count, counts.held_count, counts.retired_count, counts.cached_count)
+            assert told == (states["free"], 0, states["retired"], states["cached"])
 
     # what holds after every rule
 
@@ -2254,6 +2515,7 @@ class LedgerMachine(RuleBasedStateMachine):
         host_counts = host_counts_of(ledger) or (0, 0, 0, 0)
         assert tuple(host_counts) == tuple(host_states[state] for state in ("free", "held", "retired", "cached"))
         self.copies_agree()
+        self.disk_agrees()
         reserved = sum(books.num_reserved(tenant) for tenant in range(len(TENANTS)))
         assert statistics_of(ledger).reserved_block_count == reserved
         statistics = statistics_of(ledger)
@@ -2270,6 +2532,8 @@ class LedgerMachine(RuleBasedStateMachine):
         size, steps = self.geometry.block_size, [s for lease in self.books.leases.values() for s in lease.steps]
         expected = [(block, prefix, False) for block, prefix in self.books.copies.items()]
         expected += [(block, prefix, True) for step in steps for block, prefix in step.arriving.items()]
+        reads = [order for order in self.books.orders.values() if order.kind == "read" and not order.is_dropped]
+        expected += [(order.host, order.prefix, True) for order in reads]
         assert sorted(self.ledger.probe.host_copies()) == sorted(
             (block, hash_of(prefix, size), TENANTS[prefix[0] // len(NAMESPACES)], is_arriving)
             for block, prefix, is_arriving in expected
@@ -2402,6 +2666,44 @@ class TieredMachine(LedgerMachine):
             self.do_catch_up(client)
 
 
+class DiskMachine(TieredMachine):
+    """With a disk below a small host tier."""
+
+    has_disk = True
+
+    def follow(self, client, rng):
+        super().follow(client, rng)
+        self.use_disk(rng)
+
+    @rule(seed=SEED)
+    def come_and_go(self, seed):
+        """A client has one prompt after the other computed, and waits for what is on the disk."""
+        rng = Random(seed)
+        client = self.pick(rng)
+        for seq_id in range(100, 104) if client else ():
+            book = self.books.leases[client.lease_id]
+            request = StepRequest(
+                releases=sorted(book.sequences),
+                admissions=[Admission(seq_id, pack(self.known_prompt(rng)), waits_for_prefix=rng.random() < 0.9)],
+            )
+            for _ in range(rng.randint(1, 3)):
+                self.do_plan(client, request)
+                self.do_catch_up(client)
+                self.use_disk(rng)
+
+    def reset_prefix_cache(self, rng):
+        if rng.random() < 0.6:
+            super().reset_prefix_cache(rng)
+
+    def reset_some(self, rng):
+        if rng.random() < 0.6:
+            super().reset_some(rng)
+
+    def lose_worker(self, rng):
+        if rng.random() < 0.8:
+            super().lose_worker(rng)
+
+
 def configured(num_examples: int) -> settings:
     return settings(
         max_examples=num_examples,
@@ -2422,6 +2724,13 @@ TestKeepingMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
 
 TestTieredMachine = TieredMachine.TestCase
 TestTieredMachine.settings = configured(max(1, NUM_EXAMPLES // 3))
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = configured(max(1, NUM_EXAMPLES // 8))
+
+
+@pytest.mark.night
+class TestDiskMachineForLong(DiskMachine.TestCase):
+    settings = configured(NUM_EXAMPLES_OF_NIGHT // 2)
 
 
 @pytest.mark.night

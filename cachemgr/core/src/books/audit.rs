@@ -11,11 +11,12 @@ use crate::books::pins::Pins;
 use crate::books::room::Room;
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::tables::BlockTable;
-use crate::cache::host::HostPool;
+use crate::cache::disk::DiskTier;
 use crate::cache::pool::BlockPool;
 use crate::cache::pool::audit::PoolAudit;
 use crate::cache::prefix::{BlockId, Past};
 use crate::cache::tenants::{TenantId, Tenants};
+use crate::cache::tier::TierPool;
 
 impl Books {
     /// All violations, one sentence each. Cost: O(blocks + table entries).
@@ -25,8 +26,8 @@ impl Books {
 
     /// The checks of these books.
     pub fn audit(&self) -> Audit<'_> {
-        let Books { geometry, pool, host, table, leases, tenants, pins, .. } = self;
-        Audit { geometry, pool, host, table, leases, tenants, pins }
+        let Books { geometry, pool, host, disk, table, leases, tenants, pins, .. } = self;
+        Audit { geometry, pool, host, disk, table, leases, tenants, pins }
     }
 
     /// All that a refusal leaves as it was, as text; of one lease without its last step, which a plan adds in any case.
@@ -53,7 +54,7 @@ impl Books {
         let (free, parked) = (self.pool.free_blocks(), self.pool.parking().parked());
         let blocks = blocks.collect::<Vec<_>>();
         let num_changes = self.pool.records.journal.num_changes();
-        let host = self.host.state();
+        let host = format!("{} {}", self.host.state(), self.disk.state());
         format!("{blocks:?} {free:?} {parked:?} {host} {} {num_changes} {leases:?}", self.table.len())
     }
 }
@@ -62,7 +63,8 @@ impl Books {
 pub struct Audit<'a> {
     geometry: &'a Geometry,
     pool: &'a BlockPool,
-    host: &'a HostPool,
+    host: &'a TierPool,
+    disk: &'a DiskTier,
     table: &'a SequenceTable,
     leases: &'a Leases,
     tenants: &'a Tenants,
@@ -117,14 +119,18 @@ impl Audit<'_> {
         wrong
     }
 
-    /// I1 and I2 of the host tier: each of its blocks is in one state, and one that is held is of one sequence.
+    /// I1 and I2 of the tiers below the pool: each of their blocks is in one state, and one that is held is of one sequence.
     fn check_host(&self, wrong: &mut Vec<String>) {
         let blocks = 0..self.host.len() as BlockId;
         let held = self.sequences().filter_map(|sequence| sequence.in_host.as_deref());
         let holders = occurrences(&blocks, held.map(|tables| &tables.blocks[..]));
-        let steps = occurrences(&blocks, self.leases.steps().flat_map(|step| &step.host_holds).map(Vec::as_slice));
-        let arriving = occurrences(&blocks, self.leases.steps().map(|step| &step.host_arriving[..]));
+        let (ordered, read) = self.disk.host_blocks();
+        let steps = self.leases.steps().flat_map(|step| &step.host_holds).map(Vec::as_slice);
+        let steps = occurrences(&blocks, steps.chain([&ordered[..]]));
+        let arriving = self.leases.steps().map(|step| &step.host_arriving[..]);
+        let arriving = occurrences(&blocks, arriving.chain([&read[..]]));
         self.host.audit(&holders, &steps, &arriving, wrong);
+        self.disk.audit(wrong);
         for sequence in self.sequences() {
             let Some(in_host) = &sequence.in_host else { continue };
             let (num_host_blocks, num_blocks) = (in_host.blocks.len(), sequence.blocks().count());

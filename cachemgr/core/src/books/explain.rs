@@ -17,8 +17,10 @@ pub struct Explanation {
     pub num_blocks: usize,
     /// Number of leading blocks that an admission would find.
     pub num_found: usize,
-    /// Of these, the last ones, which are in the host tier.
+    /// Of these, the ones behind the pool's, which are in the host tier.
     pub num_in_host: usize,
+    /// Behind these, the ones on the disk; they count as found.
+    pub num_on_disk: usize,
     /// Index, layer group and prefix hash of the block without which no more is found.
     pub missing: Option<(usize, Group, Hash)>,
     pub miss: Miss,
@@ -46,11 +48,20 @@ impl Books {
         let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
         let num_in_pool = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
         let num_in_host = self.host.copies().find(&hashes[num_in_pool..num_usable]).len();
-        let (num_blocks, num_found) = (hashes.len(), num_in_pool + num_in_host);
-        let is_all_found =
-            Explanation { num_blocks, num_found, num_in_host, missing: None, miss: Miss::None, num_stranded: 0 };
+        let num_on_disk = self.disk.copies().find(&hashes[num_in_pool + num_in_host..num_usable]).len();
+        let (num_blocks, num_found) = (hashes.len(), num_in_pool + num_in_host + num_on_disk);
+        let is_all_found = Explanation {
+            num_blocks,
+            num_found,
+            num_in_host,
+            num_on_disk,
+            missing: None,
+            miss: Miss::None,
+            num_stranded: 0,
+        };
         let Some((index, group)) = prefix.first_missing() else { return is_all_found };
         let index = index + self.host.copies().find(&hashes[index..]).len();
+        let index = index + self.disk.copies().find(&hashes[index..]).len();
         if index == num_blocks {
             return is_all_found;
         }

@@ -21,6 +21,8 @@ pub struct Geometry {
     /// The limit of host blocks with copies of evicted blocks; 0: none are made. With several groups, or recurrent states,
     /// there are none: a prefix needs the blocks of all groups.
     pub host_cached_limit: usize,
+    /// Blocks of the disk below the host tier; 0: there is none, as without copies in the host tier.
+    pub num_disk_blocks: usize,
     pub max_sequences: usize,
     pub max_sequence_tokens: usize,
     pub vocab_size: usize,

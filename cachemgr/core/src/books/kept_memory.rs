@@ -25,12 +25,13 @@ fn has(whole: &[u8], block: BlockId) -> bool {
 }
 
 impl Books {
-    /// Begins a new epoch: sequences, steps in flight and host blocks are gone, and all findable blocks are cached, or
+    /// Begins a new epoch: sequences, steps in flight, host and disk blocks are gone, and all findable blocks are cached, or
     /// pinned. Those without a bit in `whole` lose their content, and pins with such a block end. Open leases go on with
     /// step 1, leases that had ended are removed. All counters begin at 0. Cost: O(blocks + sequences).
     pub fn begin_epoch(&mut self, whole: &[u8], now: f64) -> Result<CarriedOver> {
         self.empty_leases()?;
         self.host.begin_epoch();
+        self.disk.begin_epoch(&mut self.host)?;
         let findable = |block: &BlockId| self.pool.index().is_findable(*block);
         let findable: Vec<BlockId> = (1..self.geometry.num_blocks as BlockId).filter(findable).collect();
         let dropped: Vec<BlockId> = findable.iter().copied().filter(|block| !has(whole, *block)).collect();

@@ -4,6 +4,7 @@
 
 pub mod audit;
 pub mod counters;
+pub mod disk_reports;
 pub mod explain;
 pub mod explainer;
 pub mod geometry;
@@ -45,11 +46,12 @@ use crate::books::steps::{Fill, StepInFlight};
 use crate::books::tenancy::{Shares, Tenancy};
 use crate::cache::accounts::Share;
 use crate::cache::advice::millis;
+use crate::cache::disk::DiskTier;
 use crate::cache::eviction::policies::Policy;
-use crate::cache::host::HostPool;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Namespace, chain_hashes, root_hash};
 use crate::cache::tenants::{TenantId, Tenants, beginning_of};
+use crate::cache::tier::{Tier, TierPool};
 use crate::errors::{Refusal, Result};
 
 /// Books of one pool, from the attachment of an epoch to its end. Leases are known by names that the caller gives.
@@ -57,7 +59,8 @@ use crate::errors::{Refusal, Result};
 pub struct Books {
     pub(crate) geometry: Geometry,
     pub(crate) pool: BlockPool,
-    pub(crate) host: HostPool,
+    pub(crate) host: TierPool,
+    pub(crate) disk: DiskTier,
     pub(crate) table: SequenceTable,
     pub(crate) leases: Leases,
     pub(crate) tenants: Tenants,
@@ -84,7 +87,8 @@ impl Books {
         let pool = BlockPool::new(geometry.num_blocks, &geometry.groups, policy);
         let mut books = Books {
             pool: if geometry.host_cached_limit > 0 { pool.noting_evicted() } else { pool },
-            host: HostPool::new(geometry.num_host_blocks, geometry.host_cached_limit),
+            host: TierPool::new(Tier::Host, geometry.num_host_blocks, geometry.host_cached_limit),
+            disk: DiskTier::new(geometry.num_disk_blocks),
             geometry,
             table: SequenceTable::default(),
             leases: Leases::default(),
@@ -156,7 +160,7 @@ impl Books {
         };
         for step in &lease.in_flight {
             self.host.drop_copies(&step.host_arriving); // nobody knows if the step ran
-            finish(step, &mut self.pool, &mut self.host, &mut self.table)?;
+            finish(step, &mut self.pool, &mut self.host, &mut self.disk, &mut self.table)?;
         }
         for row in self.rows_in_order(&lease) {
             let sequence = self.table.leave(row);
@@ -190,7 +194,7 @@ impl Books {
         key: &RequestKey,
     ) -> Result<Option<Arc<GrantedStep>>> {
         let fills_elsewhere = self.fills_elsewhere(lease_id, request);
-        let Books { geometry, pool, host, table, tenants, shares, pins, counters, leases, .. } = self;
+        let Books { geometry, pool, host, disk, table, tenants, shares, pins, counters, leases, .. } = self;
         let Some(lease) = leases.get_mut(lease_id) else {
             return Ok(None);
         };
@@ -202,9 +206,10 @@ impl Books {
         let owner = |admission| tenancy.owner_of(admission, lease.tenant, request.names_tenants);
         let owners: Vec<Owner> = request.admissions.iter().map(owner).collect();
         let name = beginning_of(lease_id);
-        let planner = StepPlanner::new(lease, pool, host, table, geometry, tenants, counters, name, now);
+        let planner = StepPlanner::new(lease, pool, host, disk, table, geometry, tenants, counters, name, now);
         let planner = planner.knowing(fills_elsewhere);
         let plan = Arc::new(planner.run(request, owners)?);
+        disk.write_behind(host, pool.accounts());
         counters.planned_steps += 1;
         lease.answers.remember(key, &plan);
         Ok(Some(plan))
@@ -229,7 +234,7 @@ impl Books {
         let num_tokens = admission.tokens.len();
         let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
         let hit = find_cached(looked_up, &admission.namespace, tenant, pool.index(), geometry);
-        let num_in_host = self.num_in_host(looked_up, &admission.namespace, tenant, hit.num_blocks);
+        let [num_in_host, _] = self.num_below(looked_up, &admission.namespace, tenant, hit.num_blocks);
         let num_cached_tokens = (hit.num_blocks + num_in_host) * geometry.block_size;
         let num_parked = pool.num_parked(&hit.blocks());
         let num_left = num_tokens - num_cached_tokens.min(num_tokens);
@@ -251,7 +256,9 @@ impl Books {
         if first == 0 {
             self.pins.drop_all(&mut self.pool)?;
             self.table.withhold(self.leases.rows(), None, None, self.geometry.block_size);
-            self.host.begin_reset(0..self.tenants.len() as TenantId, self.pool.records.journal.num_changes());
+            let (all, num_changes) = (0..self.tenants.len() as TenantId, self.pool.records.journal.num_changes());
+            self.host.begin_reset(all.clone(), num_changes);
+            self.disk.begin_reset(all, None, num_changes);
         }
         let caller = self.pool.records.callers.enter(by);
         Ok(self.pool.drop_cached(first, end, now, caller))
@@ -292,8 +299,12 @@ impl Books {
         &self.pool
     }
 
-    pub fn host(&self) -> &HostPool {
+    pub fn host(&self) -> &TierPool {
         &self.host
+    }
+
+    pub fn disk(&self) -> &DiskTier {
+        &self.disk
     }
 
     pub fn pool_mut(&mut self) -> &mut BlockPool {
@@ -324,23 +335,26 @@ impl Books {
         self.cached_tokens(tokens, namespace, tenant).iter().sum()
     }
 
-    /// The same in the pool, and behind that in the host tier.
-    pub fn cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> [usize; 2] {
+    /// The same in the pool, behind that in the host tier, and behind that on the disk.
+    pub fn cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> [usize; 3] {
         let num_blocks = find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry).num_blocks;
-        let num_in_host = self.num_in_host(tokens, namespace, tenant, num_blocks);
-        [num_blocks, num_in_host].map(|num_blocks| num_blocks * self.geometry.block_size)
+        let [num_in_host, num_on_disk] = self.num_below(tokens, namespace, tenant, num_blocks);
+        [num_blocks, num_in_host, num_on_disk].map(|num_blocks| num_blocks * self.geometry.block_size)
     }
 
-    /// Blocks of a prompt that an admission would find in the host tier, behind so many in the pool.
-    fn num_in_host(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8], num_in_pool: usize) -> usize {
+    /// Blocks of a prompt that an admission would find in the host tier, behind so many in the pool, and behind these on
+    /// the disk.
+    fn num_below(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8], num_in_pool: usize) -> [usize; 2] {
         if !self.host.copies().are_made() {
-            return 0;
+            return [0, 0];
         }
         let num_usable = tokens.len().saturating_sub(1).min(self.geometry.max_tokens());
         let mut hashes = Vec::new();
         let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
         chain_hashes(root, &tokens[..num_usable], self.geometry.block_size, &mut hashes);
-        self.host.copies().find(&hashes[num_in_pool..]).len()
+        let hashes = &hashes[num_in_pool..];
+        let num_in_host = self.host.copies().find(hashes).len();
+        [num_in_host, self.disk.copies().find(&hashes[num_in_host..]).len()]
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -375,11 +389,13 @@ impl Books {
 pub(crate) fn finish(
     step: &StepInFlight,
     pool: &mut BlockPool,
-    host: &mut HostPool,
+    host: &mut TierPool,
+    disk: &mut DiskTier,
     table: &mut SequenceTable,
 ) -> Result<()> {
     step.holds.iter().try_for_each(|blocks| pool.end_holds(blocks))?;
     host.arrive(&step.host_arriving);
+    disk.note_arrived(host, &step.host_arriving);
     step.host_holds.iter().try_for_each(|blocks| host.end_holds(blocks))?;
     step.released_rows.iter().for_each(|row| drop(table.leave(*row)));
     Ok(())
@@ -418,6 +434,7 @@ pub(crate) mod tests {
             num_blocks: num_usable + 1,
             num_host_blocks: 6,
             host_cached_limit: 0,
+            num_disk_blocks: 0,
             max_sequences: 16,
             max_sequence_tokens: 64,
             vocab_size: 100,
@@ -449,6 +466,11 @@ pub(crate) mod tests {
         /// With copies of at most so many evicted blocks in the host tier.
         pub(crate) fn with_copies(num_usable: usize, host_cached_limit: usize) -> Bench {
             Bench::of(Geometry { host_cached_limit, ..geometry(num_usable) }, "lru")
+        }
+
+        /// With a disk of so many blocks below it.
+        pub(crate) fn with_disk(num_usable: usize, host_cached_limit: usize, num_disk_blocks: usize) -> Bench {
+            Bench::of(Geometry { host_cached_limit, num_disk_blocks, ..geometry(num_usable) }, "lru")
         }
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {

@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use crate::books::miss::Miss;
 use crate::cache::advice::Level;
 use crate::cache::groups::Group;
-use crate::cache::host::{HostBlockCounts, HostBlockId};
 use crate::cache::pool::BlockCounts;
 use crate::cache::prefix::{BlockId, Hash, Namespace, chain_hashes};
+use crate::cache::tier::{TierBlockCounts, TierBlockId};
 use crate::errors::{Failure, Refusal, Result, invalid};
 
 /// The kinds of items that are answered one by one.
@@ -269,8 +269,8 @@ pub struct GrantedStep {
     pub copy_sources: Vec<BlockId>,
     pub copy_targets: Vec<BlockId>,
     pub offload_sources: Vec<BlockId>,
-    pub offload_targets: Vec<HostBlockId>,
-    pub restore_sources: Vec<HostBlockId>,
+    pub offload_targets: Vec<TierBlockId>,
+    pub restore_sources: Vec<TierBlockId>,
     pub restore_targets: Vec<BlockId>,
     pub run_seq_ids: Vec<i32>,
     pub run_starts: Vec<u32>,
@@ -298,7 +298,7 @@ pub struct GrantedStep {
     pub restored_counts: Vec<u32>,
     pub counts: BlockCounts,
     /// None: there is no host tier.
-    pub host_counts: Option<HostBlockCounts>,
+    pub host_counts: Option<TierBlockCounts>,
 }
 
 impl GrantedStep {

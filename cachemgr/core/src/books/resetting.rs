@@ -58,13 +58,16 @@ pub struct ResetPart {
 
 impl Books {
     /// Keeps the sequences that a reset of this scope is about from publishing blocks that came, or will come, from the
-    /// host tier. Drops all copies of the tenant's blocks there: a copy does not know its namespace.
+    /// host tier. Drops all copies of the tenant's blocks there and on the disk: a copy does not know its namespace.
     pub fn withhold_for(&mut self, tenant: &[u8], namespace: Option<&Namespace>) {
         let root = namespace.map(|namespace| root_hash(tenant, namespace, &self.geometry.model_fingerprint));
-        if let Some(tenant) = self.tenants.find(tenant) {
-            self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
-            self.host.begin_reset(tenant..tenant + 1, self.pool.records.journal.num_changes());
-        }
+        let (name, num_changes) = (tenant, self.pool.records.journal.num_changes());
+        let Some(tenant) = self.tenants.find(name) else {
+            return self.disk.begin_reset(0..0, Some(name), num_changes); // there may be content of another time
+        };
+        self.table.withhold(self.leases.rows(), Some(tenant), root.as_ref(), self.geometry.block_size);
+        self.host.begin_reset(tenant..tenant + 1, num_changes);
+        self.disk.begin_reset(tenant..tenant + 1, Some(name), num_changes);
     }
 }
 

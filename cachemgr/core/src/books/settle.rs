@@ -68,12 +68,13 @@ impl Books {
         let Some(lease) = self.leases.get_mut(lease_id) else {
             return Ok(());
         };
-        let Books { pool, host, table, geometry, counters, .. } = self;
+        let Books { pool, host, disk, table, geometry, counters, .. } = self;
         let settlement = Settlement { lease: &mut *lease, pool, table, geometry, counters };
         let Some(step) = settlement.enter(report)? else {
             return Ok(());
         };
-        finish(&step, pool, host, table)?;
+        finish(&step, pool, host, disk, table)?;
+        disk.write_behind(host, pool.accounts());
         lease.update_reservations(pool, table, geometry);
         Ok(())
     }

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Serialize};
 
 use crate::books::sequences::{Row, Sequence};
-use crate::cache::host::HostBlockId;
 use crate::cache::prefix::BlockId;
+use crate::cache::tier::TierBlockId;
 
 /// One step's computation for one sequence.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -53,9 +53,9 @@ pub struct StepInFlight {
     /// Blocks that the step holds until it has ended, in the order in which they were let go.
     pub holds: Vec<Vec<BlockId>>,
     /// Blocks of the host tier that the step may access.
-    pub host_holds: Vec<Vec<HostBlockId>>,
+    pub host_holds: Vec<Vec<TierBlockId>>,
     /// Those of them to which it copies evicted blocks: they can be found when it has ended.
-    pub host_arriving: Vec<HostBlockId>,
+    pub host_arriving: Vec<TierBlockId>,
     pub fills: Vec<Fill>,
     /// Rows of sequences that end with this step: the worker keeps its rows until then.
     pub released_rows: Vec<Row>,

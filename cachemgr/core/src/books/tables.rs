@@ -5,8 +5,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use crate::cache::host::HostBlockId;
 use crate::cache::prefix::BlockId;
+use crate::cache::tier::TierBlockId;
 
 /// The blocks of a table by index: block i has the positions from i * block size on. The first ones may have been let go,
 /// because no later token sees them.
@@ -100,7 +100,7 @@ pub type Tables = SmallVec<[BlockTable; 1]>;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostTables {
     /// Its blocks there: by group, from the first one on that was in the table.
-    pub blocks: Vec<HostBlockId>,
+    pub blocks: Vec<TierBlockId>,
     /// Of these, the number of each group.
     pub counts: Vec<usize>,
 }

@@ -3,10 +3,9 @@
 pub mod accounts;
 pub mod advice;
 pub mod contents;
+pub mod disk;
 pub mod eviction;
 pub mod groups;
-pub mod host;
-pub mod host_copies;
 pub mod journal;
 pub mod keeps;
 pub mod losses;
@@ -14,3 +13,5 @@ pub mod mixing;
 pub mod pool;
 pub mod prefix;
 pub mod tenants;
+pub mod tier;
+pub mod tier_copies;

@@ -49,6 +49,7 @@ pub fn geometry_of(geometry: &Bound<'_, PyAny>) -> PyResult<Geometry> {
         num_blocks: size("num_blocks")?,
         num_host_blocks: size("num_host_blocks")?,
         host_cached_limit: size("host_cached_limit")?,
+        num_disk_blocks: size("num_disk_blocks")?,
         max_sequences: size("max_sequences")?,
         max_sequence_tokens: size("max_sequence_tokens")?,
         max_drafts: size("max_drafts")?,

@@ -135,7 +135,7 @@ impl PyInspector {
         Ok(ledger.stored.books().num_cached_tokens(&ids(tokens)?, &namespace_of(salt, adapter), tenant.as_bytes()))
     }
 
-    /// The same in the pool, and behind that in the host tier.
+    /// The same in the pool, behind that in the host tier, and behind that on the disk.
     #[pyo3(signature = (tokens, *, salt, tenant = "", adapter = b"".as_slice()))]
     fn cached_tokens(
         &self,
@@ -144,11 +144,11 @@ impl PyInspector {
         salt: &[u8],
         tenant: &str,
         adapter: &[u8],
-    ) -> PyResult<(usize, usize)> {
+    ) -> PyResult<(usize, usize, usize)> {
         let ledger = self.ledger.borrow(py);
-        let [in_pool, in_host] =
+        let [in_pool, in_host, on_disk] =
             ledger.stored.books().cached_tokens(&ids(tokens)?, &namespace_of(salt, adapter), tenant.as_bytes());
-        Ok((in_pool, in_host))
+        Ok((in_pool, in_host, on_disk))
     }
 
     /// A serialised BlockCounts.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use pyo3::exceptions::{PyKeyError, PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBytes, PyTuple};
 
 use crate::books::Books;
 use crate::books::lease::Lease;
@@ -20,7 +20,7 @@ use crate::cache::accounts::Share;
 use crate::cache::eviction::policies::{POLICIES, Policy};
 use crate::cache::prefix::{BlockId, Namespace, root_hash};
 use crate::errors::{Failure, Result, broken};
-use crate::python::convert::{geometry_of, ids, lease_not_found, namespace_of, refusal_of, to_python};
+use crate::python::convert::{decoded, geometry_of, ids, lease_not_found, namespace_of, refusal_of, to_python};
 use crate::python::messages::{PyAdmission, PyGrantedStep, PyPlanRequest, PyReset, PyStepReport};
 use crate::python::policy_object::{PolicyChoice, PolicyError, PyPolicy};
 use crate::python::views::{AdmissionCheckView, LeaseView, PinView, lease_view, pin_view};
@@ -28,6 +28,7 @@ use crate::store::adapters::{AdapterRights, Adapters};
 use crate::store::changes::Change;
 use crate::store::files::{LogLimits, Store};
 use crate::store::stored_books::StoredBooks;
+use crate::wire::answers::encode_disk_orders;
 use crate::wire::requests;
 
 /// Blocks that a part of a plan hashes at most, and their tokens: some 0.15 ms.
@@ -334,6 +335,49 @@ impl PyLedger {
         let report = requests::step_report(report.0.clone(), self.stored.books().geometry().max_sequences);
         let report = report.map_err(|refused| to_python(py, refused))?;
         self.telling(py, |books| books.settle(lease_id, &report))
+    }
+
+    // -- the disk -----------------------------------------------------------------------------------------------------
+
+    /// A serialised DiskOrders with the orders behind a number that are not reported; None if there is none.
+    fn disk_orders<'py>(&self, py: Python<'py>, after: u64) -> Option<Bound<'py, PyBytes>> {
+        encode_disk_orders(&self.stored, after).map(|orders| PyBytes::new(py, &orders))
+    }
+
+    /// The number of the last order about the disk.
+    #[getter]
+    fn last_disk_order(&self) -> u64 {
+        self.stored.books().disk().last_order()
+    }
+
+    /// The tenants with content that is being erased from the disk; None: all.
+    #[getter]
+    fn erasing(&self) -> Vec<Option<String>> {
+        let name = |name: Vec<u8>| String::from_utf8_lossy(&name).into_owned();
+        self.stored.books().erasing().into_iter().map(|tenant| tenant.map(name)).collect()
+    }
+
+    /// Has content erased from the disk that was still to be erased in the epoch before.
+    fn go_on_erasing(&mut self, py: Python<'_>, tenants: Vec<Option<String>>) -> PyResult<()> {
+        let tenants: Vec<_> = tenants.into_iter().map(|tenant| tenant.map(String::into_bytes)).collect();
+        if tenants.is_empty() || self.stored.books().disk().len() == 0 {
+            return Ok(());
+        }
+        self.telling(py, |books| books.go_on_erasing(&tenants))
+    }
+
+    /// Enters a serialised DiskReport. Raises CallRefused (INVALID_ARGUMENT).
+    fn enter_disk_report(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
+        let [done, failed] = requests::disk_report(&decoded(body)?).map_err(|refused| to_python(py, refused))?;
+        self.telling(py, |books| books.end_disk_orders(&done, &failed))
+    }
+
+    /// Enters a serialised DiskContent. Raises CallRefused (INVALID_ARGUMENT).
+    fn enter_disk_content(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
+        let num_disk_blocks = self.stored.books().disk().len();
+        let found = requests::disk_content(&decoded(body)?, num_disk_blocks);
+        let found = found.map_err(|refused| to_python(py, refused))?;
+        self.telling(py, |books| books.enter_found_copies(&found))
     }
 
     /// Sets the tenants' shares: a default, and others by name.

@@ -6,9 +6,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::books::Books;
 use crate::cache::eviction::trial::NUM_CANDIDATES;
-use crate::cache::host::HostBlockId;
 use crate::cache::prefix::{BlockId, Hash};
+use crate::cache::tier_copies::{TierBlockId, TierCopies};
 use crate::python::convert::bytes_of;
 use crate::python::ledger::PyProbe;
 use crate::python::views::{StepView, step_view};
@@ -50,12 +51,15 @@ impl PyProbe {
     }
 
     /// The copies of evicted blocks in the host tier: host block, prefix hash, tenant, and whether a step copies to it.
-    fn host_copies(&self, py: Python<'_>) -> Vec<(HostBlockId, Hash, String, bool)> {
+    fn host_copies(&self, py: Python<'_>) -> Vec<(TierBlockId, Hash, String, bool)> {
         let ledger = self.ledger.borrow(py);
-        let books = ledger.stored.books();
-        let name = |tenant| String::from_utf8_lossy(books.tenants().name(tenant)).into_owned();
-        let all = books.host().copies().listing();
-        all.map(|(block, hash, tenant, is_arriving)| (block, hash, name(tenant), is_arriving)).collect()
+        copies(ledger.stored.books(), ledger.stored.books().host().copies())
+    }
+
+    /// The copies on the disk: disk block, prefix hash, tenant, and whether it is being written.
+    fn disk_copies(&self, py: Python<'_>) -> Vec<(TierBlockId, Hash, String, bool)> {
+        let ledger = self.ledger.borrow(py);
+        copies(ledger.stored.books(), ledger.stored.books().disk().copies())
     }
 
     /// Rows taken in the worker.
@@ -103,4 +107,9 @@ impl PyProbe {
         }
         Ok(())
     }
+}
+
+fn copies(books: &Books, copies: &TierCopies) -> Vec<(TierBlockId, Hash, String, bool)> {
+    let name = |tenant| String::from_utf8_lossy(books.tenants().name(tenant)).into_owned();
+    copies.listing().map(|(block, hash, tenant, is_arriving)| (block, hash, name(tenant), is_arriving)).collect()
 }

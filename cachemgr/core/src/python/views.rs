@@ -10,10 +10,10 @@ use crate::books::pins::{Pin, PinId};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::steps::StepInFlight;
 use crate::cache::accounts::Share;
-use crate::cache::host::HostBlockId;
 use crate::cache::losses::{Cause, Loss};
 use crate::cache::prefix::{BlockId, Hash};
 use crate::cache::tenants::TenantId;
+use crate::cache::tier::TierBlockId;
 use crate::python::convert::{name_of, position};
 use crate::store::stored_books::StoredBooks;
 use crate::wire::answers::cache_use_number;
@@ -39,7 +39,7 @@ pub struct SequenceView {
     /// Group by group.
     pub block_table: Vec<BlockId>,
     pub is_offloaded: bool,
-    pub host_blocks: Vec<HostBlockId>,
+    pub host_blocks: Vec<TierBlockId>,
     /// By layer group, the entries that were let go and the blocks, in the host tier if it is offloaded.
     pub tables: Vec<(usize, usize)>,
     /// The pool has several layer groups, or one with a window.
@@ -110,6 +110,7 @@ pub struct PyExplanation {
     pub num_blocks: usize,
     pub num_found: usize,
     pub num_in_host: usize,
+    pub num_on_disk: usize,
     /// Index, layer group and prefix hash.
     pub missing: Option<(usize, u8, Hash)>,
     pub reason: &'static str,
@@ -153,7 +154,7 @@ pub fn tenant_name(books: &Books, tenant: TenantId) -> String {
 }
 
 pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanation {
-    let Explanation { num_blocks, num_found, num_in_host, missing, miss, num_stranded } = explanation;
+    let Explanation { num_blocks, num_found, num_in_host, num_on_disk, missing, miss, num_stranded } = explanation;
     let (mut lost_at, mut evicted_by, mut other_tenant, mut reset_by) = (None, None, None, None);
     let reason = match miss {
         Miss::None => "none",
@@ -192,6 +193,7 @@ pub fn explanation_view(books: &Books, explanation: Explanation) -> PyExplanatio
         num_blocks,
         num_found,
         num_in_host,
+        num_on_disk,
         missing,
         reason,
         lost_at,

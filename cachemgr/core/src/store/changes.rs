@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
+use crate::books::disk_reports::FoundCopy;
 use crate::books::geometry::Geometry;
 use crate::books::lease::answers::RequestKey;
 use crate::books::pins::PinId;
@@ -82,6 +83,19 @@ pub enum Change<'a> {
         tenant: Cow<'a, [u8]>,
         namespace: Option<Cow<'a, Namespace>>,
     },
+    /// The worker has carried out orders about its disk, or could not.
+    EndDiskOrders {
+        done: Cow<'a, [u64]>,
+        failed: Cow<'a, [u64]>,
+    },
+    /// The worker has found copies on its disk.
+    EnterFoundCopies {
+        found: Cow<'a, [FoundCopy]>,
+    },
+    /// Has the disk's content of tenants erased, as the epoch before would have.
+    Erase {
+        tenants: Cow<'a, [Option<Vec<u8>>]>,
+    },
     /// Removes the content of blocks from the cache.
     Drop {
         blocks: Cow<'a, [BlockId]>,
@@ -119,6 +133,9 @@ impl Change<'_> {
             }
             Change::Unpin { pin_id } => drop(books.unpin_prefix(None, pin_id)?),
             Change::Withhold { tenant, namespace } => books.withhold_for(tenant, namespace.as_deref()),
+            Change::EndDiskOrders { done, failed } => books.end_disk_orders(done, failed)?,
+            Change::EnterFoundCopies { found } => books.enter_found_copies(found),
+            Change::Erase { tenants } => books.go_on_erasing(tenants),
             Change::Drop { blocks, now, by } => drop(books.drop_blocks(blocks, *now, by)),
             Change::Reset { first, end, now, by } => drop(books.reset_prefix_cache(*first, *end, *now, by)?),
         }

@@ -27,7 +27,7 @@ use crate::errors::Failure;
 use crate::store::changes::Change;
 
 /// Of the files. What another version has written is not read.
-pub const VERSION: u32 = 20;
+pub const VERSION: u32 = 21;
 
 const LOG: &[u8; 12] = b"quire log   ";
 const BOOKS: &[u8; 12] = b"quire books ";
@@ -840,6 +840,6 @@ mod tests {
             // A CRC of what ends with its own CRC tells lengths apart, and nothing else.
             sums.push(Sha256::digest(fs::read(&path).unwrap())[..4].to_vec());
         }
-        assert_eq!((VERSION, sums), (20, vec![vec![203, 76, 12, 110], vec![2, 166, 184, 61]]));
+        assert_eq!((VERSION, sums), (21, vec![vec![203, 76, 12, 110], vec![2, 166, 184, 61]]));
     }
 }

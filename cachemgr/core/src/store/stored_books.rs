@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::books::disk_reports::FoundCopy;
 use crate::books::kept_memory::CarriedOver;
 use crate::books::lease::answers::RequestKey;
 use crate::books::pins::{Pin, PinId};
@@ -290,6 +291,21 @@ impl StoredBooks {
         let num_dropped = self.books.reset_prefix_cache(first, end, now, by)?;
         self.write(&Change::Reset { first, end, now, by: by.into() })?;
         Ok(num_dropped)
+    }
+
+    /// See Books::end_disk_orders.
+    pub fn end_disk_orders(&mut self, done: &[u64], failed: &[u64]) -> Result<()> {
+        self.make(&Change::EndDiskOrders { done: done.into(), failed: failed.into() })
+    }
+
+    /// See Books::enter_found_copies.
+    pub fn enter_found_copies(&mut self, found: &[FoundCopy]) -> Result<()> {
+        self.make(&Change::EnterFoundCopies { found: found.into() })
+    }
+
+    /// See Books::go_on_erasing.
+    pub fn go_on_erasing(&mut self, tenants: &[Option<Vec<u8>>]) -> Result<()> {
+        self.make(&Change::Erase { tenants: tenants.into() })
     }
 
     /// See Reset::begin. Sequences in the host tier do not publish their computed blocks from here on.

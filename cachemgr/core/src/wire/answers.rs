@@ -7,15 +7,16 @@ use sha2::Sha256;
 
 use crate::books::miss::Miss;
 use crate::books::plans::{AdmissionMiss, CacheUse, GrantedStep, PlanItem};
+use crate::cache::disk::DiskOrder;
 use crate::cache::groups::GroupCounters;
-use crate::cache::host::HostBlockCounts as HostCounts;
 use crate::cache::losses::{Cause, Loss};
 use crate::cache::pool::{BlockCounts as Counts, BlockPool};
 use crate::cache::prefix::BlockId;
+use crate::cache::tier::TierBlockCounts;
 use crate::store::stored_books::StoredBooks;
 use crate::wire::messages::{
     self, Block, BlockCounts, BlockEvent, HostBlockCounts, LayerGroupStatistics, ListBlocksResponse, MissReason,
-    PlanStepResponse, PoolStatistics, SignedGrant, StepGrant, WatchBlocksResponse,
+    PlanStepResponse, PoolStatistics, SignedGrant, StepGrant, WatchBlocksResponse, disk_order,
 };
 
 /// The blocks of a ListBlocksResponse.
@@ -162,7 +163,7 @@ fn block_counts(counts: Counts) -> BlockCounts {
     }
 }
 
-fn host_block_counts(counts: HostCounts) -> HostBlockCounts {
+fn host_block_counts(counts: TierBlockCounts) -> HostBlockCounts {
     HostBlockCounts {
         free_count: counts.free as i32,
         held_count: counts.held as i32,
@@ -180,6 +181,7 @@ pub fn encode_counts(counts: Counts) -> Vec<u8> {
 pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
     let books = stored.books();
     let (counters, blocks) = (books.counters(), books.pool().counters());
+    let disk = books.disk();
     let has_host_tier = books.geometry().num_host_blocks > 0;
     let statistics = PoolStatistics {
         pool: stored.pool().to_string(),
@@ -216,6 +218,12 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         kept_in_host_block_count: counters.kept_in_host_blocks as i64,
         evicted_from_host_block_count: books.host().copies().num_evicted() as i64,
         found_in_host_token_count: counters.found_in_host_tokens as i64,
+        disk_block_counts: (disk.len() > 0).then(|| host_block_counts(disk.counts())),
+        written_to_disk_block_count: disk.counters().written as i64,
+        read_from_disk_block_count: disk.counters().read as i64,
+        lost_on_disk_block_count: disk.counters().lost as i64,
+        found_on_disk_block_count: disk.counters().found as i64,
+        evicted_from_disk_block_count: disk.copies().num_evicted() as i64,
         computed_token_count: counters.computed_tokens as i64,
         generated_token_count: counters.generated_tokens as i64,
         allocated_block_count: blocks.num_allocated as i64,
@@ -231,6 +239,38 @@ pub fn encode_statistics(stored: &StoredBooks) -> Vec<u8> {
         refusal_counts: stored.refusals().iter().map(|(reason, count)| (reason.to_string(), *count as i64)).collect(),
     };
     statistics.encode_to_vec()
+}
+
+/// A DiskOrders with the orders behind a number that are not reported; None if there is none.
+pub fn encode_disk_orders(stored: &StoredBooks, after: u64) -> Option<Vec<u8>> {
+    let (disk, tenants) = (stored.books().disk(), stored.books().tenants());
+    let name = |tenant| String::from_utf8_lossy(tenants.name(tenant)).into_owned();
+    let encode = |(number, order): (u64, &DiskOrder)| {
+        let order = match order {
+            DiskOrder::Write { host, disk, content } => disk_order::Order::Write(messages::DiskWrite {
+                host_block_id: *host as i32,
+                disk_block_id: *disk as i32,
+                prefix_hash: content.hash.to_vec(),
+                tenant: name(content.tenant),
+            }),
+            DiskOrder::Read { disk, host, content } => disk_order::Order::Read(messages::DiskRead {
+                disk_block_id: *disk as i32,
+                host_block_id: *host as i32,
+                prefix_hash: content.hash.to_vec(),
+            }),
+            DiskOrder::Erase { tenant } => {
+                let tenant = tenant.as_ref().map(|name| String::from_utf8_lossy(name).into_owned());
+                disk_order::Order::Erase(messages::DiskErase { tenant })
+            }
+        };
+        messages::DiskOrder { order_number: number as i64, order: Some(order) }
+    };
+    let orders: Vec<messages::DiskOrder> = disk.orders_after(after).map(encode).collect();
+    let first_open = disk.orders_after(0).next().map_or(disk.last_order() + 1, |(number, _)| number);
+    if orders.is_empty() {
+        return None;
+    }
+    Some(messages::DiskOrders { orders, first_open_order_number: first_open as i64 }.encode_to_vec())
 }
 
 /// By layer group; empty in a pool with one. Cost: O(blocks).

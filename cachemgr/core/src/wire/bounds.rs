@@ -25,6 +25,8 @@ pub const MAX_BREAKPOINTS: usize = 4;
 pub const LEAST_KEEP_S: f64 = 1.0;
 pub const MAX_KEEP_S: f64 = 86_400.0;
 pub const MAX_EXPECTED_S: f64 = 86_400.0;
+/// Copies of a part of a disk's content.
+pub const MAX_FOUND_COPIES: usize = 8_192;
 
 /// A refused call: a field that is out of range.
 pub fn refused<T>(field: &str, value: impl Display, limit: impl Display) -> Result<T> {

@@ -4,6 +4,7 @@ use prost::{DecodeError, Message};
 use prost_types::Duration;
 use sha2::{Digest, Sha256};
 
+use crate::books::disk_reports::FoundCopy;
 use crate::books::plans::{
     Admission, Breakpoint, CacheUse, ExpectedPrompt, Extend, Fork, HostCopyUse, Restore, Retention, ReturnHint,
     StepRequest, Trim,
@@ -12,9 +13,10 @@ use crate::books::settle::{StepOutcome, StepReport};
 use crate::cache::prefix::Namespace;
 use crate::errors::Result;
 use crate::wire::bounds::{
-    ADAPTER_BYTES, LEAST_KEEP_S, MAX_BREAKPOINTS, MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_KEEP_S, MAX_PLAN_ITEMS,
-    MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES, MAX_RETENTION_S, MAX_SALT_BYTES, MAX_TENANT_LENGTH, check_bytes,
-    check_count, check_length, check_parallel, level, not_negative, refused, shown_seconds,
+    ADAPTER_BYTES, LEAST_KEEP_S, MAX_BREAKPOINTS, MAX_EXPECTED_S, MAX_FORKED_TOKENS, MAX_FOUND_COPIES, MAX_KEEP_S,
+    MAX_PLAN_ITEMS, MAX_PLAN_TOKENS, MAX_RANGES, MAX_REQUEST_ID_BYTES, MAX_RETENTION_S, MAX_SALT_BYTES,
+    MAX_TENANT_LENGTH, check_bytes, check_count, check_length, check_parallel, level, not_negative, refused,
+    shown_seconds,
 };
 use crate::wire::messages::{self, PlanStepRequest, return_hint::Hint};
 
@@ -160,6 +162,46 @@ pub fn namespace(field: &str, salt: Vec<u8>, adapter: Vec<u8>) -> Result<Namespa
         return refused(&format!("{field}.adapter"), format!("{} bytes", adapter.len()), limit);
     }
     Ok(Namespace { salt, adapter })
+}
+
+/// The numbers of orders that were carried out, and of those that failed.
+pub fn disk_report(message: &messages::DiskReport) -> Result<[Vec<u64>; 2]> {
+    let numbers = |field: &str, numbers: &[i64]| {
+        let number = |number: &i64| match u64::try_from(*number) {
+            Ok(number) => Ok(number),
+            Err(_) => refused(&format!("disk_report.{field}"), number, "0 or more"),
+        };
+        numbers.iter().map(number).collect::<Result<Vec<u64>>>()
+    };
+    Ok([
+        numbers("done_order_numbers", &message.done_order_numbers)?,
+        numbers("failed_order_numbers", &message.failed_order_numbers)?,
+    ])
+}
+
+/// The copies on a disk of so many blocks.
+pub fn disk_content(message: &messages::DiskContent, num_disk_blocks: usize) -> Result<Vec<FoundCopy>> {
+    let messages::DiskContent { disk_block_ids, prefix_hashes, tenants, tenant_indexes } = message;
+    check_count("disk_content.disk_block_ids", disk_block_ids.len(), MAX_FOUND_COPIES)?;
+    let (hashes, rest) = prefix_hashes.as_chunks::<32>();
+    if hashes.len() != disk_block_ids.len() || !rest.is_empty() {
+        let limit = format!("{}, 32 for each of disk_block_ids", 32 * disk_block_ids.len());
+        return refused("disk_content.prefix_hashes", format!("{} bytes", prefix_hashes.len()), limit);
+    }
+    check_parallel("disk_content.tenant_indexes", tenant_indexes.len(), "disk_block_ids", disk_block_ids.len())?;
+    for tenant in tenants {
+        check_length("disk_content.tenants", tenant, MAX_TENANT_LENGTH)?;
+    }
+    let found = |((disk, hash), index): ((&i32, &[u8; 32]), &i32)| {
+        let Some(tenant) = usize::try_from(*index).ok().and_then(|index| tenants.get(index)) else {
+            return refused("disk_content.tenant_indexes", index, format!("0 to {}", tenants.len() as i64 - 1));
+        };
+        if usize::try_from(*disk).is_ok_and(|disk| disk < num_disk_blocks) {
+            return Ok(FoundCopy { disk: *disk as u32, hash: *hash, tenant: tenant.clone().into_bytes() });
+        }
+        refused("disk_content.disk_block_ids", disk, format!("0 to {}", num_disk_blocks as i64 - 1))
+    };
+    disk_block_ids.iter().zip(hashes).zip(tenant_indexes).map(found).collect()
 }
 
 fn check_tenant(field: &str, tenant: Option<&str>) -> Result<()> {

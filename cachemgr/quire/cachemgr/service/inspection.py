@@ -308,13 +308,13 @@ def match_of(
     pool: AttachedPool, tokens: bytes, request: cache_service_pb2.LookupPrefixRequest, tenant: str
 ) -> cache_service_pb2.PrefixMatch:
     """How much of a prefix a pool holds: of these tokens of the request, for a tenant."""
-    num_in_pool, num_in_host = pool.ledger.inspector.cached_tokens(
+    num_in_pool, num_in_host, num_on_disk = pool.ledger.inspector.cached_tokens(
         tokens, salt=request.salt, adapter=request.adapter, tenant=tenant
     )
     return cache_service_pb2.PrefixMatch(
         pool=pool.ledger.pool,
-        cached_token_count=num_in_pool + num_in_host,
-        tokens_by_medium=messages.encode_media(num_in_pool, num_in_host),
+        cached_token_count=num_in_pool + num_in_host + num_on_disk,
+        tokens_by_medium=messages.encode_media(num_in_pool, num_in_host, num_on_disk),
         block_counts=messages.counts_of(pool.ledger),
         worker_address=pool.worker_address,
     )

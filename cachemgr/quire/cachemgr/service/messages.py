@@ -151,7 +151,7 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         raise CallRefused(invalid("register_pool.pool", repr(name[: MAX_POOL_NAME_LENGTH + 1]), limit))
     if message.epoch == 0:
         raise CallRefused(invalid("register_pool.epoch", 0, "not 0"))
-    for number in ("highest_term", "attached_term", "acknowledged_report_number"):
+    for number in ("highest_term", "attached_term", "acknowledged_report_number", "last_disk_order_number"):
         require_not_negative(f"register_pool.{number}", getattr(message, number))
     check_count("register_pool.open_leases", len(message.open_leases), MAX_OPEN_LEASES)
     check_text("register_pool.worker_address", message.worker_address)
@@ -166,6 +166,7 @@ def decode_registration(message: attach_pb2.RegisterPool) -> Registration:
         worker_address=message.worker_address,
         next_steps={lease.lease_id: lease.next_step_number for lease in message.open_leases},
         acknowledged_report=message.acknowledged_report_number,
+        last_disk_order=message.last_disk_order_number,
         highest_term_age_s=seconds_of(message.highest_term_age),
         memory_id=message.memory_id,
         kept_memory=decode_kept_memory(message, geometry) if message.HasField("kept_memory") else None,
@@ -227,6 +228,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
             0,
             0 if message.layer_groups else message.host_block_count,
         ),
+        "disk_block_count": (message.disk_block_count, 0, MAX_BLOCKS if message.host_cached_block_limit else 0),
     }
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
@@ -247,6 +249,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         layer_groups=decode_layer_groups(message),
         max_drafts=message.max_draft_count,
         host_cached_limit=message.host_cached_block_limit,
+        num_disk_blocks=message.disk_block_count,
     )
 
 
@@ -294,6 +297,7 @@ def encode_geometry(geometry: Geometry) -> attach_pb2.PoolGeometry:
         ],
         max_draft_count=geometry.max_drafts,
         host_cached_block_limit=geometry.host_cached_limit,
+        disk_block_count=geometry.num_disk_blocks,
     )
 
 
@@ -404,9 +408,13 @@ def encode_pin(pin: PinView, *, wall_clock_offset_s: float) -> cache_service_pb2
     return message
 
 
-def encode_media(num_in_pool: int, num_in_host: int) -> list[cache_service_pb2.MediumTokens]:
+def encode_media(num_in_pool: int, num_in_host: int, num_on_disk: int) -> list[cache_service_pb2.MediumTokens]:
     """The tokens of a prefix by the place of their content, without places that have none."""
-    by_medium = {cache_service_pb2.MEDIUM_DEVICE: num_in_pool, cache_service_pb2.MEDIUM_HOST: num_in_host}
+    by_medium = {
+        cache_service_pb2.MEDIUM_DEVICE: num_in_pool,
+        cache_service_pb2.MEDIUM_HOST: num_in_host,
+        cache_service_pb2.MEDIUM_DISK: num_on_disk,
+    }
     return [
         cache_service_pb2.MediumTokens(medium=medium, token_count=count) for medium, count in by_medium.items() if count
     ]
@@ -418,14 +426,14 @@ def encode_explanation(
     """Without the evicting tenant and lease and the caller of a reset, which not every caller may see. `offset_s` makes
     wall clock times."""
     block_size = ledger.geometry.block_size
+    num_in_host, num_on_disk = explanation.num_in_host, explanation.num_on_disk
+    num_in_pool = explanation.num_found - num_in_host - num_on_disk
     index, group, prefix_hash = explanation.missing or (explanation.num_blocks, 0, b"")
     response = cache_service_pb2.ExplainPrefixResponse(
         pool=ledger.pool,
         epoch=ledger.epoch,
         cached_token_count=explanation.num_found * block_size,
-        tokens_by_medium=encode_media(
-            (explanation.num_found - explanation.num_in_host) * block_size, explanation.num_in_host * block_size
-        ),
+        tokens_by_medium=encode_media(*(count * block_size for count in (num_in_pool, num_in_host, num_on_disk))),
         block_count=explanation.num_blocks,
         missing_block_index=index,
         missing_prefix_hash=prefix_hash,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xac\x02\n\x11\x41ttachPoolRequest\x12\x35\n\rregister_pool\x18\x01 \x01(\x0b\x32\x1c.quire.cache.v1.RegisterPoolH\x00\x12\x31\n\x0bstep_report\x18\x02 \x01(\x0b\x32\x1a.quire.cache.v1.StepReportH\x00\x12\x33\n\x0clease_opened\x18\x03 \x01(\x0b\x32\x1b.quire.cache.v1.LeaseOpenedH\x00\x12\x33\n\x0clease_fenced\x18\x04 \x01(\x0b\x32\x1b.quire.cache.v1.LeaseFencedH\x00\x12\x38\n\x10\x61\x64\x61pters_changed\x18\x05 \x01(\x0b\x32\x1c.quire.cache.v1.PoolAdaptersH\x00\x42\t\n\x07message\"\xb6\x02\n\x12\x41ttachPoolResponse\x12,\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x18.quire.cache.v1.AttachedH\x00\x12>\n\x12new_epoch_required\x18\x02 \x01(\x0b\x32 .quire.cache.v1.NewEpochRequiredH\x00\x12/\n\nopen_lease\x18\x03 \x01(\x0b\x32\x19.quire.cache.v1.OpenLeaseH\x00\x12\x31\n\x0b\x66\x65nce_lease\x18\x04 \x01(\x0b\x32\x1a.quire.cache.v1.FenceLeaseH\x00\x12\x43\n\x14reports_acknowledged\x18\x05 \x01(\x0b\x32#.quire.cache.v1.ReportsAcknowledgedH\x00\x42\t\n\x07message\"\xa1\x03\n\x0cRegisterPool\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0chighest_term\x18\x03 \x01(\x03\x12\x15\n\rattached_term\x18\x04 \x01(\x03\x12.\n\x08geometry\x18\x05 \x01(\x0b\x32\x1c.quire.cache.v1.PoolGeometry\x12\x16\n\x0eworker_address\x18\x06 \x01(\t\x12\x32\n\x0bopen_leases\x18\x07 \x03(\x0b\x32\x1d.quire.cache.v1.LeaseProgress\x12\"\n\x1a\x61\x63knowledged_report_number\x18\x08 \x01(\x03\x12\x33\n\x10highest_term_age\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tmemory_id\x18\n \x01(\t\x12/\n\x0bkept_memory\x18\x0b \x01(\x0b\x32\x1a.quire.cache.v1.KeptMemory\x12.\n\x08\x61\x64\x61pters\x18\x0c \x01(\x0b\x32\x1c.quire.cache.v1.PoolAdapters\"=\n\x0cPoolAdapters\x12-\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1b.quire.cache.v1.PoolAdapter\"-\n\x0bPoolAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\"e\n\nKeptMemory\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x15\n\rattached_term\x18\x02 \x01(\x03\x12\x1b\n\x13\x61\x63\x63\x65pted_step_count\x18\x03 \x01(\x03\x12\x14\n\x0cwhole_blocks\x18\x04 \x01(\x0c\";\n\rLeaseProgress\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x18\n\x10next_step_number\x18\x02 \x01(\x03\"k\n\nLayerGroup\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.quire.cache.v1.LayerGroupKind\x12\x1a\n\x12window_token_count\x18\x02 \x01(\x05\x12\x13\n\x0blayer_count\x18\x03 \x01(\x05\"\xf2\x02\n\x0cPoolGeometry\x12\x19\n\x11\x62lock_size_tokens\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\r\n\x05model\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12\x1b\n\x13has_recurrent_state\x18\t \x01(\x08\x12\x18\n\x10host_block_count\x18\n \x01(\x05\x12\x30\n\x0clayer_groups\x18\x0b \x03(\x0b\x32\x1a.quire.cache.v1.LayerGroup\x12\x17\n\x0fmax_draft_count\x18\x0c \x01(\x05\x12\x1f\n\x17host_cached_block_limit\x18\r \x01(\x05\"i\n\x08\x41ttached\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x13\n\x0bsigning_key\x18\x02 \x01(\x0c\x12\x16\n\x0eopen_lease_ids\x18\x03 \x03(\t\x12\"\n\x1a\x61\x63knowledged_report_number\x18\x04 \x01(\x03\" \n\x10NewEpochRequired\x12\x0c\n\x04term\x18\x01 \x01(\x03\"\x1d\n\tOpenLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1e\n\nFenceLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\",\n\x13ReportsAcknowledged\x12\x15\n\rreport_number\x18\x01 \x01(\x03\"\x1f\n\x0bLeaseOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1f\n\x0bLeaseFenced\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x84\x02\n\nStepReport\x12\x15\n\rreport_number\x18\x01 \x01(\x03\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0bstep_number\x18\x03 \x01(\x03\x12,\n\x07outcome\x18\x04 \x01(\x0e\x32\x1b.quire.cache.v1.StepOutcome\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x05\x12\x1d\n\x15\x63omputed_token_counts\x18\x06 \x03(\x05\x12\x1c\n\x14sampled_sequence_ids\x18\x07 \x03(\x05\x12\x19\n\x11sampled_token_ids\x18\x08 \x03(\x05\x12\x1c\n\x14sampled_token_counts\x18\t \x03(\x05*\x89\x01\n\x0eLayerGroupKind\x12 \n\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n\x18LAYER_GROUP_KIND_SLIDING\x10\x02\x12\x1c\n\x18LAYER_GROUP_KIND_CHUNKED\x10\x03*y\n\x0bStepOutcome\x12\x1c\n\x18STEP_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15STEP_OUTCOME_COMPUTED\x10\x01\x12\x17\n\x13STEP_OUTCOME_FAILED\x10\x02\x12\x18\n\x14STEP_OUTCOME_SKIPPED\x10\x03\x42<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\x94\x03\n\x11\x41ttachPoolRequest\x12\x35\n\rregister_pool\x18\x01 \x01(\x0b\x32\x1c.quire.cache.v1.RegisterPoolH\x00\x12\x31\n\x0bstep_report\x18\x02 \x01(\x0b\x32\x1a.quire.cache.v1.StepReportH\x00\x12\x33\n\x0clease_opened\x18\x03 \x01(\x0b\x32\x1b.quire.cache.v1.LeaseOpenedH\x00\x12\x33\n\x0clease_fenced\x18\x04 \x01(\x0b\x32\x1b.quire.cache.v1.LeaseFencedH\x00\x12\x38\n\x10\x61\x64\x61pters_changed\x18\x05 \x01(\x0b\x32\x1c.quire.cache.v1.PoolAdaptersH\x00\x12\x31\n\x0b\x64isk_report\x18\x06 \x01(\x0b\x32\x1a.quire.cache.v1.DiskReportH\x00\x12\x33\n\x0c\x64isk_content\x18\x07 \x01(\x0b\x32\x1b.quire.cache.v1.DiskContentH\x00\x42\t\n\x07message\"\xe9\x02\n\x12\x41ttachPoolResponse\x12,\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x18.quire.cache.v1.AttachedH\x00\x12>\n\x12new_epoch_required\x18\x02 \x01(\x0b\x32 .quire.cache.v1.NewEpochRequiredH\x00\x12/\n\nopen_lease\x18\x03 \x01(\x0b\x32\x19.quire.cache.v1.OpenLeaseH\x00\x12\x31\n\x0b\x66\x65nce_lease\x18\x04 \x01(\x0b\x32\x1a.quire.cache.v1.FenceLeaseH\x00\x12\x43\n\x14reports_acknowledged\x18\x05 \x01(\x0b\x32#.quire.cache.v1.ReportsAcknowledgedH\x00\x12\x31\n\x0b\x64isk_orders\x18\x06 \x01(\x0b\x32\x1a.quire.cache.v1.DiskOrdersH\x00\x42\t\n\x07message\"\xc1\x03\n\x0cRegisterPool\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0chighest_term\x18\x03 \x01(\x03\x12\x15\n\rattached_term\x18\x04 \x01(\x03\x12.\n\x08geometry\x18\x05 \x01(\x0b\x32\x1c.quire.cache.v1.PoolGeometry\x12\x16\n\x0eworker_address\x18\x06 \x01(\t\x12\x32\n\x0bopen_leases\x18\x07 \x03(\x0b\x32\x1d.quire.cache.v1.LeaseProgress\x12\"\n\x1a\x61\x63knowledged_report_number\x18\x08 \x01(\x03\x12\x33\n\x10highest_term_age\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tmemory_id\x18\n \x01(\t\x12/\n\x0bkept_memory\x18\x0b \x01(\x0b\x32\x1a.quire.cache.v1.KeptMemory\x12.\n\x08\x61\x64\x61pters\x18\x0c \x01(\x0b\x32\x1c.quire.cache.v1.PoolAdapters\x12\x1e\n\x16last_disk_order_number\x18\r \x01(\x03\"=\n\x0cPoolAdapters\x12-\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1b.quire.cache.v1.PoolAdapter\"-\n\x0bPoolAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\"e\n\nKeptMemory\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x15\n\rattached_term\x18\x02 \x01(\x03\x12\x1b\n\x13\x61\x63\x63\x65pted_step_count\x18\x03 \x01(\x03\x12\x14\n\x0cwhole_blocks\x18\x04 \x01(\x0c\";\n\rLeaseProgress\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x18\n\x10next_step_number\x18\x02 \x01(\x03\"k\n\nLayerGroup\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.quire.cache.v1.LayerGroupKind\x12\x1a\n\x12window_token_count\x18\x02 \x01(\x05\x12\x13\n\x0blayer_count\x18\x03 \x01(\x05\"\x8c\x03\n\x0cPoolGeometry\x12\x19\n\x11\x62lock_size_tokens\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12max_sequence_count\x18\x04 \x01(\x05\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\r\n\x05model\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12\x1b\n\x13has_recurrent_state\x18\t \x01(\x08\x12\x18\n\x10host_block_count\x18\n \x01(\x05\x12\x30\n\x0clayer_groups\x18\x0b \x03(\x0b\x32\x1a.quire.cache.v1.LayerGroup\x12\x17\n\x0fmax_draft_count\x18\x0c \x01(\x05\x12\x1f\n\x17host_cached_block_limit\x18\r \x01(\x05\x12\x18\n\x10\x64isk_block_count\x18\x0e \x01(\x05\"i\n\x08\x41ttached\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x13\n\x0bsigning_key\x18\x02 \x01(\x0c\x12\x16\n\x0eopen_lease_ids\x18\x03 \x03(\t\x12\"\n\x1a\x61\x63knowledged_report_number\x18\x04 \x01(\x03\" \n\x10NewEpochRequired\x12\x0c\n\x04term\x18\x01 \x01(\x03\"\x1d\n\tOpenLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1e\n\nFenceLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\",\n\x13ReportsAcknowledged\x12\x15\n\rreport_number\x18\x01 \x01(\x03\"\x1f\n\x0bLeaseOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1f\n\x0bLeaseFenced\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x84\x02\n\nStepReport\x12\x15\n\rreport_number\x18\x01 \x01(\x03\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0bstep_number\x18\x03 \x01(\x03\x12,\n\x07outcome\x18\x04 \x01(\x0e\x32\x1b.quire.cache.v1.StepOutcome\x12\x14\n\x0csequence_ids\x18\x05 \x03(\x05\x12\x1d\n\x15\x63omputed_token_counts\x18\x06 \x03(\x05\x12\x1c\n\x14sampled_sequence_ids\x18\x07 \x03(\x05\x12\x19\n\x11sampled_token_ids\x18\x08 \x03(\x05\x12\x1c\n\x14sampled_token_counts\x18\t \x03(\x05\"X\n\nDiskOrders\x12)\n\x06orders\x18\x01 \x03(\x0b\x32\x19.quire.cache.v1.DiskOrder\x12\x1f\n\x17\x66irst_open_order_number\x18\x02 \x01(\x03\"\xac\x01\n\tDiskOrder\x12\x14\n\x0corder_number\x18\x01 \x01(\x03\x12*\n\x05write\x18\x02 \x01(\x0b\x32\x19.quire.cache.v1.DiskWriteH\x00\x12(\n\x04read\x18\x03 \x01(\x0b\x32\x18.quire.cache.v1.DiskReadH\x00\x12*\n\x05\x65rase\x18\x04 \x01(\x0b\x32\x19.quire.cache.v1.DiskEraseH\x00\x42\x07\n\x05order\"^\n\tDiskWrite\x12\x15\n\rhost_block_id\x18\x01 \x01(\x05\x12\x15\n\rdisk_block_id\x18\x02 \x01(\x05\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"M\n\x08\x44iskRead\x12\x15\n\rdisk_block_id\x18\x01 \x01(\x05\x12\x15\n\rhost_block_id\x18\x02 \x01(\x05\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x0c\"+\n\tDiskErase\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"F\n\nDiskReport\x12\x1a\n\x12\x64one_order_numbers\x18\x01 \x03(\x03\x12\x1c\n\x14\x66\x61iled_order_numbers\x18\x02 \x03(\x03\"e\n\x0b\x44iskContent\x12\x16\n\x0e\x64isk_block_ids\x18\x01 \x03(\x05\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x0f\n\x07tenants\x18\x03 \x03(\t\x12\x16\n\x0etenant_indexes\x18\x04 \x03(\x05*\x89\x01\n\x0eLayerGroupKind\x12 \n\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n\x18LAYER_GROUP_KIND_SLIDING\x10\x02\x12\x1c\n\x18LAYER_GROUP_KIND_CHUNKED\x10\x03*y\n\x0bStepOutcome\x12\x1c\n\x18STEP_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15STEP_OUTCOME_COMPUTED\x10\x01\x12\x17\n\x13STEP_OUTCOME_FAILED\x10\x02\x12\x18\n\x14STEP_OUTCOME_SKIPPED\x10\x03\x42<Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,42 +33,56 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.cache.v1.attach_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/quire-kv/quire/client/go/quire/cache/v1;cachev1'
-  _globals['_LAYERGROUPKIND']._serialized_start=2451
-  _globals['_LAYERGROUPKIND']._serialized_end=2588
-  _globals['_STEPOUTCOME']._serialized_start=2590
-  _globals['_STEPOUTCOME']._serialized_end=2711
+  _globals['_LAYERGROUPKIND']._serialized_start=3324
+  _globals['_LAYERGROUPKIND']._serialized_end=3461
+  _globals['_STEPOUTCOME']._serialized_start=3463
+  _globals['_STEPOUTCOME']._serialized_end=3584
   _globals['_ATTACHPOOLREQUEST']._serialized_start=80
-  _globals['_ATTACHPOOLREQUEST']._serialized_end=380
-  _globals['_ATTACHPOOLRESPONSE']._serialized_start=383
-  _globals['_ATTACHPOOLRESPONSE']._serialized_end=693
-  _globals['_REGISTERPOOL']._serialized_start=696
-  _globals['_REGISTERPOOL']._serialized_end=1113
-  _globals['_POOLADAPTERS']._serialized_start=1115
-  _globals['_POOLADAPTERS']._serialized_end=1176
-  _globals['_POOLADAPTER']._serialized_start=1178
-  _globals['_POOLADAPTER']._serialized_end=1223
-  _globals['_KEPTMEMORY']._serialized_start=1225
-  _globals['_KEPTMEMORY']._serialized_end=1326
-  _globals['_LEASEPROGRESS']._serialized_start=1328
-  _globals['_LEASEPROGRESS']._serialized_end=1387
-  _globals['_LAYERGROUP']._serialized_start=1389
-  _globals['_LAYERGROUP']._serialized_end=1496
-  _globals['_POOLGEOMETRY']._serialized_start=1499
-  _globals['_POOLGEOMETRY']._serialized_end=1869
-  _globals['_ATTACHED']._serialized_start=1871
-  _globals['_ATTACHED']._serialized_end=1976
-  _globals['_NEWEPOCHREQUIRED']._serialized_start=1978
-  _globals['_NEWEPOCHREQUIRED']._serialized_end=2010
-  _globals['_OPENLEASE']._serialized_start=2012
-  _globals['_OPENLEASE']._serialized_end=2041
-  _globals['_FENCELEASE']._serialized_start=2043
-  _globals['_FENCELEASE']._serialized_end=2073
-  _globals['_REPORTSACKNOWLEDGED']._serialized_start=2075
-  _globals['_REPORTSACKNOWLEDGED']._serialized_end=2119
-  _globals['_LEASEOPENED']._serialized_start=2121
-  _globals['_LEASEOPENED']._serialized_end=2152
-  _globals['_LEASEFENCED']._serialized_start=2154
-  _globals['_LEASEFENCED']._serialized_end=2185
-  _globals['_STEPREPORT']._serialized_start=2188
-  _globals['_STEPREPORT']._serialized_end=2448
+  _globals['_ATTACHPOOLREQUEST']._serialized_end=484
+  _globals['_ATTACHPOOLRESPONSE']._serialized_start=487
+  _globals['_ATTACHPOOLRESPONSE']._serialized_end=848
+  _globals['_REGISTERPOOL']._serialized_start=851
+  _globals['_REGISTERPOOL']._serialized_end=1300
+  _globals['_POOLADAPTERS']._serialized_start=1302
+  _globals['_POOLADAPTERS']._serialized_end=1363
+  _globals['_POOLADAPTER']._serialized_start=1365
+  _globals['_POOLADAPTER']._serialized_end=1410
+  _globals['_KEPTMEMORY']._serialized_start=1412
+  _globals['_KEPTMEMORY']._serialized_end=1513
+  _globals['_LEASEPROGRESS']._serialized_start=1515
+  _globals['_LEASEPROGRESS']._serialized_end=1574
+  _globals['_LAYERGROUP']._serialized_start=1576
+  _globals['_LAYERGROUP']._serialized_end=1683
+  _globals['_POOLGEOMETRY']._serialized_start=1686
+  _globals['_POOLGEOMETRY']._serialized_end=2082
+  _globals['_ATTACHED']._serialized_start=2084
+  _globals['_ATTACHED']._serialized_end=2189
+  _globals['_NEWEPOCHREQUIRED']._serialized_start=2191
+  _globals['_NEWEPOCHREQUIRED']._serialized_end=2223
+  _globals['_OPENLEASE']._serialized_start=2225
+  _globals['_OPENLEASE']._serialized_end=2254
+  _globals['_FENCELEASE']._serialized_start=2256
+  _globals['_FENCELEASE']._serialized_end=2286
+  _globals['_REPORTSACKNOWLEDGED']._serialized_start=2288
+  _globals['_REPORTSACKNOWLEDGED']._serialized_end=2332
+  _globals['_LEASEOPENED']._serialized_start=2334
+  _globals['_LEASEOPENED']._serialized_end=2365
+  _globals['_LEASEFENCED']._serialized_start=2367
+  _globals['_LEASEFENCED']._serialized_end=2398
+  _globals['_STEPREPORT']._serialized_start=2401
+  _globals['_STEPREPORT']._serialized_end=2661
+  _globals['_DISKORDERS']._serialized_start=2663
+  _globals['_DISKORDERS']._serialized_end=2751
+  _globals['_DISKORDER']._serialized_start=2754
+  _globals['_DISKORDER']._serialized_end=2926
+  _globals['_DISKWRITE']._serialized_start=2928
+  _globals['_DISKWRITE']._serialized_end=3022
+  _globals['_DISKREAD']._serialized_start=3024
+  _globals['_DISKREAD']._serialized_end=3101
+  _globals['_DISKERASE']._serialized_start=3103
+  _globals['_DISKERASE']._serialized_end=3146
+  _globals['_DISKREPORT']._serialized_start=3148
+  _globals['_DISKREPORT']._serialized_end=3218
+  _globals['_DISKCONTENT']._serialized_start=3220
+  _globals['_DISKCONTENT']._serialized_end=3321
 # @@protoc_insertion_point(module_scope)

@@ -96,9 +96,9 @@ class AttachPoolRequest(_message.Message):
       worker                         cachemgr
         RegisterPool  ------------->
                       <-------------  Attached, or NewEpochRequired
-        (LeaseFenced, StepReport of before, not acknowledged yet) --->
-                      <-------------  OpenLease / FenceLease / ReportsAcknowledged
-        LeaseOpened / LeaseFenced / StepReport ------------->
+        (LeaseFenced, StepReport of before, not acknowledged yet, DiskContent) --->
+                      <-------------  OpenLease / FenceLease / ReportsAcknowledged / DiskOrders
+        LeaseOpened / LeaseFenced / StepReport / DiskReport ------------->
 
     Every order may be repeated; a repetition has no further effect.
 
@@ -116,6 +116,8 @@ class AttachPoolRequest(_message.Message):
     LEASE_OPENED_FIELD_NUMBER: _builtins.int
     LEASE_FENCED_FIELD_NUMBER: _builtins.int
     ADAPTERS_CHANGED_FIELD_NUMBER: _builtins.int
+    DISK_REPORT_FIELD_NUMBER: _builtins.int
+    DISK_CONTENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register_pool(self) -> Global___RegisterPool:
         """First on each stream, and again after NewEpochRequired."""
@@ -136,6 +138,16 @@ class AttachPoolRequest(_message.Message):
     def adapters_changed(self) -> Global___PoolAdapters:
         """The worker's adapters are these from now on."""
 
+    @_builtins.property
+    def disk_report(self) -> Global___DiskReport:
+        """Orders about the disk were carried out, or failed."""
+
+    @_builtins.property
+    def disk_content(self) -> Global___DiskContent:
+        """Copies that the worker has found on its disk. Sent in parts when an epoch is
+        attached for the first time, before any DiskReport.
+        """
+
     def __init__(
         self,
         *,
@@ -144,12 +156,14 @@ class AttachPoolRequest(_message.Message):
         lease_opened: Global___LeaseOpened | None = ...,
         lease_fenced: Global___LeaseFenced | None = ...,
         adapters_changed: Global___PoolAdapters | None = ...,
+        disk_report: Global___DiskReport | None = ...,
+        disk_content: Global___DiskContent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "disk_content", b"disk_content", "disk_report", b"disk_report", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters_changed", b"adapters_changed", "disk_content", b"disk_content", "disk_report", b"disk_report", "lease_fenced", b"lease_fenced", "lease_opened", b"lease_opened", "message", b"message", "register_pool", b"register_pool", "step_report", b"step_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register_pool", "step_report", "lease_opened", "lease_fenced", "adapters_changed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register_pool", "step_report", "lease_opened", "lease_fenced", "adapters_changed", "disk_report", "disk_content"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -166,6 +180,7 @@ class AttachPoolResponse(_message.Message):
     OPEN_LEASE_FIELD_NUMBER: _builtins.int
     FENCE_LEASE_FIELD_NUMBER: _builtins.int
     REPORTS_ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    DISK_ORDERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """The pool is accepted."""
@@ -190,6 +205,10 @@ class AttachPoolResponse(_message.Message):
     def reports_acknowledged(self) -> Global___ReportsAcknowledged:
         """Reports that the worker can discard."""
 
+    @_builtins.property
+    def disk_orders(self) -> Global___DiskOrders:
+        """Move copies between the host tier and the disk. Answered by DiskReport."""
+
     def __init__(
         self,
         *,
@@ -198,12 +217,13 @@ class AttachPoolResponse(_message.Message):
         open_lease: Global___OpenLease | None = ...,
         fence_lease: Global___FenceLease | None = ...,
         reports_acknowledged: Global___ReportsAcknowledged | None = ...,
+        disk_orders: Global___DiskOrders | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "fence_lease", b"fence_lease", "message", b"message", "new_epoch_required", b"new_epoch_required", "open_lease", b"open_lease", "reports_acknowledged", b"reports_acknowledged"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "disk_orders", b"disk_orders", "fence_lease", b"fence_lease", "message", b"message", "new_epoch_required", b"new_epoch_required", "open_lease", b"open_lease", "reports_acknowledged", b"reports_acknowledged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "fence_lease", b"fence_lease", "message", b"message", "new_epoch_required", b"new_epoch_required", "open_lease", b"open_lease", "reports_acknowledged", b"reports_acknowledged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "disk_orders", b"disk_orders", "fence_lease", b"fence_lease", "message", b"message", "new_epoch_required", b"new_epoch_required", "open_lease", b"open_lease", "reports_acknowledged", b"reports_acknowledged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "new_epoch_required", "open_lease", "fence_lease", "reports_acknowledged"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "new_epoch_required", "open_lease", "fence_lease", "reports_acknowledged", "disk_orders"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -227,6 +247,7 @@ class RegisterPool(_message.Message):
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     KEPT_MEMORY_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    LAST_DISK_ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name, 1 to 128 characters of letters, digits, '.', '_' and '-'."""
     epoch: _builtins.int
@@ -251,6 +272,11 @@ class RegisterPool(_message.Message):
     """The identity of the pool's memory, if something keeps that beyond the worker's
     death; chosen anew for each memory. Empty: the memory ends with the worker. Up
     to 64 characters.
+    """
+    last_disk_order_number: _builtins.int
+    """The highest number of an order about the disk that the worker has had in this
+    epoch, 0 if none. If cachemgr's books have not given it, the epoch can't
+    continue.
     """
     @_builtins.property
     def geometry(self) -> Global___PoolGeometry:
@@ -296,10 +322,11 @@ class RegisterPool(_message.Message):
         memory_id: _builtins.str = ...,
         kept_memory: Global___KeptMemory | None = ...,
         adapters: Global___PoolAdapters | None = ...,
+        last_disk_order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "geometry", b"geometry", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "adapters", b"adapters", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory", "memory_id", b"memory_id", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_report_number", b"acknowledged_report_number", "adapters", b"adapters", "attached_term", b"attached_term", "epoch", b"epoch", "geometry", b"geometry", "highest_term", b"highest_term", "highest_term_age", b"highest_term_age", "kept_memory", b"kept_memory", "last_disk_order_number", b"last_disk_order_number", "memory_id", b"memory_id", "open_leases", b"open_leases", "pool", b"pool", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,6 +502,7 @@ class PoolGeometry(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     HOST_CACHED_BLOCK_LIMIT_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     block_size_tokens: _builtins.int
     """Tokens per block, 1 to 1024."""
     block_count: _builtins.int
@@ -512,6 +540,11 @@ class PoolGeometry(_message.Message):
     """The limit of host blocks with copies of cached blocks that were evicted: 0 (none
     are made) to host_block_count. 0 in a pool with layer_groups.
     """
+    disk_block_count: _builtins.int
+    """Blocks of the disk, numbered from 0; each has room for a copy of one block. 0 (no
+    disk) to 2^24; 0 without host_cached_block_limit, because copies go there and
+    come back through the host tier.
+    """
     @_builtins.property
     def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
         """The groups of layers, the FULL ones first, at most 64. Empty: one FULL group
@@ -534,10 +567,11 @@ class PoolGeometry(_message.Message):
         layer_groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         max_draft_count: _builtins.int = ...,
         host_cached_block_limit: _builtins.int = ...,
+        disk_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "host_cached_block_limit", b"host_cached_block_limit", "layer_groups", b"layer_groups", "max_draft_count", b"max_draft_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_count", b"block_count", "block_size_tokens", b"block_size_tokens", "disk_block_count", b"disk_block_count", "has_recurrent_state", b"has_recurrent_state", "host_block_count", b"host_block_count", "host_cached_block_limit", b"host_cached_block_limit", "layer_groups", b"layer_groups", "max_draft_count", b"max_draft_count", "max_sequence_count", b"max_sequence_count", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -782,3 +816,239 @@ class StepReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class DiskOrders(_message.Message):
+    """Orders about the worker's disk, by rising numbers. An order that the worker has
+    had before is not carried out again; if it has ended, it is reported again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: _builtins.int
+    FIRST_OPEN_ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    first_open_order_number: _builtins.int
+    """All orders before this one are reported: the worker can forget how they ended."""
+    @_builtins.property
+    def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskOrder]:
+        """The orders."""
+
+    def __init__(
+        self,
+        *,
+        orders: _abc.Iterable[Global___DiskOrder] | None = ...,
+        first_open_order_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_open_order_number", b"first_open_order_number", "orders", b"orders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskOrders: _TypeAlias = DiskOrders  # noqa: Y015
+
+@_typing.final
+class DiskOrder(_message.Message):
+    """An order about the disk. The worker carries orders out beside the steps. Until it
+    reports one, nothing else uses the blocks that the order names.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    WRITE_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    ERASE_FIELD_NUMBER: _builtins.int
+    order_number: _builtins.int
+    """1, 2, 3, ... per epoch, without gaps."""
+    @_builtins.property
+    def write(self) -> Global___DiskWrite:
+        """Write a copy."""
+
+    @_builtins.property
+    def read(self) -> Global___DiskRead:
+        """Read a copy."""
+
+    @_builtins.property
+    def erase(self) -> Global___DiskErase:
+        """Erase a tenant's copies."""
+
+    def __init__(
+        self,
+        *,
+        order_number: _builtins.int = ...,
+        write: Global___DiskWrite | None = ...,
+        read: Global___DiskRead | None = ...,
+        erase: Global___DiskErase | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["erase", b"erase", "order", b"order", "read", b"read", "write", b"write"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["erase", b"erase", "order", b"order", "order_number", b"order_number", "read", b"read", "write", b"write"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["write", "read", "erase"]  # noqa: Y015
+    _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+
+Global___DiskOrder: _TypeAlias = DiskOrder  # noqa: Y015
+
+@_typing.final
+class DiskWrite(_message.Message):
+    """Write the content of a host block to the disk, with what it is found by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    host_block_id: _builtins.int
+    """The host block."""
+    disk_block_id: _builtins.int
+    """The disk block."""
+    prefix_hash: _builtins.bytes
+    """The prefix hash of the content, 32 bytes."""
+    tenant: _builtins.str
+    """The tenant that the copy belongs to."""
+    def __init__(
+        self,
+        *,
+        host_block_id: _builtins.int = ...,
+        disk_block_id: _builtins.int = ...,
+        prefix_hash: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "prefix_hash", b"prefix_hash", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskWrite: _TypeAlias = DiskWrite  # noqa: Y015
+
+@_typing.final
+class DiskRead(_message.Message):
+    """Read content from the disk to a host block. It fails if the disk block has other
+    content, or content that is not as it was written.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISK_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    disk_block_id: _builtins.int
+    """The disk block."""
+    host_block_id: _builtins.int
+    """The host block."""
+    prefix_hash: _builtins.bytes
+    """The prefix hash of the content, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        disk_block_id: _builtins.int = ...,
+        host_block_id: _builtins.int = ...,
+        prefix_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "prefix_hash", b"prefix_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskRead: _TypeAlias = DiskRead  # noqa: Y015
+
+@_typing.final
+class DiskErase(_message.Message):
+    """Remove the copies of a tenant, those of writes that were ordered before included,
+    so that they are not on the disk any more when this is reported done.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant. Unset: all copies."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___DiskErase: _TypeAlias = DiskErase  # noqa: Y015
+
+@_typing.final
+class DiskReport(_message.Message):
+    """How orders about the disk ended. An order that is not open has no effect."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_ORDER_NUMBERS_FIELD_NUMBER: _builtins.int
+    FAILED_ORDER_NUMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def done_order_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that were carried out."""
+
+    @_builtins.property
+    def failed_order_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that failed: the copy is lost."""
+
+    def __init__(
+        self,
+        *,
+        done_order_numbers: _abc.Iterable[_builtins.int] | None = ...,
+        failed_order_numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_order_numbers", b"done_order_numbers", "failed_order_numbers", b"failed_order_numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskReport: _TypeAlias = DiskReport  # noqa: Y015
+
+@_typing.final
+class DiskContent(_message.Message):
+    """Copies on the disk, the ones that were written first in front; at most 8,192."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISK_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    TENANT_INDEXES_FIELD_NUMBER: _builtins.int
+    prefix_hashes: _builtins.bytes
+    """The prefix hashes, 32 bytes each, concatenated; parallel to disk_block_ids."""
+    @_builtins.property
+    def disk_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The disk blocks."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tenants of the copies, each once."""
+
+    @_builtins.property
+    def tenant_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes of tenants; parallel to disk_block_ids."""
+
+    def __init__(
+        self,
+        *,
+        disk_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_hashes: _builtins.bytes = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+        tenant_indexes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_ids", b"disk_block_ids", "prefix_hashes", b"prefix_hashes", "tenant_indexes", b"tenant_indexes", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskContent: _TypeAlias = DiskContent  # noqa: Y015

@@ -310,6 +310,10 @@ class _MediumEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Medium.ValueTy
     """The pool's memory."""
     MEDIUM_HOST: _Medium.ValueType  # 2
     """The pool's host tier: an admission copies it to the pool."""
+    MEDIUM_DISK: _Medium.ValueType  # 3
+    """The disk: it is read to the host tier for an admission that waits for its
+    prefix.
+    """
 
 class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
     """A place of cached content."""
@@ -320,6 +324,10 @@ MEDIUM_DEVICE: Medium.ValueType  # 1
 """The pool's memory."""
 MEDIUM_HOST: Medium.ValueType  # 2
 """The pool's host tier: an admission copies it to the pool."""
+MEDIUM_DISK: Medium.ValueType  # 3
+"""The disk: it is read to the host tier for an admission that waits for its
+prefix.
+"""
 Global___Medium: _TypeAlias = Medium  # noqa: Y015
 
 @_typing.final
@@ -925,8 +933,8 @@ class Admission(_message.Message):
     """
     waits_for_prefix: _builtins.bool
     """True: the admission is refused with PREFIX_BEING_COMPUTED while a sequence of
-    another lease computes the next block that it needs. Without it the block is
-    computed twice.
+    another lease computes the next block that it needs, and while that is read from
+    the disk. Without it the block is computed twice, and the disk is not read.
     """
     explains_miss: _builtins.bool
     """True: if not all full blocks of the tokens are found, the answer has the reason
@@ -1306,7 +1314,7 @@ Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
 
 @_typing.final
 class HostBlockCounts(_message.Message):
-    """Every block of the host tier is in exactly one of these states."""
+    """Every block of the host tier, and of the disk, is in exactly one of these states."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1317,14 +1325,14 @@ class HostBlockCounts(_message.Message):
     free_count: _builtins.int
     """Blocks without a holder."""
     held_count: _builtins.int
-    """Blocks held by one offloaded sequence."""
+    """Host blocks held by one offloaded sequence."""
     retired_count: _builtins.int
-    """Released blocks that a planned step could still access, and blocks to which a
-    planned step copies an evicted block.
+    """Released blocks that a planned step could still access, and blocks to which
+    something is being copied.
     """
     cached_count: _builtins.int
-    """Blocks with a copy of an evicted block that an admission can find: evictable,
-    unless a planned step copies from them.
+    """Blocks with a copy of a cached block that an admission can find: evictable,
+    unless it is being copied elsewhere.
     """
     def __init__(
         self,
@@ -3337,6 +3345,12 @@ class PoolStatistics(_message.Message):
     KEPT_IN_HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     EVICTED_FROM_HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FOUND_IN_HOST_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    WRITTEN_TO_DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    READ_FROM_DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LOST_ON_DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FOUND_ON_DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_FROM_DISK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     epoch: _builtins.int
@@ -3439,6 +3453,16 @@ class PoolStatistics(_message.Message):
     """Of cached_token_count and resumed_cached_token_count, the tokens that were found
     in the host tier, and copied from there.
     """
+    written_to_disk_block_count: _builtins.int
+    """Copies that were written to the disk."""
+    read_from_disk_block_count: _builtins.int
+    """Copies that were read from the disk to the host tier."""
+    lost_on_disk_block_count: _builtins.int
+    """Copies that could not be written or read: they are lost."""
+    found_on_disk_block_count: _builtins.int
+    """Copies that were on the disk when the epoch began."""
+    evicted_from_disk_block_count: _builtins.int
+    """Copies that were evicted from the disk."""
     @_builtins.property
     def block_counts(self) -> Global___BlockCounts:
         """Blocks by state."""
@@ -3454,6 +3478,10 @@ class PoolStatistics(_message.Message):
     @_builtins.property
     def layer_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroupStatistics]:
         """The layer groups, in the geometry's order. Empty in pools with one group."""
+
+    @_builtins.property
+    def disk_block_counts(self) -> Global___HostBlockCounts:
+        """The disk's blocks by state; none is held. Unset if the pool has no disk."""
 
     def __init__(
         self,
@@ -3505,10 +3533,16 @@ class PoolStatistics(_message.Message):
         kept_in_host_block_count: _builtins.int = ...,
         evicted_from_host_block_count: _builtins.int = ...,
         found_in_host_token_count: _builtins.int = ...,
+        disk_block_counts: Global___HostBlockCounts | None = ...,
+        written_to_disk_block_count: _builtins.int = ...,
+        read_from_disk_block_count: _builtins.int = ...,
+        lost_on_disk_block_count: _builtins.int = ...,
+        found_on_disk_block_count: _builtins.int = ...,
+        evicted_from_disk_block_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "disk_block_counts", b"disk_block_counts", "host_block_counts", b"host_block_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "drafted_token_count", b"drafted_token_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_from_host_block_count", b"evicted_from_host_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "found_in_host_token_count", b"found_in_host_token_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "kept_in_host_block_count", b"kept_in_host_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_token_count", b"written_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "admission_count", b"admission_count", "admitted_token_count", b"admitted_token_count", "allocated_block_count", b"allocated_block_count", "block_counts", b"block_counts", "cached_token_count", b"cached_token_count", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "disk_block_counts", b"disk_block_counts", "drafted_token_count", b"drafted_token_count", "epoch", b"epoch", "evicted_block_count", b"evicted_block_count", "evicted_from_disk_block_count", b"evicted_from_disk_block_count", "evicted_from_host_block_count", b"evicted_from_host_block_count", "evicted_kept_block_count", b"evicted_kept_block_count", "expired_lease_count", b"expired_lease_count", "failed_step_count", b"failed_step_count", "fencing_lease_count", b"fencing_lease_count", "fork_count", b"fork_count", "found_in_host_token_count", b"found_in_host_token_count", "found_on_disk_block_count", b"found_on_disk_block_count", "generated_token_count", b"generated_token_count", "held_token_count", b"held_token_count", "host_block_counts", b"host_block_counts", "kept_block_count", b"kept_block_count", "kept_in_host_block_count", b"kept_in_host_block_count", "layer_groups", b"layer_groups", "lease_count", b"lease_count", "lost_on_disk_block_count", b"lost_on_disk_block_count", "offload_count", b"offload_count", "offloaded_block_count", b"offloaded_block_count", "offloaded_sequence_count", b"offloaded_sequence_count", "pinned_block_count", b"pinned_block_count", "planned_step_count", b"planned_step_count", "pool", b"pool", "published_block_count", b"published_block_count", "read_from_disk_block_count", b"read_from_disk_block_count", "recomputed_token_count", b"recomputed_token_count", "refusal_counts", b"refusal_counts", "reserved_block_count", b"reserved_block_count", "restore_count", b"restore_count", "restored_block_count", b"restored_block_count", "resumed_admission_count", b"resumed_admission_count", "resumed_cached_token_count", b"resumed_cached_token_count", "resumed_token_count", b"resumed_token_count", "sequence_count", b"sequence_count", "shared_block_count", b"shared_block_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "table_entry_count", b"table_entry_count", "written_to_disk_block_count", b"written_to_disk_block_count", "written_token_count", b"written_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -191,8 +191,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     blocks of the host tier).
     """
     ERROR_REASON_PREFIX_BEING_COMPUTED: _ErrorReason.ValueType  # 59
-    """Another lease computes the next block of the admission, which waits for it
-    (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+    """Another lease computes the next block of the admission, or it is read from the
+    disk, and the admission waits for it (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
     tokens (that the prefix cache has now).
     """
     ERROR_REASON_POOL_DETACHED: _ErrorReason.ValueType  # 60
@@ -324,8 +324,8 @@ the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
 blocks of the host tier).
 """
 ERROR_REASON_PREFIX_BEING_COMPUTED: ErrorReason.ValueType  # 59
-"""Another lease computes the next block of the admission, which waits for it
-(Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+"""Another lease computes the next block of the admission, or it is read from the
+disk, and the admission waits for it (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
 tokens (that the prefix cache has now).
 """
 ERROR_REASON_POOL_DETACHED: ErrorReason.ValueType  # 60

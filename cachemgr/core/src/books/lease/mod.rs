@@ -15,11 +15,11 @@ use crate::books::room::update_reservation;
 use crate::books::sequences::{Row, SequenceTable};
 use crate::books::steps::StepInFlight;
 use crate::cache::groups::Group;
-use crate::cache::host::{HostBlockId, HostPool};
 use crate::cache::mixing::SequenceMap;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, Namespace, root_hash};
 use crate::cache::tenants::{TenantId, Tenants};
+use crate::cache::tier::{TierBlockId, TierPool};
 use crate::errors::{Failure, Reason, Refusal, Result};
 
 /// Steps a lease may have planned without their outcome being known.
@@ -94,7 +94,7 @@ impl Lease {
     }
 
     /// Frees blocks of the host tier; steps in flight may still access them.
-    pub fn let_go_in_host(&mut self, blocks: Vec<HostBlockId>, host: &mut HostPool) -> Result<()> {
+    pub fn let_go_in_host(&mut self, blocks: Vec<TierBlockId>, host: &mut TierPool) -> Result<()> {
         match self.in_flight.back_mut() {
             Some(last) if !blocks.is_empty() => {
                 host.retire(&blocks)?;

@@ -55,6 +55,9 @@ impl StepPlanner<'_> {
         let num_guaranteed = self.num_guaranteed(admission.reserved_tokens, &ends, &hit, num_published);
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
+        if num_shared == num_published {
+            refuse_if!(self.refuse_on_disk(admission, &hashes[..num_sharable], num_shared, &copies));
+        }
         let miss = self.explain_miss(admission, tenant, &root, &hashes, num_found);
         self.plan.misses.extend(miss);
         let num_recomputed = num_recomputed(&hashes[num_found..num_sharable], self.pool, geometry);

@@ -5,13 +5,13 @@ use crate::books::hits::{Hit, Prefix};
 use crate::books::planner::admit::{allocate_tables, count_found, enter_admission};
 use crate::books::planner::advise::advise_fresh;
 use crate::books::planner::{Answer, StepPlanner, find_in_pool, sequence_not_found};
-use crate::books::plans::{HostCopyUse, Restore};
+use crate::books::plans::{Admission, HostCopyUse, Restore};
 use crate::books::room::{refuse_no_row, update_reservation};
 use crate::books::sequences::{Row, Sequence};
 use crate::books::tables::{BlockTable, HostTables};
-use crate::cache::host::HostBlockId;
 use crate::cache::pool::BlockPool;
 use crate::cache::prefix::{BlockId, Hash, chain_hashes};
+use crate::cache::tier::TierBlockId;
 use crate::errors::{Reason, Refusal, Result};
 
 /// The limit of evicted blocks that one plan copies to the host tier: the copies delay its step.
@@ -138,7 +138,10 @@ impl StepPlanner<'_> {
             return;
         }
         for evicted in &evicted[evicted.len().saturating_sub(MAX_KEPT_IN_PLAN)..] {
-            let Some(copy) = self.host.keep(evicted, self.pool.accounts()) else { continue };
+            if !self.host.may_keep(evicted) {
+                continue;
+            }
+            let Some(copy) = self.host.keep(evicted.content(), self.pool.accounts()) else { continue };
             self.plan.offload_sources.push(evicted.block);
             self.plan.offload_targets.push(copy);
             self.step.host_holds.push(vec![copy]);
@@ -149,15 +152,37 @@ impl StepPlanner<'_> {
 
     /// The copies of the blocks behind a prefix that was found. None behind blocks that steps in flight fill: these steps
     /// may fail. None if the plan makes no copies back.
-    pub(super) fn find_copies(&self, hashes: &[Hash], hit: &Hit, num_published: usize) -> Vec<HostBlockId> {
+    pub(super) fn find_copies(&self, hashes: &[Hash], hit: &Hit, num_published: usize) -> Vec<TierBlockId> {
         if hit.num_blocks > num_published || self.host_copy_use == HostCopyUse::None {
             return Vec::new();
         }
         self.host.copies().find(&hashes[num_published..])
     }
 
+    /// An admission that waits for its prefix, and finds these copies behind what the pool has: refused while the block
+    /// behind them is read from the disk. Orders these reads, and those of the blocks behind it.
+    pub(super) fn refuse_on_disk(
+        &mut self,
+        admission: &Admission,
+        sharable: &[Hash],
+        num_in_pool: usize,
+        copies: &[TierBlockId],
+    ) -> Option<Refusal> {
+        if !admission.waits_for_prefix || self.host_copy_use == HostCopyUse::None {
+            return None;
+        }
+        let num_found = num_in_pool + copies.len();
+        if !self.disk.bring_up(&sharable[num_found..], copies, self.host, self.pool.accounts()) {
+            return None;
+        }
+        let (seq_id, num_tokens) = (admission.seq_id, num_found * self.geometry.block_size);
+        let message = format!("the prefix of sequence {seq_id} behind {num_tokens} tokens is read from the disk");
+        let refusal = Refusal::new(Reason::PrefixBeingComputed, message);
+        Some(refusal.with("sequence_id", seq_id).with("tokens", num_tokens))
+    }
+
     /// Copies from the host tier to blocks that an admission was allocated.
-    pub(super) fn bring_back(&mut self, copies: Vec<HostBlockId>, blocks: &[BlockId]) {
+    pub(super) fn bring_back(&mut self, copies: Vec<TierBlockId>, blocks: &[BlockId]) {
         self.plan.restore_sources.extend_from_slice(&copies);
         self.plan.restore_targets.extend_from_slice(blocks);
         self.counters.found_in_host_tokens += (copies.len() * self.geometry.block_size) as u64;
@@ -552,10 +577,10 @@ mod tests {
         assert_eq!(copied.iter().map(|(block, _)| *block).collect::<Vec<_>>(), before);
         assert!(copied.iter().all(|(block, _)| plan.write_block_ids.contains(block)));
         let found = |bench: &Bench| bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b"");
-        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 2, 0], [0, 0]));
+        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 2, 0], [0, 0, 0]));
         bench.settle();
-        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 0, 2], [0, 4]));
-        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"s".into(), b""), [0, 0]);
+        assert_eq!((all_host_counts(&bench), found(&bench)), ([4, 0, 0, 2], [0, 4, 0]));
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"s".into(), b""), [0, 0, 0]);
         assert_eq!(bench.0.num_cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b"x"), 0);
     }
 
@@ -581,7 +606,7 @@ mod tests {
         assert_eq!((bench.sequence(1).num_computed, bench.sequence(1).num_published), (4, 0));
         assert_eq!((all_host_counts(&bench), bench.0.counters().found_in_host_tokens), ([4, 0, 0, 2], 4));
         bench.settle();
-        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [4, 0]);
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [4, 0, 0]);
         bench.release(&[1]);
         bench.settle();
         let plan = bench.admit(3, &[8; 8]);
@@ -596,7 +621,7 @@ mod tests {
         let [first, second] = bench.0.host().copies().find(&hashes)[..] else { panic!("both are found") };
         bench.0.host.drop_copies(&[first]);
         assert!(bench.0.host().copies().is_findable(second));
-        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 0]);
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 0, 0]);
         assert_eq!(bench.admit(1, &[1, 2, 3, 4, 5]).admitted_cached_counts, [0]);
     }
 
@@ -725,6 +750,6 @@ mod tests {
         });
         bench.settle();
         assert_eq!(bench.0.violations(), [""; 0]);
-        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 4], "the copies are as they were");
+        assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 4, 0], "the copies are as they were");
     }
 }

@@ -42,9 +42,10 @@ use crate::books::plans::{GrantedStep, HostCopyUse, PlanItem, ReturnHint, StepRe
 use crate::books::room::{Room, refuse_no_row};
 use crate::books::sequences::{Row, Sequence, SequenceTable};
 use crate::books::steps::{Fill, StepInFlight};
-use crate::cache::host::HostPool;
+use crate::cache::disk::DiskTier;
 use crate::cache::pool::BlockPool;
 use crate::cache::tenants::{Asker, TenantId, Tenants};
+use crate::cache::tier::TierPool;
 use crate::errors::{Reason, Refusal, Result, invalid};
 
 /// The limit of blocks that all admissions of a plan together look up by hashes under other roots: about 0.2 ms.
@@ -63,7 +64,8 @@ pub type Owner = std::result::Result<TenantId, Refusal>;
 pub struct StepPlanner<'a> {
     lease: &'a mut Lease,
     pool: &'a mut BlockPool,
-    host: &'a mut HostPool,
+    host: &'a mut TierPool,
+    disk: &'a mut DiskTier,
     table: &'a mut SequenceTable,
     geometry: &'a Geometry,
     tenants: &'a Tenants,
@@ -84,7 +86,8 @@ impl<'a> StepPlanner<'a> {
     pub fn new(
         lease: &'a mut Lease,
         pool: &'a mut BlockPool,
-        host: &'a mut HostPool,
+        host: &'a mut TierPool,
+        disk: &'a mut DiskTier,
         table: &'a mut SequenceTable,
         geometry: &'a Geometry,
         tenants: &'a Tenants,
@@ -99,6 +102,7 @@ impl<'a> StepPlanner<'a> {
             lease,
             pool,
             host,
+            disk,
             table,
             geometry,
             tenants,

@@ -30,7 +30,6 @@ use crate::cache::advice::Millis;
 use crate::cache::eviction::parking::Parking;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::groups::{Group, LayerGroups, Span, identity};
-use crate::cache::host_copies::Evicted;
 use crate::cache::losses::CallerId;
 use crate::cache::pool::advisor::Advisor;
 use crate::cache::pool::counters::PoolCounters;
@@ -40,6 +39,7 @@ use crate::cache::pool::pins::PrefixPins;
 use crate::cache::pool::records::Records;
 use crate::cache::prefix::{BlockId, Hash, Origin, Past, PrefixIndex};
 use crate::cache::tenants::{Asker, TenantId};
+use crate::cache::tier_copies::Evicted;
 use crate::errors::{Result, broken};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -151,6 +151,8 @@ type AttachPoolRequest struct {
 	//	*AttachPoolRequest_LeaseOpened
 	//	*AttachPoolRequest_LeaseFenced
 	//	*AttachPoolRequest_AdaptersChanged
+	//	*AttachPoolRequest_DiskReport
+	//	*AttachPoolRequest_DiskContent
 	Message       isAttachPoolRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -238,6 +240,24 @@ func (x *AttachPoolRequest) GetAdaptersChanged() *PoolAdapters {
 	return nil
 }
 
+func (x *AttachPoolRequest) GetDiskReport() *DiskReport {
+	if x != nil {
+		if x, ok := x.Message.(*AttachPoolRequest_DiskReport); ok {
+			return x.DiskReport
+		}
+	}
+	return nil
+}
+
+func (x *AttachPoolRequest) GetDiskContent() *DiskContent {
+	if x != nil {
+		if x, ok := x.Message.(*AttachPoolRequest_DiskContent); ok {
+			return x.DiskContent
+		}
+	}
+	return nil
+}
+
 type isAttachPoolRequest_Message interface {
 	isAttachPoolRequest_Message()
 }
@@ -267,6 +287,17 @@ type AttachPoolRequest_AdaptersChanged struct {
 	AdaptersChanged *PoolAdapters `protobuf:"bytes,5,opt,name=adapters_changed,json=adaptersChanged,proto3,oneof"`
 }
 
+type AttachPoolRequest_DiskReport struct {
+	// Orders about the disk were carried out, or failed.
+	DiskReport *DiskReport `protobuf:"bytes,6,opt,name=disk_report,json=diskReport,proto3,oneof"`
+}
+
+type AttachPoolRequest_DiskContent struct {
+	// Copies that the worker has found on its disk. Sent in parts when an epoch is
+	// attached for the first time, before any DiskReport.
+	DiskContent *DiskContent `protobuf:"bytes,7,opt,name=disk_content,json=diskContent,proto3,oneof"`
+}
+
 func (*AttachPoolRequest_RegisterPool) isAttachPoolRequest_Message() {}
 
 func (*AttachPoolRequest_StepReport) isAttachPoolRequest_Message() {}
@@ -276,6 +307,10 @@ func (*AttachPoolRequest_LeaseOpened) isAttachPoolRequest_Message() {}
 func (*AttachPoolRequest_LeaseFenced) isAttachPoolRequest_Message() {}
 
 func (*AttachPoolRequest_AdaptersChanged) isAttachPoolRequest_Message() {}
+
+func (*AttachPoolRequest_DiskReport) isAttachPoolRequest_Message() {}
+
+func (*AttachPoolRequest_DiskContent) isAttachPoolRequest_Message() {}
 
 // From cachemgr.
 type AttachPoolResponse struct {
@@ -289,6 +324,7 @@ type AttachPoolResponse struct {
 	//	*AttachPoolResponse_OpenLease
 	//	*AttachPoolResponse_FenceLease
 	//	*AttachPoolResponse_ReportsAcknowledged
+	//	*AttachPoolResponse_DiskOrders
 	Message       isAttachPoolResponse_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -376,6 +412,15 @@ func (x *AttachPoolResponse) GetReportsAcknowledged() *ReportsAcknowledged {
 	return nil
 }
 
+func (x *AttachPoolResponse) GetDiskOrders() *DiskOrders {
+	if x != nil {
+		if x, ok := x.Message.(*AttachPoolResponse_DiskOrders); ok {
+			return x.DiskOrders
+		}
+	}
+	return nil
+}
+
 type isAttachPoolResponse_Message interface {
 	isAttachPoolResponse_Message()
 }
@@ -407,6 +452,11 @@ type AttachPoolResponse_ReportsAcknowledged struct {
 	ReportsAcknowledged *ReportsAcknowledged `protobuf:"bytes,5,opt,name=reports_acknowledged,json=reportsAcknowledged,proto3,oneof"`
 }
 
+type AttachPoolResponse_DiskOrders struct {
+	// Move copies between the host tier and the disk. Answered by DiskReport.
+	DiskOrders *DiskOrders `protobuf:"bytes,6,opt,name=disk_orders,json=diskOrders,proto3,oneof"`
+}
+
 func (*AttachPoolResponse_Attached) isAttachPoolResponse_Message() {}
 
 func (*AttachPoolResponse_NewEpochRequired) isAttachPoolResponse_Message() {}
@@ -416,6 +466,8 @@ func (*AttachPoolResponse_OpenLease) isAttachPoolResponse_Message() {}
 func (*AttachPoolResponse_FenceLease) isAttachPoolResponse_Message() {}
 
 func (*AttachPoolResponse_ReportsAcknowledged) isAttachPoolResponse_Message() {}
+
+func (*AttachPoolResponse_DiskOrders) isAttachPoolResponse_Message() {}
 
 // A pool as its worker allocated it.
 type RegisterPool struct {
@@ -455,9 +507,13 @@ type RegisterPool struct {
 	// the epoch is attached for the first time, and only for an epoch that never was.
 	KeptMemory *KeptMemory `protobuf:"bytes,11,opt,name=kept_memory,json=keptMemory,proto3" json:"kept_memory,omitempty"`
 	// The worker's adapters. Unset: unknown, so admissions may have any.
-	Adapters      *PoolAdapters `protobuf:"bytes,12,opt,name=adapters,proto3" json:"adapters,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Adapters *PoolAdapters `protobuf:"bytes,12,opt,name=adapters,proto3" json:"adapters,omitempty"`
+	// The highest number of an order about the disk that the worker has had in this
+	// epoch, 0 if none. If cachemgr's books have not given it, the epoch can't
+	// continue.
+	LastDiskOrderNumber int64 `protobuf:"varint,13,opt,name=last_disk_order_number,json=lastDiskOrderNumber,proto3" json:"last_disk_order_number,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *RegisterPool) Reset() {
@@ -572,6 +628,13 @@ func (x *RegisterPool) GetAdapters() *PoolAdapters {
 		return x.Adapters
 	}
 	return nil
+}
+
+func (x *RegisterPool) GetLastDiskOrderNumber() int64 {
+	if x != nil {
+		return x.LastDiskOrderNumber
+	}
+	return 0
 }
 
 // The adapters of a pool's worker.
@@ -911,8 +974,12 @@ type PoolGeometry struct {
 	// The limit of host blocks with copies of cached blocks that were evicted: 0 (none
 	// are made) to host_block_count. 0 in a pool with layer_groups.
 	HostCachedBlockLimit int32 `protobuf:"varint,13,opt,name=host_cached_block_limit,json=hostCachedBlockLimit,proto3" json:"host_cached_block_limit,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// Blocks of the disk, numbered from 0; each has room for a copy of one block. 0 (no
+	// disk) to 2^24; 0 without host_cached_block_limit, because copies go there and
+	// come back through the host tier.
+	DiskBlockCount int32 `protobuf:"varint,14,opt,name=disk_block_count,json=diskBlockCount,proto3" json:"disk_block_count,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *PoolGeometry) Reset() {
@@ -1032,6 +1099,13 @@ func (x *PoolGeometry) GetMaxDraftCount() int32 {
 func (x *PoolGeometry) GetHostCachedBlockLimit() int32 {
 	if x != nil {
 		return x.HostCachedBlockLimit
+	}
+	return 0
+}
+
+func (x *PoolGeometry) GetDiskBlockCount() int32 {
+	if x != nil {
+		return x.DiskBlockCount
 	}
 	return 0
 }
@@ -1507,19 +1581,505 @@ func (x *StepReport) GetSampledTokenCounts() []int32 {
 	return nil
 }
 
+// Orders about the worker's disk, by rising numbers. An order that the worker has
+// had before is not carried out again; if it has ended, it is reported again.
+type DiskOrders struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The orders.
+	Orders []*DiskOrder `protobuf:"bytes,1,rep,name=orders,proto3" json:"orders,omitempty"`
+	// All orders before this one are reported: the worker can forget how they ended.
+	FirstOpenOrderNumber int64 `protobuf:"varint,2,opt,name=first_open_order_number,json=firstOpenOrderNumber,proto3" json:"first_open_order_number,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *DiskOrders) Reset() {
+	*x = DiskOrders{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskOrders) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskOrders) ProtoMessage() {}
+
+func (x *DiskOrders) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskOrders.ProtoReflect.Descriptor instead.
+func (*DiskOrders) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *DiskOrders) GetOrders() []*DiskOrder {
+	if x != nil {
+		return x.Orders
+	}
+	return nil
+}
+
+func (x *DiskOrders) GetFirstOpenOrderNumber() int64 {
+	if x != nil {
+		return x.FirstOpenOrderNumber
+	}
+	return 0
+}
+
+// An order about the disk. The worker carries orders out beside the steps. Until it
+// reports one, nothing else uses the blocks that the order names.
+type DiskOrder struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1, 2, 3, ... per epoch, without gaps.
+	OrderNumber int64 `protobuf:"varint,1,opt,name=order_number,json=orderNumber,proto3" json:"order_number,omitempty"`
+	// What to do.
+	//
+	// Types that are valid to be assigned to Order:
+	//
+	//	*DiskOrder_Write
+	//	*DiskOrder_Read
+	//	*DiskOrder_Erase
+	Order         isDiskOrder_Order `protobuf_oneof:"order"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskOrder) Reset() {
+	*x = DiskOrder{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskOrder) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskOrder) ProtoMessage() {}
+
+func (x *DiskOrder) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskOrder.ProtoReflect.Descriptor instead.
+func (*DiskOrder) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *DiskOrder) GetOrderNumber() int64 {
+	if x != nil {
+		return x.OrderNumber
+	}
+	return 0
+}
+
+func (x *DiskOrder) GetOrder() isDiskOrder_Order {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+func (x *DiskOrder) GetWrite() *DiskWrite {
+	if x != nil {
+		if x, ok := x.Order.(*DiskOrder_Write); ok {
+			return x.Write
+		}
+	}
+	return nil
+}
+
+func (x *DiskOrder) GetRead() *DiskRead {
+	if x != nil {
+		if x, ok := x.Order.(*DiskOrder_Read); ok {
+			return x.Read
+		}
+	}
+	return nil
+}
+
+func (x *DiskOrder) GetErase() *DiskErase {
+	if x != nil {
+		if x, ok := x.Order.(*DiskOrder_Erase); ok {
+			return x.Erase
+		}
+	}
+	return nil
+}
+
+type isDiskOrder_Order interface {
+	isDiskOrder_Order()
+}
+
+type DiskOrder_Write struct {
+	// Write a copy.
+	Write *DiskWrite `protobuf:"bytes,2,opt,name=write,proto3,oneof"`
+}
+
+type DiskOrder_Read struct {
+	// Read a copy.
+	Read *DiskRead `protobuf:"bytes,3,opt,name=read,proto3,oneof"`
+}
+
+type DiskOrder_Erase struct {
+	// Erase a tenant's copies.
+	Erase *DiskErase `protobuf:"bytes,4,opt,name=erase,proto3,oneof"`
+}
+
+func (*DiskOrder_Write) isDiskOrder_Order() {}
+
+func (*DiskOrder_Read) isDiskOrder_Order() {}
+
+func (*DiskOrder_Erase) isDiskOrder_Order() {}
+
+// Write the content of a host block to the disk, with what it is found by.
+type DiskWrite struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The host block.
+	HostBlockId int32 `protobuf:"varint,1,opt,name=host_block_id,json=hostBlockId,proto3" json:"host_block_id,omitempty"`
+	// The disk block.
+	DiskBlockId int32 `protobuf:"varint,2,opt,name=disk_block_id,json=diskBlockId,proto3" json:"disk_block_id,omitempty"`
+	// The prefix hash of the content, 32 bytes.
+	PrefixHash []byte `protobuf:"bytes,3,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
+	// The tenant that the copy belongs to.
+	Tenant        string `protobuf:"bytes,4,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskWrite) Reset() {
+	*x = DiskWrite{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskWrite) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskWrite) ProtoMessage() {}
+
+func (x *DiskWrite) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskWrite.ProtoReflect.Descriptor instead.
+func (*DiskWrite) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *DiskWrite) GetHostBlockId() int32 {
+	if x != nil {
+		return x.HostBlockId
+	}
+	return 0
+}
+
+func (x *DiskWrite) GetDiskBlockId() int32 {
+	if x != nil {
+		return x.DiskBlockId
+	}
+	return 0
+}
+
+func (x *DiskWrite) GetPrefixHash() []byte {
+	if x != nil {
+		return x.PrefixHash
+	}
+	return nil
+}
+
+func (x *DiskWrite) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+// Read content from the disk to a host block. It fails if the disk block has other
+// content, or content that is not as it was written.
+type DiskRead struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The disk block.
+	DiskBlockId int32 `protobuf:"varint,1,opt,name=disk_block_id,json=diskBlockId,proto3" json:"disk_block_id,omitempty"`
+	// The host block.
+	HostBlockId int32 `protobuf:"varint,2,opt,name=host_block_id,json=hostBlockId,proto3" json:"host_block_id,omitempty"`
+	// The prefix hash of the content, 32 bytes.
+	PrefixHash    []byte `protobuf:"bytes,3,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskRead) Reset() {
+	*x = DiskRead{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskRead) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskRead) ProtoMessage() {}
+
+func (x *DiskRead) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskRead.ProtoReflect.Descriptor instead.
+func (*DiskRead) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *DiskRead) GetDiskBlockId() int32 {
+	if x != nil {
+		return x.DiskBlockId
+	}
+	return 0
+}
+
+func (x *DiskRead) GetHostBlockId() int32 {
+	if x != nil {
+		return x.HostBlockId
+	}
+	return 0
+}
+
+func (x *DiskRead) GetPrefixHash() []byte {
+	if x != nil {
+		return x.PrefixHash
+	}
+	return nil
+}
+
+// Remove the copies of a tenant, those of writes that were ordered before included,
+// so that they are not on the disk any more when this is reported done.
+type DiskErase struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The tenant. Unset: all copies.
+	Tenant        *string `protobuf:"bytes,1,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskErase) Reset() {
+	*x = DiskErase{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskErase) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskErase) ProtoMessage() {}
+
+func (x *DiskErase) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskErase.ProtoReflect.Descriptor instead.
+func (*DiskErase) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *DiskErase) GetTenant() string {
+	if x != nil && x.Tenant != nil {
+		return *x.Tenant
+	}
+	return ""
+}
+
+// How orders about the disk ended. An order that is not open has no effect.
+type DiskReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Those that were carried out.
+	DoneOrderNumbers []int64 `protobuf:"varint,1,rep,packed,name=done_order_numbers,json=doneOrderNumbers,proto3" json:"done_order_numbers,omitempty"`
+	// Those that failed: the copy is lost.
+	FailedOrderNumbers []int64 `protobuf:"varint,2,rep,packed,name=failed_order_numbers,json=failedOrderNumbers,proto3" json:"failed_order_numbers,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
+func (x *DiskReport) Reset() {
+	*x = DiskReport{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskReport) ProtoMessage() {}
+
+func (x *DiskReport) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskReport.ProtoReflect.Descriptor instead.
+func (*DiskReport) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *DiskReport) GetDoneOrderNumbers() []int64 {
+	if x != nil {
+		return x.DoneOrderNumbers
+	}
+	return nil
+}
+
+func (x *DiskReport) GetFailedOrderNumbers() []int64 {
+	if x != nil {
+		return x.FailedOrderNumbers
+	}
+	return nil
+}
+
+// Copies on the disk, the ones that were written first in front; at most 8,192.
+type DiskContent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The disk blocks.
+	DiskBlockIds []int32 `protobuf:"varint,1,rep,packed,name=disk_block_ids,json=diskBlockIds,proto3" json:"disk_block_ids,omitempty"`
+	// The prefix hashes, 32 bytes each, concatenated; parallel to disk_block_ids.
+	PrefixHashes []byte `protobuf:"bytes,2,opt,name=prefix_hashes,json=prefixHashes,proto3" json:"prefix_hashes,omitempty"`
+	// The tenants of the copies, each once.
+	Tenants []string `protobuf:"bytes,3,rep,name=tenants,proto3" json:"tenants,omitempty"`
+	// Indexes of tenants; parallel to disk_block_ids.
+	TenantIndexes []int32 `protobuf:"varint,4,rep,packed,name=tenant_indexes,json=tenantIndexes,proto3" json:"tenant_indexes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DiskContent) Reset() {
+	*x = DiskContent{}
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DiskContent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DiskContent) ProtoMessage() {}
+
+func (x *DiskContent) ProtoReflect() protoreflect.Message {
+	mi := &file_quire_cache_v1_attach_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DiskContent.ProtoReflect.Descriptor instead.
+func (*DiskContent) Descriptor() ([]byte, []int) {
+	return file_quire_cache_v1_attach_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *DiskContent) GetDiskBlockIds() []int32 {
+	if x != nil {
+		return x.DiskBlockIds
+	}
+	return nil
+}
+
+func (x *DiskContent) GetPrefixHashes() []byte {
+	if x != nil {
+		return x.PrefixHashes
+	}
+	return nil
+}
+
+func (x *DiskContent) GetTenants() []string {
+	if x != nil {
+		return x.Tenants
+	}
+	return nil
+}
+
+func (x *DiskContent) GetTenantIndexes() []int32 {
+	if x != nil {
+		return x.TenantIndexes
+	}
+	return nil
+}
+
 var File_quire_cache_v1_attach_proto protoreflect.FileDescriptor
 
 const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\n" +
-	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xf1\x02\n" +
+	"\x1bquire/cache/v1/attach.proto\x12\x0equire.cache.v1\x1a\x1egoogle/protobuf/duration.proto\"\xf2\x03\n" +
 	"\x11AttachPoolRequest\x12C\n" +
 	"\rregister_pool\x18\x01 \x01(\v2\x1c.quire.cache.v1.RegisterPoolH\x00R\fregisterPool\x12=\n" +
 	"\vstep_report\x18\x02 \x01(\v2\x1a.quire.cache.v1.StepReportH\x00R\n" +
 	"stepReport\x12@\n" +
 	"\flease_opened\x18\x03 \x01(\v2\x1b.quire.cache.v1.LeaseOpenedH\x00R\vleaseOpened\x12@\n" +
 	"\flease_fenced\x18\x04 \x01(\v2\x1b.quire.cache.v1.LeaseFencedH\x00R\vleaseFenced\x12I\n" +
-	"\x10adapters_changed\x18\x05 \x01(\v2\x1c.quire.cache.v1.PoolAdaptersH\x00R\x0fadaptersChangedB\t\n" +
-	"\amessage\"\xfe\x02\n" +
+	"\x10adapters_changed\x18\x05 \x01(\v2\x1c.quire.cache.v1.PoolAdaptersH\x00R\x0fadaptersChanged\x12=\n" +
+	"\vdisk_report\x18\x06 \x01(\v2\x1a.quire.cache.v1.DiskReportH\x00R\n" +
+	"diskReport\x12@\n" +
+	"\fdisk_content\x18\a \x01(\v2\x1b.quire.cache.v1.DiskContentH\x00R\vdiskContentB\t\n" +
+	"\amessage\"\xbd\x03\n" +
 	"\x12AttachPoolResponse\x126\n" +
 	"\battached\x18\x01 \x01(\v2\x18.quire.cache.v1.AttachedH\x00R\battached\x12P\n" +
 	"\x12new_epoch_required\x18\x02 \x01(\v2 .quire.cache.v1.NewEpochRequiredH\x00R\x10newEpochRequired\x12:\n" +
@@ -1527,8 +2087,10 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"open_lease\x18\x03 \x01(\v2\x19.quire.cache.v1.OpenLeaseH\x00R\topenLease\x12=\n" +
 	"\vfence_lease\x18\x04 \x01(\v2\x1a.quire.cache.v1.FenceLeaseH\x00R\n" +
 	"fenceLease\x12X\n" +
-	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledgedB\t\n" +
-	"\amessage\"\xb8\x04\n" +
+	"\x14reports_acknowledged\x18\x05 \x01(\v2#.quire.cache.v1.ReportsAcknowledgedH\x00R\x13reportsAcknowledged\x12=\n" +
+	"\vdisk_orders\x18\x06 \x01(\v2\x1a.quire.cache.v1.DiskOrdersH\x00R\n" +
+	"diskOrdersB\t\n" +
+	"\amessage\"\xed\x04\n" +
 	"\fRegisterPool\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12!\n" +
@@ -1544,7 +2106,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	" \x01(\tR\bmemoryId\x12;\n" +
 	"\vkept_memory\x18\v \x01(\v2\x1a.quire.cache.v1.KeptMemoryR\n" +
 	"keptMemory\x128\n" +
-	"\badapters\x18\f \x01(\v2\x1c.quire.cache.v1.PoolAdaptersR\badapters\"G\n" +
+	"\badapters\x18\f \x01(\v2\x1c.quire.cache.v1.PoolAdaptersR\badapters\x123\n" +
+	"\x16last_disk_order_number\x18\r \x01(\x03R\x13lastDiskOrderNumber\"G\n" +
 	"\fPoolAdapters\x127\n" +
 	"\badapters\x18\x01 \x03(\v2\x1b.quire.cache.v1.PoolAdapterR\badapters\"=\n" +
 	"\vPoolAdapter\x12\x12\n" +
@@ -1564,7 +2127,7 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.LayerGroupKindR\x04kind\x12,\n" +
 	"\x12window_token_count\x18\x02 \x01(\x05R\x10windowTokenCount\x12\x1f\n" +
 	"\vlayer_count\x18\x03 \x01(\x05R\n" +
-	"layerCount\"\xbe\x04\n" +
+	"layerCount\"\xe8\x04\n" +
 	"\fPoolGeometry\x12*\n" +
 	"\x11block_size_tokens\x18\x01 \x01(\x05R\x0fblockSizeTokens\x12\x1f\n" +
 	"\vblock_count\x18\x02 \x01(\x05R\n" +
@@ -1581,7 +2144,8 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	" \x01(\x05R\x0ehostBlockCount\x12=\n" +
 	"\flayer_groups\x18\v \x03(\v2\x1a.quire.cache.v1.LayerGroupR\vlayerGroups\x12&\n" +
 	"\x0fmax_draft_count\x18\f \x01(\x05R\rmaxDraftCount\x125\n" +
-	"\x17host_cached_block_limit\x18\r \x01(\x05R\x14hostCachedBlockLimit\"\xa3\x01\n" +
+	"\x17host_cached_block_limit\x18\r \x01(\x05R\x14hostCachedBlockLimit\x12(\n" +
+	"\x10disk_block_count\x18\x0e \x01(\x05R\x0ediskBlockCount\"\xa3\x01\n" +
 	"\bAttached\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x03R\x04term\x12\x1f\n" +
 	"\vsigning_key\x18\x02 \x01(\fR\n" +
@@ -1612,7 +2176,40 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x15computed_token_counts\x18\x06 \x03(\x05R\x13computedTokenCounts\x120\n" +
 	"\x14sampled_sequence_ids\x18\a \x03(\x05R\x12sampledSequenceIds\x12*\n" +
 	"\x11sampled_token_ids\x18\b \x03(\x05R\x0fsampledTokenIds\x120\n" +
-	"\x14sampled_token_counts\x18\t \x03(\x05R\x12sampledTokenCounts*\x89\x01\n" +
+	"\x14sampled_token_counts\x18\t \x03(\x05R\x12sampledTokenCounts\"v\n" +
+	"\n" +
+	"DiskOrders\x121\n" +
+	"\x06orders\x18\x01 \x03(\v2\x19.quire.cache.v1.DiskOrderR\x06orders\x125\n" +
+	"\x17first_open_order_number\x18\x02 \x01(\x03R\x14firstOpenOrderNumber\"\xcd\x01\n" +
+	"\tDiskOrder\x12!\n" +
+	"\forder_number\x18\x01 \x01(\x03R\vorderNumber\x121\n" +
+	"\x05write\x18\x02 \x01(\v2\x19.quire.cache.v1.DiskWriteH\x00R\x05write\x12.\n" +
+	"\x04read\x18\x03 \x01(\v2\x18.quire.cache.v1.DiskReadH\x00R\x04read\x121\n" +
+	"\x05erase\x18\x04 \x01(\v2\x19.quire.cache.v1.DiskEraseH\x00R\x05eraseB\a\n" +
+	"\x05order\"\x8c\x01\n" +
+	"\tDiskWrite\x12\"\n" +
+	"\rhost_block_id\x18\x01 \x01(\x05R\vhostBlockId\x12\"\n" +
+	"\rdisk_block_id\x18\x02 \x01(\x05R\vdiskBlockId\x12\x1f\n" +
+	"\vprefix_hash\x18\x03 \x01(\fR\n" +
+	"prefixHash\x12\x16\n" +
+	"\x06tenant\x18\x04 \x01(\tR\x06tenant\"s\n" +
+	"\bDiskRead\x12\"\n" +
+	"\rdisk_block_id\x18\x01 \x01(\x05R\vdiskBlockId\x12\"\n" +
+	"\rhost_block_id\x18\x02 \x01(\x05R\vhostBlockId\x12\x1f\n" +
+	"\vprefix_hash\x18\x03 \x01(\fR\n" +
+	"prefixHash\"3\n" +
+	"\tDiskErase\x12\x1b\n" +
+	"\x06tenant\x18\x01 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\a_tenant\"l\n" +
+	"\n" +
+	"DiskReport\x12,\n" +
+	"\x12done_order_numbers\x18\x01 \x03(\x03R\x10doneOrderNumbers\x120\n" +
+	"\x14failed_order_numbers\x18\x02 \x03(\x03R\x12failedOrderNumbers\"\x99\x01\n" +
+	"\vDiskContent\x12$\n" +
+	"\x0edisk_block_ids\x18\x01 \x03(\x05R\fdiskBlockIds\x12#\n" +
+	"\rprefix_hashes\x18\x02 \x01(\fR\fprefixHashes\x12\x18\n" +
+	"\atenants\x18\x03 \x03(\tR\atenants\x12%\n" +
+	"\x0etenant_indexes\x18\x04 \x03(\x05R\rtenantIndexes*\x89\x01\n" +
 	"\x0eLayerGroupKind\x12 \n" +
 	"\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n" +
@@ -1637,7 +2234,7 @@ func file_quire_cache_v1_attach_proto_rawDescGZIP() []byte {
 }
 
 var file_quire_cache_v1_attach_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_quire_cache_v1_attach_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(LayerGroupKind)(0),         // 0: quire.cache.v1.LayerGroupKind
 	(StepOutcome)(0),            // 1: quire.cache.v1.StepOutcome
@@ -1658,7 +2255,14 @@ var file_quire_cache_v1_attach_proto_goTypes = []any{
 	(*LeaseOpened)(nil),         // 16: quire.cache.v1.LeaseOpened
 	(*LeaseFenced)(nil),         // 17: quire.cache.v1.LeaseFenced
 	(*StepReport)(nil),          // 18: quire.cache.v1.StepReport
-	(*durationpb.Duration)(nil), // 19: google.protobuf.Duration
+	(*DiskOrders)(nil),          // 19: quire.cache.v1.DiskOrders
+	(*DiskOrder)(nil),           // 20: quire.cache.v1.DiskOrder
+	(*DiskWrite)(nil),           // 21: quire.cache.v1.DiskWrite
+	(*DiskRead)(nil),            // 22: quire.cache.v1.DiskRead
+	(*DiskErase)(nil),           // 23: quire.cache.v1.DiskErase
+	(*DiskReport)(nil),          // 24: quire.cache.v1.DiskReport
+	(*DiskContent)(nil),         // 25: quire.cache.v1.DiskContent
+	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
 }
 var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	4,  // 0: quire.cache.v1.AttachPoolRequest.register_pool:type_name -> quire.cache.v1.RegisterPool
@@ -1666,25 +2270,32 @@ var file_quire_cache_v1_attach_proto_depIdxs = []int32{
 	16, // 2: quire.cache.v1.AttachPoolRequest.lease_opened:type_name -> quire.cache.v1.LeaseOpened
 	17, // 3: quire.cache.v1.AttachPoolRequest.lease_fenced:type_name -> quire.cache.v1.LeaseFenced
 	5,  // 4: quire.cache.v1.AttachPoolRequest.adapters_changed:type_name -> quire.cache.v1.PoolAdapters
-	11, // 5: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
-	12, // 6: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
-	13, // 7: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
-	14, // 8: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
-	15, // 9: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
-	10, // 10: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	8,  // 11: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
-	19, // 12: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
-	7,  // 13: quire.cache.v1.RegisterPool.kept_memory:type_name -> quire.cache.v1.KeptMemory
-	5,  // 14: quire.cache.v1.RegisterPool.adapters:type_name -> quire.cache.v1.PoolAdapters
-	6,  // 15: quire.cache.v1.PoolAdapters.adapters:type_name -> quire.cache.v1.PoolAdapter
-	0,  // 16: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
-	9,  // 17: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
-	1,  // 18: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
-	19, // [19:19] is the sub-list for method output_type
-	19, // [19:19] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	24, // 5: quire.cache.v1.AttachPoolRequest.disk_report:type_name -> quire.cache.v1.DiskReport
+	25, // 6: quire.cache.v1.AttachPoolRequest.disk_content:type_name -> quire.cache.v1.DiskContent
+	11, // 7: quire.cache.v1.AttachPoolResponse.attached:type_name -> quire.cache.v1.Attached
+	12, // 8: quire.cache.v1.AttachPoolResponse.new_epoch_required:type_name -> quire.cache.v1.NewEpochRequired
+	13, // 9: quire.cache.v1.AttachPoolResponse.open_lease:type_name -> quire.cache.v1.OpenLease
+	14, // 10: quire.cache.v1.AttachPoolResponse.fence_lease:type_name -> quire.cache.v1.FenceLease
+	15, // 11: quire.cache.v1.AttachPoolResponse.reports_acknowledged:type_name -> quire.cache.v1.ReportsAcknowledged
+	19, // 12: quire.cache.v1.AttachPoolResponse.disk_orders:type_name -> quire.cache.v1.DiskOrders
+	10, // 13: quire.cache.v1.RegisterPool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	8,  // 14: quire.cache.v1.RegisterPool.open_leases:type_name -> quire.cache.v1.LeaseProgress
+	26, // 15: quire.cache.v1.RegisterPool.highest_term_age:type_name -> google.protobuf.Duration
+	7,  // 16: quire.cache.v1.RegisterPool.kept_memory:type_name -> quire.cache.v1.KeptMemory
+	5,  // 17: quire.cache.v1.RegisterPool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	6,  // 18: quire.cache.v1.PoolAdapters.adapters:type_name -> quire.cache.v1.PoolAdapter
+	0,  // 19: quire.cache.v1.LayerGroup.kind:type_name -> quire.cache.v1.LayerGroupKind
+	9,  // 20: quire.cache.v1.PoolGeometry.layer_groups:type_name -> quire.cache.v1.LayerGroup
+	1,  // 21: quire.cache.v1.StepReport.outcome:type_name -> quire.cache.v1.StepOutcome
+	20, // 22: quire.cache.v1.DiskOrders.orders:type_name -> quire.cache.v1.DiskOrder
+	21, // 23: quire.cache.v1.DiskOrder.write:type_name -> quire.cache.v1.DiskWrite
+	22, // 24: quire.cache.v1.DiskOrder.read:type_name -> quire.cache.v1.DiskRead
+	23, // 25: quire.cache.v1.DiskOrder.erase:type_name -> quire.cache.v1.DiskErase
+	26, // [26:26] is the sub-list for method output_type
+	26, // [26:26] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_attach_proto_init() }
@@ -1698,6 +2309,8 @@ func file_quire_cache_v1_attach_proto_init() {
 		(*AttachPoolRequest_LeaseOpened)(nil),
 		(*AttachPoolRequest_LeaseFenced)(nil),
 		(*AttachPoolRequest_AdaptersChanged)(nil),
+		(*AttachPoolRequest_DiskReport)(nil),
+		(*AttachPoolRequest_DiskContent)(nil),
 	}
 	file_quire_cache_v1_attach_proto_msgTypes[1].OneofWrappers = []any{
 		(*AttachPoolResponse_Attached)(nil),
@@ -1705,14 +2318,21 @@ func file_quire_cache_v1_attach_proto_init() {
 		(*AttachPoolResponse_OpenLease)(nil),
 		(*AttachPoolResponse_FenceLease)(nil),
 		(*AttachPoolResponse_ReportsAcknowledged)(nil),
+		(*AttachPoolResponse_DiskOrders)(nil),
 	}
+	file_quire_cache_v1_attach_proto_msgTypes[18].OneofWrappers = []any{
+		(*DiskOrder_Write)(nil),
+		(*DiskOrder_Read)(nil),
+		(*DiskOrder_Erase)(nil),
+	}
+	file_quire_cache_v1_attach_proto_msgTypes[21].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quire_cache_v1_attach_proto_rawDesc), len(file_quire_cache_v1_attach_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   17,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

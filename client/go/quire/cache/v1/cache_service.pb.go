@@ -483,6 +483,9 @@ const (
 	Medium_MEDIUM_DEVICE Medium = 1
 	// The pool's host tier: an admission copies it to the pool.
 	Medium_MEDIUM_HOST Medium = 2
+	// The disk: it is read to the host tier for an admission that waits for its
+	// prefix.
+	Medium_MEDIUM_DISK Medium = 3
 )
 
 // Enum value maps for Medium.
@@ -491,11 +494,13 @@ var (
 		0: "MEDIUM_UNSPECIFIED",
 		1: "MEDIUM_DEVICE",
 		2: "MEDIUM_HOST",
+		3: "MEDIUM_DISK",
 	}
 	Medium_value = map[string]int32{
 		"MEDIUM_UNSPECIFIED": 0,
 		"MEDIUM_DEVICE":      1,
 		"MEDIUM_HOST":        2,
+		"MEDIUM_DISK":        3,
 	}
 )
 
@@ -1542,8 +1547,8 @@ type Admission struct {
 	// each longer than the one before it. Not with CACHE_USE_NONE (INVALID_ARGUMENT).
 	Breakpoints []*Breakpoint `protobuf:"bytes,10,rep,name=breakpoints,proto3" json:"breakpoints,omitempty"`
 	// True: the admission is refused with PREFIX_BEING_COMPUTED while a sequence of
-	// another lease computes the next block that it needs. Without it the block is
-	// computed twice.
+	// another lease computes the next block that it needs, and while that is read from
+	// the disk. Without it the block is computed twice, and the disk is not read.
 	WaitsForPrefix bool `protobuf:"varint,11,opt,name=waits_for_prefix,json=waitsForPrefix,proto3" json:"waits_for_prefix,omitempty"`
 	// True: if not all full blocks of the tokens are found, the answer has the reason
 	// for the first miss, in admitted_misses.
@@ -2224,18 +2229,18 @@ func (x *BlockCounts) GetRetiredCount() int32 {
 	return 0
 }
 
-// Every block of the host tier is in exactly one of these states.
+// Every block of the host tier, and of the disk, is in exactly one of these states.
 type HostBlockCounts struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Blocks without a holder.
 	FreeCount int32 `protobuf:"varint,1,opt,name=free_count,json=freeCount,proto3" json:"free_count,omitempty"`
-	// Blocks held by one offloaded sequence.
+	// Host blocks held by one offloaded sequence.
 	HeldCount int32 `protobuf:"varint,2,opt,name=held_count,json=heldCount,proto3" json:"held_count,omitempty"`
-	// Released blocks that a planned step could still access, and blocks to which a
-	// planned step copies an evicted block.
+	// Released blocks that a planned step could still access, and blocks to which
+	// something is being copied.
 	RetiredCount int32 `protobuf:"varint,3,opt,name=retired_count,json=retiredCount,proto3" json:"retired_count,omitempty"`
-	// Blocks with a copy of an evicted block that an admission can find: evictable,
-	// unless a planned step copies from them.
+	// Blocks with a copy of a cached block that an admission can find: evictable,
+	// unless it is being copied elsewhere.
 	CachedCount   int32 `protobuf:"varint,4,opt,name=cached_count,json=cachedCount,proto3" json:"cached_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -6135,8 +6140,20 @@ type PoolStatistics struct {
 	// Of cached_token_count and resumed_cached_token_count, the tokens that were found
 	// in the host tier, and copied from there.
 	FoundInHostTokenCount int64 `protobuf:"varint,52,opt,name=found_in_host_token_count,json=foundInHostTokenCount,proto3" json:"found_in_host_token_count,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// The disk's blocks by state; none is held. Unset if the pool has no disk.
+	DiskBlockCounts *HostBlockCounts `protobuf:"bytes,53,opt,name=disk_block_counts,json=diskBlockCounts,proto3" json:"disk_block_counts,omitempty"`
+	// Copies that were written to the disk.
+	WrittenToDiskBlockCount int64 `protobuf:"varint,54,opt,name=written_to_disk_block_count,json=writtenToDiskBlockCount,proto3" json:"written_to_disk_block_count,omitempty"`
+	// Copies that were read from the disk to the host tier.
+	ReadFromDiskBlockCount int64 `protobuf:"varint,55,opt,name=read_from_disk_block_count,json=readFromDiskBlockCount,proto3" json:"read_from_disk_block_count,omitempty"`
+	// Copies that could not be written or read: they are lost.
+	LostOnDiskBlockCount int64 `protobuf:"varint,56,opt,name=lost_on_disk_block_count,json=lostOnDiskBlockCount,proto3" json:"lost_on_disk_block_count,omitempty"`
+	// Copies that were on the disk when the epoch began.
+	FoundOnDiskBlockCount int64 `protobuf:"varint,57,opt,name=found_on_disk_block_count,json=foundOnDiskBlockCount,proto3" json:"found_on_disk_block_count,omitempty"`
+	// Copies that were evicted from the disk.
+	EvictedFromDiskBlockCount int64 `protobuf:"varint,58,opt,name=evicted_from_disk_block_count,json=evictedFromDiskBlockCount,proto3" json:"evicted_from_disk_block_count,omitempty"`
+	unknownFields             protoimpl.UnknownFields
+	sizeCache                 protoimpl.SizeCache
 }
 
 func (x *PoolStatistics) Reset() {
@@ -6494,6 +6511,48 @@ func (x *PoolStatistics) GetEvictedFromHostBlockCount() int64 {
 func (x *PoolStatistics) GetFoundInHostTokenCount() int64 {
 	if x != nil {
 		return x.FoundInHostTokenCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetDiskBlockCounts() *HostBlockCounts {
+	if x != nil {
+		return x.DiskBlockCounts
+	}
+	return nil
+}
+
+func (x *PoolStatistics) GetWrittenToDiskBlockCount() int64 {
+	if x != nil {
+		return x.WrittenToDiskBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetReadFromDiskBlockCount() int64 {
+	if x != nil {
+		return x.ReadFromDiskBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetLostOnDiskBlockCount() int64 {
+	if x != nil {
+		return x.LostOnDiskBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetFoundOnDiskBlockCount() int64 {
+	if x != nil {
+		return x.FoundOnDiskBlockCount
+	}
+	return 0
+}
+
+func (x *PoolStatistics) GetEvictedFromDiskBlockCount() int64 {
+	if x != nil {
+		return x.EvictedFromDiskBlockCount
 	}
 	return 0
 }
@@ -7028,7 +7087,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x14GetStatisticsRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\"M\n" +
 	"\x15GetStatisticsResponse\x124\n" +
-	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xee\x12\n" +
+	"\x05pools\x18\x01 \x03(\v2\x1e.quire.cache.v1.PoolStatisticsR\x05pools\"\xe9\x15\n" +
 	"\x0ePoolStatistics\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12>\n" +
@@ -7079,7 +7138,13 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aaccepted_draft_token_count\x181 \x01(\x03R\x17acceptedDraftTokenCount\x126\n" +
 	"\x18kept_in_host_block_count\x182 \x01(\x03R\x14keptInHostBlockCount\x12@\n" +
 	"\x1devicted_from_host_block_count\x183 \x01(\x03R\x19evictedFromHostBlockCount\x128\n" +
-	"\x19found_in_host_token_count\x184 \x01(\x03R\x15foundInHostTokenCount\x1a@\n" +
+	"\x19found_in_host_token_count\x184 \x01(\x03R\x15foundInHostTokenCount\x12K\n" +
+	"\x11disk_block_counts\x185 \x01(\v2\x1f.quire.cache.v1.HostBlockCountsR\x0fdiskBlockCounts\x12<\n" +
+	"\x1bwritten_to_disk_block_count\x186 \x01(\x03R\x17writtenToDiskBlockCount\x12:\n" +
+	"\x1aread_from_disk_block_count\x187 \x01(\x03R\x16readFromDiskBlockCount\x126\n" +
+	"\x18lost_on_disk_block_count\x188 \x01(\x03R\x14lostOnDiskBlockCount\x128\n" +
+	"\x19found_on_disk_block_count\x189 \x01(\x03R\x15foundOnDiskBlockCount\x12@\n" +
+	"\x1devicted_from_disk_block_count\x18: \x01(\x03R\x19evictedFromDiskBlockCount\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\x80\x02\n" +
@@ -7137,11 +7202,12 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x1aMISS_REASON_WINDOW_EVICTED\x10\b\x12\x17\n" +
 	"\x13MISS_REASON_UNKNOWN\x10\t\x12\x1d\n" +
 	"\x19MISS_REASON_OTHER_ADAPTER\x10\n" +
-	"*D\n" +
+	"*U\n" +
 	"\x06Medium\x12\x16\n" +
 	"\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rMEDIUM_DEVICE\x10\x01\x12\x0f\n" +
-	"\vMEDIUM_HOST\x10\x022\xc2\x10\n" +
+	"\vMEDIUM_HOST\x10\x02\x12\x0f\n" +
+	"\vMEDIUM_DISK\x10\x032\xc2\x10\n" +
 	"\fCacheService\x12V\n" +
 	"\vCreateLease\x12\".quire.cache.v1.CreateLeaseRequest\x1a#.quire.cache.v1.CreateLeaseResponse\x12S\n" +
 	"\n" +
@@ -7278,134 +7344,135 @@ var file_quire_cache_v1_cache_service_proto_goTypes = []any{
 	(*AttachPoolResponse)(nil),       // 87: quire.cache.v1.AttachPoolResponse
 }
 var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
-	80, // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	81, // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	82, // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
-	81, // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	15, // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
-	16, // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
-	18, // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
-	19, // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
-	20, // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
-	22, // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
-	0,  // 10: quire.cache.v1.PlanStepRequest.host_copy_use:type_name -> quire.cache.v1.HostCopyUse
-	80, // 11: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
-	80, // 12: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
-	80, // 13: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
-	17, // 14: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
-	1,  // 15: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
-	21, // 16: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
-	80, // 17: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
-	2,  // 18: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
-	83, // 19: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
-	84, // 20: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
-	23, // 21: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
-	25, // 22: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
-	26, // 23: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
-	27, // 24: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	6,  // 25: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
-	81, // 26: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
-	14, // 27: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
-	24, // 28: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
-	83, // 29: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
-	32, // 30: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
-	82, // 31: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
-	26, // 32: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
-	27, // 33: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	85, // 34: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
-	32, // 35: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	32, // 36: quire.cache.v1.WatchPoolsResponse.pools:type_name -> quire.cache.v1.Pool
-	3,  // 37: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
-	39, // 38: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
-	3,  // 39: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
-	80, // 40: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
-	81, // 41: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
-	42, // 42: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
-	1,  // 43: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
-	43, // 44: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
-	42, // 45: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
-	4,  // 46: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
-	4,  // 47: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
-	46, // 48: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
-	51, // 49: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
-	81, // 50: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	54, // 51: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	5,  // 52: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	46, // 53: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	6,  // 54: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	81, // 55: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	81, // 56: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	70, // 57: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	20, // 58: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	59, // 59: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	83, // 60: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	26, // 61: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	80, // 62: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	81, // 63: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	66, // 64: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	81, // 65: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	69, // 66: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	26, // 67: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	70, // 68: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	7,  // 69: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
-	77, // 70: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	26, // 71: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	27, // 72: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	79, // 73: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	78, // 74: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	8,  // 75: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	10, // 76: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	12, // 77: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	14, // 78: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	28, // 79: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	86, // 80: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	30, // 81: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	33, // 82: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	35, // 83: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
-	37, // 84: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	40, // 85: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	44, // 86: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	47, // 87: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	49, // 88: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	52, // 89: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	67, // 90: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	55, // 91: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	57, // 92: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	60, // 93: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	62, // 94: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	64, // 95: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	71, // 96: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	73, // 97: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	75, // 98: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	9,  // 99: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	11, // 100: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	13, // 101: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	24, // 102: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	29, // 103: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	87, // 104: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	31, // 105: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	34, // 106: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	36, // 107: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
-	38, // 108: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	41, // 109: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	45, // 110: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	48, // 111: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	50, // 112: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	53, // 113: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	68, // 114: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	56, // 115: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	58, // 116: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	61, // 117: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	63, // 118: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	65, // 119: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	72, // 120: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	74, // 121: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	76, // 122: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	99, // [99:123] is the sub-list for method output_type
-	75, // [75:99] is the sub-list for method input_type
-	75, // [75:75] is the sub-list for extension type_name
-	75, // [75:75] is the sub-list for extension extendee
-	0,  // [0:75] is the sub-list for field type_name
+	80,  // 0: quire.cache.v1.CreateLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	81,  // 1: quire.cache.v1.CreateLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	82,  // 2: quire.cache.v1.CreateLeaseResponse.geometry:type_name -> quire.cache.v1.PoolGeometry
+	81,  // 3: quire.cache.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	15,  // 4: quire.cache.v1.PlanStepRequest.return_hints:type_name -> quire.cache.v1.ReturnHint
+	16,  // 5: quire.cache.v1.PlanStepRequest.expected_prompts:type_name -> quire.cache.v1.ExpectedPrompt
+	18,  // 6: quire.cache.v1.PlanStepRequest.forks:type_name -> quire.cache.v1.Fork
+	19,  // 7: quire.cache.v1.PlanStepRequest.extends:type_name -> quire.cache.v1.Extends
+	20,  // 8: quire.cache.v1.PlanStepRequest.admissions:type_name -> quire.cache.v1.Admission
+	22,  // 9: quire.cache.v1.PlanStepRequest.restores:type_name -> quire.cache.v1.Restore
+	0,   // 10: quire.cache.v1.PlanStepRequest.host_copy_use:type_name -> quire.cache.v1.HostCopyUse
+	80,  // 11: quire.cache.v1.ReturnHint.expected_in:type_name -> google.protobuf.Duration
+	80,  // 12: quire.cache.v1.ExpectedPrompt.expected_in:type_name -> google.protobuf.Duration
+	80,  // 13: quire.cache.v1.Retention.ttl:type_name -> google.protobuf.Duration
+	17,  // 14: quire.cache.v1.Admission.retention:type_name -> quire.cache.v1.Retention
+	1,   // 15: quire.cache.v1.Admission.cache_use:type_name -> quire.cache.v1.CacheUse
+	21,  // 16: quire.cache.v1.Admission.breakpoints:type_name -> quire.cache.v1.Breakpoint
+	80,  // 17: quire.cache.v1.Breakpoint.ttl:type_name -> google.protobuf.Duration
+	2,   // 18: quire.cache.v1.Refusal.item:type_name -> quire.cache.v1.PlanItem
+	83,  // 19: quire.cache.v1.Refusal.error:type_name -> quire.cache.v1.Error
+	84,  // 20: quire.cache.v1.PlanStepResponse.grant:type_name -> quire.cache.v1.SignedGrant
+	23,  // 21: quire.cache.v1.PlanStepResponse.refusals:type_name -> quire.cache.v1.Refusal
+	25,  // 22: quire.cache.v1.PlanStepResponse.admitted_misses:type_name -> quire.cache.v1.AdmissionMiss
+	26,  // 23: quire.cache.v1.PlanStepResponse.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27,  // 24: quire.cache.v1.PlanStepResponse.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	6,   // 25: quire.cache.v1.AdmissionMiss.reason:type_name -> quire.cache.v1.MissReason
+	81,  // 26: quire.cache.v1.AdmissionMiss.lost_time:type_name -> google.protobuf.Timestamp
+	14,  // 27: quire.cache.v1.PlanStepsRequest.plan:type_name -> quire.cache.v1.PlanStepRequest
+	24,  // 28: quire.cache.v1.PlanStepsResponse.plan:type_name -> quire.cache.v1.PlanStepResponse
+	83,  // 29: quire.cache.v1.PlanStepsResponse.error:type_name -> quire.cache.v1.Error
+	32,  // 30: quire.cache.v1.GetPoolResponse.pool:type_name -> quire.cache.v1.Pool
+	82,  // 31: quire.cache.v1.Pool.geometry:type_name -> quire.cache.v1.PoolGeometry
+	26,  // 32: quire.cache.v1.Pool.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27,  // 33: quire.cache.v1.Pool.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	85,  // 34: quire.cache.v1.Pool.adapters:type_name -> quire.cache.v1.PoolAdapters
+	32,  // 35: quire.cache.v1.ListPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	32,  // 36: quire.cache.v1.WatchPoolsResponse.pools:type_name -> quire.cache.v1.Pool
+	3,   // 37: quire.cache.v1.ListLeasesRequest.state:type_name -> quire.cache.v1.LeaseState
+	39,  // 38: quire.cache.v1.ListLeasesResponse.leases:type_name -> quire.cache.v1.Lease
+	3,   // 39: quire.cache.v1.Lease.state:type_name -> quire.cache.v1.LeaseState
+	80,  // 40: quire.cache.v1.Lease.ttl:type_name -> google.protobuf.Duration
+	81,  // 41: quire.cache.v1.Lease.expire_time:type_name -> google.protobuf.Timestamp
+	42,  // 42: quire.cache.v1.GetSequenceResponse.sequence:type_name -> quire.cache.v1.Sequence
+	1,   // 43: quire.cache.v1.Sequence.cache_use:type_name -> quire.cache.v1.CacheUse
+	43,  // 44: quire.cache.v1.Sequence.group_block_tables:type_name -> quire.cache.v1.GroupBlockTable
+	42,  // 45: quire.cache.v1.ListSequencesResponse.sequences:type_name -> quire.cache.v1.Sequence
+	4,   // 46: quire.cache.v1.Block.state:type_name -> quire.cache.v1.BlockState
+	4,   // 47: quire.cache.v1.ListBlocksRequest.state:type_name -> quire.cache.v1.BlockState
+	46,  // 48: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
+	51,  // 49: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
+	81,  // 50: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
+	54,  // 51: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	5,   // 52: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	46,  // 53: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	6,   // 54: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	81,  // 55: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	81,  // 56: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	70,  // 57: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	20,  // 58: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	59,  // 59: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	83,  // 60: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	26,  // 61: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	80,  // 62: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	81,  // 63: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	66,  // 64: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	81,  // 65: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	69,  // 66: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	26,  // 67: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	70,  // 68: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	7,   // 69: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
+	77,  // 70: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	26,  // 71: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27,  // 72: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	79,  // 73: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	78,  // 74: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	27,  // 75: quire.cache.v1.PoolStatistics.disk_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	8,   // 76: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	10,  // 77: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	12,  // 78: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	14,  // 79: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	28,  // 80: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	86,  // 81: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	30,  // 82: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	33,  // 83: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	35,  // 84: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
+	37,  // 85: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	40,  // 86: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	44,  // 87: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	47,  // 88: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	49,  // 89: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	52,  // 90: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	67,  // 91: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	55,  // 92: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	57,  // 93: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	60,  // 94: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	62,  // 95: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	64,  // 96: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	71,  // 97: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	73,  // 98: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	75,  // 99: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	9,   // 100: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	11,  // 101: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	13,  // 102: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	24,  // 103: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	29,  // 104: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	87,  // 105: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	31,  // 106: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	34,  // 107: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	36,  // 108: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
+	38,  // 109: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	41,  // 110: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	45,  // 111: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	48,  // 112: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	50,  // 113: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	53,  // 114: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	68,  // 115: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	56,  // 116: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	58,  // 117: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	61,  // 118: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	63,  // 119: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	65,  // 120: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	72,  // 121: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	74,  // 122: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	76,  // 123: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	100, // [100:124] is the sub-list for method output_type
+	76,  // [76:100] is the sub-list for method input_type
+	76,  // [76:76] is the sub-list for extension type_name
+	76,  // [76:76] is the sub-list for extension extendee
+	0,   // [0:76] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }

@@ -197,8 +197,8 @@ const (
 	// the sequence instead. Metadata: sequence_id, needed, free, retired, limit (all
 	// blocks of the host tier).
 	ErrorReason_ERROR_REASON_OUT_OF_HOST_BLOCKS ErrorReason = 58
-	// Another lease computes the next block of the admission, which waits for it
-	// (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
+	// Another lease computes the next block of the admission, or it is read from the
+	// disk, and the admission waits for it (Admission.waits_for_prefix). Retry in a later plan. Metadata: sequence_id,
 	// tokens (that the prefix cache has now).
 	ErrorReason_ERROR_REASON_PREFIX_BEING_COMPUTED ErrorReason = 59
 	// The pool's worker is not attached now. Metadata: pool.

@@ -1,7 +1,9 @@
-//! Copies of evicted blocks in the host tier, by host block.
+//! Copies of cached blocks in a tier below the pool, by the tier's block.
 //!
-//!     arriving   a step in flight copies the block; nobody can find the copy yet
-//!     findable   by the hash that the block had; evictable, unless a step in flight copies it back
+//!     arriving   it is being copied here; nobody can find the copy yet
+//!     findable   by the hash that the block had; evictable, unless it is being copied elsewhere
+//!
+//! Steps copy between the pool and the host tier, orders to the worker between the host tier and the disk.
 //!
 //! The copy that was used least recently is evicted first: of a tenant over its quota, if there is one; else of a tenant
 //! above its floor. Quotas and floors are the tenants' shares of the pool, scaled to the limit of copies.
@@ -14,9 +16,17 @@ use serde::{Deserialize, Serialize};
 use crate::cache::accounts::Accounts;
 use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
 use crate::cache::tenants::TenantId;
+use crate::cache::tier::Tier;
 
-/// A block of the host tier.
-pub type HostBlockId = u32;
+/// A block of a tier below the pool; each tier numbers its own.
+pub type TierBlockId = u32;
+
+/// What a copy can be found by, and whose it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Content {
+    pub hash: Hash,
+    pub tenant: TenantId,
+}
 
 /// A block of the pool that was evicted with its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,21 +39,27 @@ pub struct Evicted {
     pub published_at: u64,
 }
 
+impl Evicted {
+    pub fn content(&self) -> Content {
+        Content { hash: self.hash, tenant: self.tenant }
+    }
+}
+
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct HostCopy {
+struct TierCopy {
     hash: Hash,
     tenant: TenantId,
     is_arriving: bool,
-    /// Its place in the order of eviction; None while a step in flight copies it.
+    /// Its place in the order of eviction; None while it is being copied.
     used_at: Option<u64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub struct HostCopies {
+pub struct TierCopies {
     limit: usize,
-    index: PrefixIndex, // of host block h under h + 1: the index has no block 0
-    copies: Vec<Option<HostCopy>>,
-    evictable: Vec<BTreeMap<u64, HostBlockId>>, // by tenant, the least recently used one first
+    index: PrefixIndex, // of the tier's block b under b + 1: the index has no block 0
+    copies: Vec<Option<TierCopy>>,
+    evictable: Vec<BTreeMap<u64, TierBlockId>>, // by tenant, the least recently used one first
     counts: Vec<usize>,                         // by tenant
     num_copies: usize,
     num_uses: u64,
@@ -51,11 +67,11 @@ pub struct HostCopies {
     num_evicted: u64,
 }
 
-impl HostCopies {
-    /// Of at most `limit` blocks of the pool, in the first `num_blocks` blocks of the host tier.
-    pub fn new(num_blocks: usize, limit: usize) -> HostCopies {
+impl TierCopies {
+    /// At most `limit` copies, in the first `num_blocks` blocks of a tier.
+    pub fn new(num_blocks: usize, limit: usize) -> TierCopies {
         let num_blocks = if limit > 0 { num_blocks } else { 0 };
-        HostCopies {
+        TierCopies {
             limit,
             index: PrefixIndex::new(num_blocks + 1),
             copies: vec![None; num_blocks],
@@ -70,6 +86,11 @@ impl HostCopies {
 
     pub fn are_made(&self) -> bool {
         self.limit > 0
+    }
+
+    /// The most copies there may be.
+    pub fn limit(&self) -> usize {
+        self.limit
     }
 
     pub fn is_full(&self) -> bool {
@@ -91,26 +112,32 @@ impl HostCopies {
         self.num_evicted
     }
 
-    pub fn is_findable(&self, block: HostBlockId) -> bool {
+    pub fn is_findable(&self, block: TierBlockId) -> bool {
         self.copy(block).is_some_and(|copy| !copy.is_arriving)
     }
 
-    /// The tenant of a copy.
-    pub fn owner(&self, block: HostBlockId) -> Option<TenantId> {
-        self.copy(block).map(|copy| copy.tenant)
+    /// True if the block has a copy, one that is arriving included.
+    pub fn is_copy(&self, block: TierBlockId) -> bool {
+        self.copy(block).is_some()
     }
 
-    /// Host block, hash and tenant of each copy, and whether it is arriving.
-    pub fn listing(&self) -> impl Iterator<Item = (HostBlockId, Hash, TenantId, bool)> {
+    /// The content of a copy that can be found.
+    pub fn content(&self, block: TierBlockId) -> Option<Content> {
+        let copy = self.copy(block).filter(|copy| !copy.is_arriving)?;
+        Some(Content { hash: copy.hash, tenant: copy.tenant })
+    }
+
+    /// Block, hash and tenant of each copy, and whether it is arriving.
+    pub fn listing(&self) -> impl Iterator<Item = (TierBlockId, Hash, TenantId, bool)> {
         let copies = self.copies.iter().enumerate();
         copies.filter_map(|(block, copy)| {
             let copy = copy.as_ref()?;
-            Some((block as HostBlockId, copy.hash, copy.tenant, copy.is_arriving))
+            Some((block as TierBlockId, copy.hash, copy.tenant, copy.is_arriving))
         })
     }
 
     /// The copies of the longest run of these hashes.
-    pub fn find(&self, hashes: &[Hash]) -> Vec<HostBlockId> {
+    pub fn find(&self, hashes: &[Hash]) -> Vec<TierBlockId> {
         if !self.are_made() {
             return Vec::new();
         }
@@ -123,9 +150,20 @@ impl HostCopies {
         self.are_made() && evicted.published_at > reset_at
     }
 
+    /// True if a tenant may have one more copy within its quota.
+    pub fn has_share(&self, tenant: TenantId, accounts: &Accounts) -> bool {
+        let count = self.counts.get(tenant as usize).copied().unwrap_or(0);
+        count < self.scaled(accounts.get(tenant).share.quota, accounts)
+    }
+
+    /// A tenant's share of the pool, scaled to the limit of copies.
+    fn scaled(&self, num_blocks: usize, accounts: &Accounts) -> usize {
+        num_blocks * self.limit / accounts.num_usable().max(1)
+    }
+
     /// The evictable copy to evict first. For the copy of a tenant: None if the floors of others forbid it.
-    pub fn first(&self, accounts: &Accounts, asker: Option<TenantId>) -> Option<HostBlockId> {
-        let scale = |num_blocks: usize| num_blocks * self.limit / accounts.num_usable().max(1);
+    pub fn first(&self, accounts: &Accounts, asker: Option<TenantId>) -> Option<TierBlockId> {
+        let scale = |num_blocks: usize| self.scaled(num_blocks, accounts);
         let is_asker = |tenant: usize| asker == Some(tenant as TenantId);
         let share = |tenant: usize| accounts.get(tenant as TenantId).share;
         let is_over_quota =
@@ -136,7 +174,7 @@ impl HostCopies {
         if asker.is_some() { above_floor } else { above_floor.or_else(|| self.oldest(|_| true)) }
     }
 
-    fn oldest(&self, is_meant: impl Fn(usize) -> bool) -> Option<HostBlockId> {
+    fn oldest(&self, is_meant: impl Fn(usize) -> bool) -> Option<TierBlockId> {
         let of_tenants = self.evictable.iter().enumerate().filter(|(tenant, _)| is_meant(*tenant));
         let oldest = of_tenants.filter_map(|(_, blocks)| blocks.first_key_value()).min()?;
         Some(*oldest.1)
@@ -144,18 +182,18 @@ impl HostCopies {
 
     // -- changes ------------------------------------------------------------------------------------------------------
 
-    /// A step that was planned copies a block to this free host block.
-    pub fn begin(&mut self, block: HostBlockId, evicted: &Evicted) {
-        let Evicted { hash, tenant, .. } = *evicted;
+    /// Content is being copied to this free block.
+    pub fn begin(&mut self, block: TierBlockId, content: Content) {
+        let Content { hash, tenant } = content;
         self.reach(tenant);
         self.counts[tenant as usize] += 1;
         self.num_copies += 1;
-        self.copies[block as usize] = Some(HostCopy { hash, tenant, is_arriving: true, used_at: None });
+        self.copies[block as usize] = Some(TierCopy { hash, tenant, is_arriving: true, used_at: None });
     }
 
-    /// The step that copies to it has ended: it can be found, unless another copy can be by this hash. No effect if it
+    /// It was copied here: it can be found, unless another copy can be by this hash. No effect if it
     /// was dropped meanwhile.
-    pub fn arrive(&mut self, block: HostBlockId) {
+    pub fn arrive(&mut self, block: TierBlockId) {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
         if self.index.lookup(&copy.hash).is_some() {
             self.remove(block);
@@ -165,16 +203,16 @@ impl HostCopies {
         self.index.publish(&copy.hash, block + 1);
     }
 
-    /// A step copies it back: it is not evicted meanwhile.
-    pub fn begin_use(&mut self, block: HostBlockId) {
+    /// It is being copied elsewhere: it is not evicted meanwhile.
+    pub fn begin_use(&mut self, block: TierBlockId) {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
         if let Some(used_at) = copy.used_at.take() {
             self.evictable[copy.tenant as usize].remove(&used_at);
         }
     }
 
-    /// No step copies it: it was used last.
-    pub fn end_use(&mut self, block: HostBlockId) {
+    /// Nothing copies it: it was used last.
+    pub fn end_use(&mut self, block: TierBlockId) {
         self.begin_use(block);
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
         copy.used_at = Some(self.num_uses);
@@ -183,13 +221,13 @@ impl HostCopies {
     }
 
     /// It makes room.
-    pub fn evict(&mut self, block: HostBlockId) {
+    pub fn evict(&mut self, block: TierBlockId) {
         self.remove(block);
         self.num_evicted += 1;
     }
 
     /// Drops a copy. No effect if there is none.
-    pub fn remove(&mut self, block: HostBlockId) {
+    pub fn remove(&mut self, block: TierBlockId) {
         self.begin_use(block);
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::take) else { return };
         if !copy.is_arriving {
@@ -201,7 +239,7 @@ impl HostCopies {
 
     /// The content of these tenants is being reset: content that was published before this change is not copied any more.
     /// Lists their copies.
-    pub fn begin_reset(&mut self, tenants: Range<TenantId>, num_changes: u64) -> Vec<HostBlockId> {
+    pub fn begin_reset(&mut self, tenants: Range<TenantId>, num_changes: u64) -> Vec<TierBlockId> {
         if !self.are_made() || tenants.is_empty() {
             return Vec::new();
         }
@@ -211,7 +249,7 @@ impl HostCopies {
     }
 
     /// All copies.
-    pub fn all(&self) -> Vec<HostBlockId> {
+    pub fn all(&self) -> Vec<TierBlockId> {
         self.of(|_| true)
     }
 
@@ -220,12 +258,12 @@ impl HostCopies {
         self.num_evicted = 0;
     }
 
-    fn of(&self, is_meant: impl Fn(&HostCopy) -> bool) -> Vec<HostBlockId> {
-        let is_meant = |block: &HostBlockId| self.copy(*block).is_some_and(&is_meant);
-        (0..self.copies.len() as HostBlockId).filter(is_meant).collect()
+    fn of(&self, is_meant: impl Fn(&TierCopy) -> bool) -> Vec<TierBlockId> {
+        let is_meant = |block: &TierBlockId| self.copy(*block).is_some_and(&is_meant);
+        (0..self.copies.len() as TierBlockId).filter(is_meant).collect()
     }
 
-    fn copy(&self, block: HostBlockId) -> Option<&HostCopy> {
+    fn copy(&self, block: TierBlockId) -> Option<&TierCopy> {
         self.copies.get(block as usize)?.as_ref()
     }
 
@@ -239,23 +277,24 @@ impl HostCopies {
 
     // -- checks -------------------------------------------------------------------------------------------------------
 
-    /// Reports violations, given the host blocks that steps in flight hold, and those to which they copy evicted blocks.
-    pub fn audit(&self, holds: &[u32], arriving: &[u32], wrong: &mut Vec<String>) {
+    /// Reports violations, given the tier's name, how often each block is held, and how often something is being
+    /// copied to it.
+    pub fn audit(&self, tier: Tier, holds: &[u32], arriving: &[u32], wrong: &mut Vec<String>) {
         let mut counts = vec![0; self.counts.len()];
-        for block in 0..self.copies.len() as HostBlockId {
+        for block in 0..self.copies.len() as TierBlockId {
             let (holds, is_arriving) = (holds[block as usize], arriving[block as usize]);
             let Some(copy) = self.copy(block) else { continue };
             counts[copy.tenant as usize] += 1;
             let found = self.index.lookup(&copy.hash).map(|number| number - 1);
             if u32::from(copy.is_arriving) > is_arriving {
-                wrong.push(format!("host block {block} is a copy that no step makes"));
+                wrong.push(format!("{tier} block {block} is a copy that nothing makes"));
             }
             if (found == Some(block)) == copy.is_arriving {
-                wrong.push(format!("host block {block} is a copy that is found or arrives, not both or none"));
+                wrong.push(format!("{tier} block {block} is a copy that is found or arrives, not both or none"));
             }
             let place = copy.used_at.and_then(|used_at| self.evictable[copy.tenant as usize].get(&used_at));
             if copy.used_at.is_some() != (holds == 0) || place.is_some_and(|placed| *placed != block) {
-                wrong.push(format!("host block {block} is a copy with {holds} holds, and in the order at {place:?}"));
+                wrong.push(format!("{tier} block {block} is a copy with {holds} holds, and in the order at {place:?}"));
             }
         }
         self.index.audit(&(0..self.copies.len() as BlockId + 1), wrong);
@@ -263,12 +302,12 @@ impl HostCopies {
         let num_copies = counts.iter().sum::<usize>();
         if counts != self.counts || num_copies != self.num_copies || num_copies > self.limit {
             wrong.push(format!(
-                "tenants have {counts:?} copies in the host tier, {:?} are counted, {} in all of {}",
+                "tenants have {counts:?} copies in the {tier} tier, {:?} are counted, {} in all of {}",
                 self.counts, self.num_copies, self.limit
             ));
         }
         if self.num_evictable() != self.copies.iter().flatten().filter(|copy| copy.used_at.is_some()).count() {
-            wrong.push(format!("{} copies in the host tier are in the order of eviction", self.num_evictable()));
+            wrong.push(format!("{} copies in the {tier} tier are in the order of eviction", self.num_evictable()));
         }
     }
 
