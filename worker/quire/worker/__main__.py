@@ -66,6 +66,8 @@ def main(
     model: str,
     kv_cache_memory: int | None,
     host_memory: int,
+    disk_memory: int,
+    disk_write_rate: int,
     lora_memory: int,
     **values: object,
 ) -> None:
@@ -89,6 +91,8 @@ def main(
         model=model,
         kv_cache_memory_bytes=kv_cache_memory,
         host_memory_bytes=host_memory,
+        disk_memory_bytes=disk_memory,
+        disk_write_rate=disk_write_rate,
         lora_memory_bytes=lora_memory,
         **values,  # type: ignore[arg-type]
     )

@@ -61,6 +61,11 @@ class WorkerConfig:
     """How plain weights are quantized at load."""
     host_cache_share: float = 0.0
     """The part of the host tier for copies of evicted blocks, 0 to 1."""
+    disk_dir: Path | None = None
+    """The directory of the disk below the host tier."""
+    disk_memory_bytes: int = 0
+    disk_write_rate: int = 200 << 20
+    """The limit of bytes written there, per second."""
     lora: tuple[tuple[str, Path], ...] = ()
     """The adapters: name and folder."""
     enable_lora: bool = False
@@ -93,6 +98,12 @@ class WorkerConfig:
             return "--verify-kept-blocks needs --holder."
         if self.host_cache_share and not self.host_memory_bytes:
             return "--host-cache-share needs --host-memory."
+        if (self.disk_dir is None) != (self.disk_memory_bytes == 0):
+            return "--disk-dir and --disk-memory need each other."
+        if self.disk_dir is not None and not self.host_cache_share:
+            return "--disk-dir needs --host-cache-share: copies go to the disk and come back through the host tier."
+        if self.disk_dir is not None and self.has_ranks:
+            return f"--disk-dir excludes {self._ranks}: each rank has a part of a block."
         if self.wants_adapters and (conflict := self.adapter_conflict or self._lora_conflict()) is not None:
             return conflict
         if not self.deterministic:

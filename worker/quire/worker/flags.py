@@ -136,6 +136,29 @@ OWN_FLAGS: list[Flag] = [
         "sequences come first.",
     ),
     option(
+        "--disk-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        show_default="no disk",
+        metavar="PATH",
+        help="Directory for copies of cached blocks, which outlive the worker. They are keys and values of prompts: the "
+        "directory is made for this user alone. Needs --disk-memory and --host-cache-share.",
+    ),
+    option(
+        "--disk-memory",
+        type=ByteSize(),
+        default=0,
+        show_default="no disk",
+        metavar="BYTES",
+        help="The most bytes of files in --disk-dir, like 200G.",
+    ),
+    option(
+        "--disk-write-rate",
+        type=ByteSize(),
+        default="200M",
+        metavar="BYTES",
+        help="The limit of bytes written to --disk-dir per second. What is evicted faster is not written.",
+    ),
+    option(
         "--holder",
         type=UNIX_ADDRESS,
         show_default="the pool ends with the worker",

@@ -49,6 +49,10 @@ class Stream:
     task: asyncio.Task[None]
     orders: Orders = field(default_factory=asyncio.Queue)
     is_replaced: bool = False
+    last_disk_order: int = 0
+    """Orders about the disk up to this one were sent."""
+    looks_at_disk: bool = False
+    """The books have changed: there may be orders to send."""
 
     def replace(self) -> None:
         """Ends the stream: its worker has registered the same epoch on a newer stream."""
@@ -65,6 +69,8 @@ class Attachments:
         self._started_at = clock()
         self._streams: dict[str, Stream] = {}
         self._opening: dict[str, asyncio.Future[None]] = {}
+        self._erasing: dict[str, asyncio.Future[None]] = {}
+        """Done when nothing is to be erased from the disk of a pool any more."""
         self._places = Places(MAX_ATTACHMENTS, "attachments")
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler[Request, attach_pb2.AttachPoolResponse]]:
@@ -101,6 +107,20 @@ class Attachments:
         """Tells the worker to refuse the lease's steps, now or when it is attached again."""
         self._order(pool, attach_pb2.AttachPoolResponse(fence_lease=attach_pb2.FenceLease(lease_id=lease_id)))
 
+    async def erased(self, pool: AttachedPool) -> None:
+        """Waits until the worker has carried out all orders to erase. Cancel to give up: they stay ordered.
+
+        Raises CallRefused (POOL_DETACHED) if the worker goes before, or can't do it: some may be left on the disk.
+        """
+        if not pool.ledger.erasing:
+            return
+        if self._catalog.pool(pool.ledger.pool) is not pool or not pool.is_attached:
+            raise not_erased(pool)
+        name = pool.ledger.pool
+        if name not in self._erasing:
+            self._erasing[name] = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._erasing[name])
+
     async def converse(self, requests: Requests, write: Write) -> None:
         """Handles one worker's stream until it ends.
 
@@ -111,11 +131,21 @@ class Attachments:
         stream = Stream(task)
         writer = asyncio.create_task(write_all(stream.orders, write))
         pool = None
+
+        def look_at_disk() -> None:
+            """The books have changed. They can't be read now."""
+            if pool is not None and not stream.looks_at_disk:
+                stream.looks_at_disk = True
+                asyncio.get_running_loop().call_soon(self._order_disk, pool, stream)
+
         try:
             pool = await self._register(requests, stream.orders)
             if pool is None:
                 return
             self._take_over(pool, stream)
+            if pool.ledger.geometry.num_disk_blocks:
+                self._catalog.listeners(pool.ledger.pool)[look_at_disk] = None
+                self._order_disk(pool, stream)
             async for request in requests:
                 self._hear(pool, request)
                 del request  # while the stream waits for the next one
@@ -125,8 +155,11 @@ class Attachments:
             task.uncancel()
             raise pool_already_attached(pool) from None
         finally:
+            if pool is not None:
+                self._catalog.listeners(pool.ledger.pool).pop(look_at_disk, None)
             if pool is not None and self._streams.get(pool.ledger.pool) is stream:
                 self._catalog.detach(pool)
+                self._give_up_erasing(pool)
                 del self._streams[pool.ledger.pool]
                 log.info("worker detached pool=%s epoch=%d", pool.ledger.pool, pool.ledger.epoch)
             stream.orders.put_nowait(None)  # a write that is cancelled would keep gRPC from ending the stream
@@ -197,12 +230,47 @@ class Attachments:
                 opening.set_result(None)
         elif kind == "lease_fenced":
             self._catalog.lease_fenced(pool, request.lease_fenced.lease_id)
+        elif kind == "disk_report":
+            self._hear_of_disk(pool, request.disk_report)
+        elif kind == "disk_content":
+            pool.ledger.enter_disk_content(request.disk_content.SerializeToString())
         elif kind == "adapters_changed":
             adapters = messages.decode_adapters("adapters_changed", request.adapters_changed)
             self._catalog.set_adapters(pool, adapters)
         else:
-            limit = "step_report, lease_opened, lease_fenced or adapters_changed"
+            limit = "step_report, lease_opened, lease_fenced, adapters_changed, disk_report or disk_content"
             raise CallRefused(invalid("message", kind_of(request), limit))
+
+    # -- the disk -----------------------------------------------------------------------------------------------------
+
+    def _order_disk(self, pool: AttachedPool, stream: Stream) -> None:
+        """Sends the orders about the disk that the stream has not had. A new stream gets all that are not reported."""
+        stream.looks_at_disk = False
+        if self._catalog.pool(pool.ledger.pool) is not pool or self._streams.get(pool.ledger.pool) is not stream:
+            return
+        orders = pool.ledger.disk_orders(stream.last_disk_order)
+        if orders is not None:
+            stream.last_disk_order = pool.ledger.last_disk_order
+            disk_orders = attach_pb2.DiskOrders.FromString(orders)
+            stream.orders.put_nowait(attach_pb2.AttachPoolResponse(disk_orders=disk_orders))
+
+    def _hear_of_disk(self, pool: AttachedPool, report: attach_pb2.DiskReport) -> None:
+        num_erasing = len(pool.ledger.erasing)
+        pool.ledger.enter_disk_report(report.SerializeToString())
+        num_left = len(pool.ledger.erasing)
+        if num_left < num_erasing and report.failed_order_numbers:
+            self._give_up_erasing(pool)
+        elif not num_left and (erased := self._erasing.pop(pool.ledger.pool, None)) is not None:
+            erased.set_result(None)
+
+    def _give_up_erasing(self, pool: AttachedPool) -> None:
+        """The worker has gone, or failed: nobody knows what is left on its disk."""
+        erased = self._erasing.pop(pool.ledger.pool, None)
+        if erased is not None:
+            erased.set_exception(not_erased(pool))
+            erased.exception()  # seen: its callers may have gone
+
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def _settle(self, pool: AttachedPool, report: StepReport) -> None:
         if report.report_number <= pool.acknowledged_report:
@@ -251,6 +319,13 @@ def pool_already_attached(pool: AttachedPool) -> CallRefused:
     name, epoch = pool.ledger.pool, pool.ledger.epoch
     message = f"a newer stream has registered epoch {epoch} of pool {name!r}"
     return CallRefused(refuse(Reason.POOL_ALREADY_ATTACHED, message, pool=name, epoch=epoch))
+
+
+def not_erased(pool: AttachedPool) -> CallRefused:
+    """Content that a reset was about may still be on the worker's disk; it is not found any more."""
+    name = pool.ledger.pool
+    message = f"the worker of pool {name!r} has not removed all from its disk; what is left is not found"
+    return CallRefused(refuse(Reason.POOL_DETACHED, message, pool=name))
 
 
 async def write_all(orders: Orders, write: Write) -> None:

@@ -15,6 +15,7 @@ from quire.cachemgr.bounds import MAX_WATCHES, Places
 from quire.cachemgr.catalog import AttachedPool, Catalog, leases_from
 from quire.cachemgr.errors import CallRefused, sequence_not_found
 from quire.cachemgr.service import messages
+from quire.cachemgr.service.attachments import Attachments
 from quire.cachemgr.service.pools import VisiblePools, is_visible, require_role, sees_all, tenant_asked_for
 from quire.cachemgr.service.statuses import refusing, to_error_status
 from quire.cachemgr.service.turns import in_turns
@@ -38,9 +39,12 @@ RESET_SLICE = 1_000
 class Inspection:
     """Pools, leases, sequences, blocks and prefixes as they are."""
 
-    def __init__(self, catalog: Catalog, pools: VisiblePools, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, catalog: Catalog, pools: VisiblePools, attachments: Attachments, clock: Callable[[], float]
+    ) -> None:
         self._catalog = catalog
         self._pools = pools
+        self._attachments = attachments
         self._clock = clock
         self._watch_places = Places(MAX_WATCHES, "watches")
 
@@ -206,7 +210,8 @@ class Inspection:
     async def ResetPrefixCache(  # noqa: N802
         self, request: cache_service_pb2.ResetPrefixCacheRequest, context: Context
     ) -> cache_service_pb2.ResetPrefixCacheResponse:
-        ledger = self._pools.pool(request.pool).ledger
+        pool = self._pools.pool(request.pool)
+        ledger = pool.ledger
         salt, tokens = messages.decode_reset_scope(request, ledger.geometry)
         if request.HasField("tenant") or salt is not None:
             tenant = tenant_asked_for("ResetPrefixCache", request)
@@ -216,6 +221,7 @@ class Inspection:
             require_role("ResetPrefixCache", Role.OPERATOR)
             parts = parts_of_whole_reset(ledger, self._clock(), by=caller().name)
         dropped = [dropped async for dropped in in_turns(parts)]
+        await self._attachments.erased(pool)
         return cache_service_pb2.ResetPrefixCacheResponse(
             dropped_block_count=sum(num_blocks for num_blocks, _ in dropped),
             dropped_pin_count=sum(num_pins for _, num_pins in dropped),

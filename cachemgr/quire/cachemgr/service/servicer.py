@@ -61,7 +61,7 @@ class CacheServicer:
             max_leases_of=max_leases_of,
         )
         self._planning = Planning(self._pools, self._drain, clock)
-        self._inspection = Inspection(catalog, self._pools, clock)
+        self._inspection = Inspection(catalog, self._pools, self._attachments, clock)
         parts = (self._leasing, self._planning, self._attachments, self._inspection, Keeping(self._pools, clock))
         for method in METHODS:
             (part,) = (part for part in parts if hasattr(part, method))

@@ -1306,7 +1306,7 @@ class StepPart(_message.Message):
     DEGRADED_REASON_FIELD_NUMBER: _builtins.int
     part: _builtins.str
     """"modules", "experts", "attention", "cache", "decode", "sampler", "prompts",
-    "copies" or "kernels". More parts may come.
+    "copies", "kernels" or "disk". More parts may come.
     """
     mode: _builtins.str
     """For people: the fused modules, the kernels of attention, the steps that are CUDA

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,18 @@ class HostPool:
             if len(set(blocks)) != len(blocks):
                 raise ValueError(f"{len(blocks)} copies have {len(set(blocks))} distinct targets")
             self._restore(pairs)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._pool.bytes_per_block
+
+    def read_block(self, host_block: int) -> bytes:
+        """Return the content of a host block that nothing is being copied to."""
+        return self._storage[host_block].numpy().tobytes()
+
+    def write_block(self, host_block: int, content: bytes) -> None:
+        """Replace the content of a host block that nothing else uses."""
+        self._storage[host_block].numpy()[:] = np.frombuffer(content, np.uint8)
 
     def join(self) -> None:
         """Makes later work on the device wait for the copies to the host."""

@@ -28,6 +28,7 @@ class Part(StrEnum):
     COPIES = "copies"
     KERNELS = "kernels"
     ARITHMETIC = "arithmetic"
+    DISK = "disk"
 
 
 GRAPH_PARTS = (Part.DECODE, Part.SAMPLER, Part.PROMPTS)

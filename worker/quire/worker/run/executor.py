@@ -462,6 +462,19 @@ class Executor:
             self._decode.begin_anew()
         self._is_damaged = False
 
+    @property
+    def host_block_bytes(self) -> int:
+        """Of a block's content as read_host_block returns it."""
+        return self._host_pool.bytes_per_block
+
+    def read_host_block(self, block_id: int) -> bytes:
+        """Return the content of a host block that no step copies to; from any thread."""
+        return self._host_pool.read_block(block_id)
+
+    def write_host_block(self, block_id: int, content: bytes) -> None:
+        """Replace the content of a host block that no step uses; from any thread."""
+        self._host_pool.write_block(block_id, content)
+
     def checksum_blocks(self, block_ids: list[int]) -> list[int]:
         """See KVPool.checksum_blocks; of all ranks' parts of the blocks."""
         return self._ranks.add_checksums(block_ids, self._pool.checksum_blocks(block_ids))

@@ -371,6 +371,16 @@ class OwnershipVerifier:
                 raise self._violated("I5", grant, self._blocks[target].given_to, target, what)
             self._copy(grant, host_block, target)
 
+    def records_of_host_block(self, host_id: int) -> bytes:
+        """Return what is known of a host block with a copy of a cached block: see evidence_bytes."""
+        host_block = self._host_blocks[host_id]
+        return bytes([host_block.group]) + b"".join(map(write_slot, host_block.slots))
+
+    def enter_host_block(self, host_id: int, records: bytes) -> None:
+        """A copy of a cached block was read from the disk to a host block, with what was known of it."""
+        slots = [read_slot(records[first : first + SLOT_BYTES]) for first in range(1, len(records), SLOT_BYTES)]
+        self._host_blocks[host_id] = HostBlock(slots, group=records[0], was_evicted=True)
+
     def _host_block(self, grant: grant_pb2.StepGrant, host_id: int) -> HostBlock:
         if not 0 <= host_id < self._num_host_blocks:
             raise self._violated("I5", grant, (grant.lease_id, -1), host_id, "is not one of the host tier")
@@ -627,6 +637,19 @@ class VerifyingExecutor(Executor):
     def begin_epoch(self) -> None:
         super().begin_epoch()
         self._verifier.begin_epoch()
+
+    @property
+    def host_block_bytes(self) -> int:
+        """With the records of the content behind it."""
+        return super().host_block_bytes + evidence_bytes(self._pool.block_size)
+
+    def read_host_block(self, block_id: int) -> bytes:
+        return super().read_host_block(block_id) + self._verifier.records_of_host_block(block_id)
+
+    def write_host_block(self, block_id: int, content: bytes) -> None:
+        size = super().host_block_bytes
+        super().write_host_block(block_id, content[:size])
+        self._verifier.enter_host_block(block_id, content[size:])
 
     def _apply(self, lease: LeaseRows, grant: grant_pb2.StepGrant) -> None:
         self._verifier.apply(grant)

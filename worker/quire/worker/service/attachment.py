@@ -15,6 +15,7 @@ import grpc
 from quire.cache.v1 import attach_pb2, cache_service_pb2_grpc
 from quire.serving.dialing import Dialer
 from quire.serving.server import SERVER_OPTIONS
+from quire.worker.disk.disk_tier import DiskTier
 from quire.worker.memory.kept_pool import KeptContent, KeptPool
 from quire.worker.service.steps import Steps
 
@@ -45,6 +46,7 @@ class Attachment:
         worker_address: Callable[[], str],
         kept: KeptPool | None = None,
         content: KeptContent | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """`kept` is the pool's memory, if a holder keeps it; `content` is what was found in it."""
         self._dialer = dialer
@@ -54,6 +56,7 @@ class Attachment:
         self._worker_address = worker_address
         self._kept = kept
         self._content = content
+        self._disk = disk
         self._is_attached = False
         self._first_attached = asyncio.Event()
         self._attached_at = 0.0
@@ -116,6 +119,8 @@ class Attachment:
         finally:
             self._steps.reports.send = lambda report: None
             self._tell_adapters = lambda: None
+            if self._disk is not None:
+                self._disk.report = lambda number, is_done: None
             self._call = None
         return "cachemgr ended the stream"
 
@@ -141,6 +146,8 @@ class Attachment:
             adapters=pool_adapters(self._steps.adapters.names),
         )
         self._registered = dict(self._steps.adapters.names)
+        if self._disk is not None:
+            registration.last_disk_order_number = self._disk.last_order
         if self._kept is not None:
             registration.memory_id = self._kept.memory_id
         if self._content is not None:
@@ -169,9 +176,12 @@ class Attachment:
             self._fence(response.fence_lease.lease_id, outbox)
         elif kind == "reports_acknowledged":
             self._steps.reports.acknowledge(response.reports_acknowledged.report_number)
+        elif kind == "disk_orders" and self._disk is not None:
+            self._disk.obey(response.disk_orders)
 
     def _attached(self, attached: attach_pb2.Attached, outbox: Outbox) -> None:
         gate, reports = self._steps.gate, self._steps.reports
+        is_new = not gate.attached_term
         for lease_id in gate.attach(attached.term, attached.signing_key, attached.open_lease_ids):
             self._fence(lease_id, outbox)
         self._content = None
@@ -182,12 +192,25 @@ class Attachment:
         for report in reports.kept():
             outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
         reports.send = lambda report: outbox.put_nowait(attach_pb2.AttachPoolRequest(step_report=report))
+        if self._disk is not None:
+            self._use_disk(self._disk, outbox, is_new=is_new)
         self._tell_adapters = lambda: self._send_adapters(outbox)
         if self._registered != self._steps.adapters.names:
             self._tell_adapters()
         self._is_attached, self._attached_at = True, time.monotonic()
         self._first_attached.set()
         log.info("attached address=%s term=%d epoch=%d", self._address, attached.term, gate.epoch)
+
+    def _use_disk(self, disk: DiskTier, outbox: Outbox, *, is_new: bool) -> None:
+        """Report orders about the disk from here on; say what is there when an epoch is attached for the first time."""
+
+        def report(number: int, is_done: bool) -> None:
+            ended = attach_pb2.DiskReport(**{("done" if is_done else "failed") + "_order_numbers": [number]})
+            outbox.put_nowait(attach_pb2.AttachPoolRequest(disk_report=ended))
+
+        for content in disk.content() if is_new else ():
+            outbox.put_nowait(attach_pb2.AttachPoolRequest(disk_content=content))
+        disk.report = report
 
     def _send_adapters(self, outbox: Outbox) -> None:
         self._registered = dict(self._steps.adapters.names)

@@ -45,7 +45,7 @@ def describe_model(config: WorkerConfig, model: PagedModel, pool: KVPool) -> Mod
     )
 
 
-def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeometry:
+def describe_pool(config: WorkerConfig, loaded: Loaded, *, num_disk_blocks: int = 0) -> attach_pb2.PoolGeometry:
     model, pool = loaded.model, loaded.pool
     return attach_pb2.PoolGeometry(
         block_size_tokens=pool.block_size,
@@ -61,6 +61,7 @@ def describe_pool(config: WorkerConfig, loaded: Loaded) -> attach_pb2.PoolGeomet
         layer_groups=describe_layer_groups(pool.groups),
         max_draft_count=count_drafts(config, model),
         host_cached_block_limit=count_host_copies(config, loaded),
+        disk_block_count=num_disk_blocks,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 from functools import partial
 
 import torch
@@ -17,11 +18,14 @@ from quire.serving.server import CannotStartError, Server, StopSignals
 from quire.worker.config import WorkerConfig
 from quire.worker.device.devices import pick_device, use_device
 from quire.worker.device.profiling import StepProfiler
+from quire.worker.disk.disk_tier import DiskTier
+from quire.worker.disk.store import Store
 from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
-from quire.worker.memory.kept_pool import KeptContent, KeptPool
+from quire.worker.memory.kept_pool import KeptContent, KeptPool, mark_of
 from quire.worker.model.paged_model import PagedModel
-from quire.worker.run.loading import load_warm, make_executor, why_no_adapters
+from quire.worker.run.executor import Executor
+from quire.worker.run.loading import Loaded, dtype_name, load_warm, make_executor, verifies, why_no_adapters
 from quire.worker.run.model_thread import ModelThread
 from quire.worker.run.ranks import ONE_RANK
 from quire.worker.run.watchdog import DEFAULT_LIMIT_S, GROUP_LIMIT_S, Watchdog, WatchdogActions
@@ -29,7 +33,7 @@ from quire.worker.sampling.grammars import Grammars
 from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
-from quire.worker.service.description import describe_model, describe_pool
+from quire.worker.service.description import count_host_copies, describe_model, describe_pool
 from quire.worker.service.metrics import metric_families
 from quire.worker.service.roles import MESSAGE_LIMITS, ROLES
 from quire.worker.service.servicer import WorkerServicer
@@ -67,7 +71,8 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         executor = make_executor(config, loaded, ranks)
         if config.profile is not None:
             executor.profiler = StepProfiler(config.profile, *config.profile_steps)
-        geometry = describe_pool(config, loaded)
+        disk = await thread.submit(partial(open_disk, config, loaded, executor, asyncio.get_running_loop()))
+        geometry = describe_pool(config, loaded, num_disk_blocks=0 if disk is None else disk.num_blocks)
         limits = StepLimits.of(
             geometry,
             max_step_tokens=config.max_step_tokens,
@@ -77,6 +82,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         if isinstance(loaded.grammars, Grammars):
             stack.callback(loaded.grammars.close)
         steps.on_violation = server.fail
+        if disk is not None:
+            stack.callback(disk.close)
+            steps.on_new_epoch = disk.begin_epoch
         if executor.profiler is not None:
             stack.push_async_callback(write_profile, executor.profiler, steps, thread)
         attachment = Attachment(
@@ -86,6 +94,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             worker_address=lambda: str(config.advertise or server.addresses[0]),
             kept=loaded.kept,
             content=find_content(config, loaded.kept),
+            disk=disk,
         )
         if config.server.metrics_listen is not None:
             read = partial(metric_families, steps, attachment, model.modes, pool=config.pool, model=config.model_name)
@@ -106,6 +115,37 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         announcing = asyncio.create_task(announce_when_attached(server, attachment))
         stack.callback(announcing.cancel)
         await server.serve_until_signal(signals, drain=servicer.drain, drain_timeout_s=config.server.drain_timeout_s)
+
+
+def open_disk(
+    config: WorkerConfig, loaded: Loaded, executor: Executor, loop: asyncio.AbstractEventLoop
+) -> DiskTier | None:
+    """Return the disk below the host tier, if there is one; say in the log what was found there.
+
+    Raises CannotStartError.
+    """
+    if config.disk_dir is None:
+        return None
+    if not count_host_copies(config, loaded):
+        raise CannotStartError("--disk-dir: evicted blocks are not kept, because the model has several layer groups")
+    pool, model = loaded.pool, loaded.model
+    fingerprint = f"{model.fingerprint}:{dtype_name(pool.dtype)}"
+    shapes = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in pool.tensors()]
+    try:
+        store = Store(
+            config.disk_dir,
+            content_bytes=executor.host_block_bytes,
+            memory_bytes=config.disk_memory_bytes,
+            mark=mark_of(fingerprint, pool.block_size, shapes, sys.byteorder, verifies()),
+        )
+    except (OSError, ValueError) as error:
+        raise CannotStartError(f"--disk-dir: {error}" if isinstance(error, OSError) else str(error)) from error
+    log.info("disk: %d blocks of %d bytes, %d found", store.num_blocks, store.content_bytes, len(store.records))
+    if store.refused:
+        log.warning("disk: copies are not used, and removed %s", store.refused)
+    return DiskTier(
+        store, executor, model.modes, call_soon=loop.call_soon_threadsafe, write_rate=config.disk_write_rate
+    )
 
 
 def find_content(config: WorkerConfig, kept: KeptPool | None) -> KeptContent | None:

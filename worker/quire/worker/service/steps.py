@@ -181,6 +181,8 @@ class Steps:
         self._running: deque[AcceptedStep] = deque()
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
+        self.on_new_epoch: Callable[[], None] = lambda: None
+        """Called before an epoch begins."""
         self.on_violation: Callable[[BaseException], None] = lambda error: None
         """Called with an error after which this process must end."""
 
@@ -332,6 +334,7 @@ class Steps:
         """Forgets every sequence and chooses a new epoch. Steps that run or wait are not reported."""
         if self._kept is not None:
             self._kept.epoch_ended()
+        self.on_new_epoch()
         self.gate.begin_epoch(new_epoch())
         self.reports.begin_epoch()
         self.adapter_users.begin_epoch()

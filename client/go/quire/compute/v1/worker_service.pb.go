@@ -2214,7 +2214,7 @@ func (x *GetStatisticsResponse) GetStepParts() []*StepPart {
 type StepPart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "modules", "experts", "attention", "cache", "decode", "sampler", "prompts",
-	// "copies" or "kernels". More parts may come.
+	// "copies", "kernels" or "disk". More parts may come.
 	Part string `protobuf:"bytes,1,opt,name=part,proto3" json:"part,omitempty"`
 	// For people: the fused modules, the kernels of attention, the steps that are CUDA
 	// graphs.
