@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,17 @@ def pair(services: LocalServices) -> Iterator[Pair]:
     pair = Pair(services)
     pair.await_attached()
     yield pair
-    await_that("all orders have ended", lambda: not pair.statistics().disk_block_counts.retired_count)
+    await_that("all orders have ended", partial(has_no_orders, pair))
     statistics = pair.statistics()
     blocks, host, disk = statistics.block_counts, statistics.host_block_counts, statistics.disk_block_counts
     assert (blocks.free_count + blocks.cached_count, pair.violations()) == (NUM_BLOCKS - 1, [])
     assert (host.held_count, host.retired_count) == (0, 0)
     assert disk.free_count + disk.cached_count == pair.pool().geometry.disk_block_count
     pair.close()
+
+
+def has_no_orders(pair: Pair) -> bool:
+    return not pair.statistics().disk_block_counts.retired_count
 
 
 def disk_flags(disk_dir: Path) -> tuple[str, ...]:
@@ -66,8 +71,7 @@ def put_on_disk(pair: Pair, prompt: list[int] = PROMPT) -> None:
         if set(found(pair, prompt)) == {pb.MEDIUM_DISK}:
             return
         end(run(pair, draw_tokens(80, seed=seed)))
-        counts = pair.statistics
-        await_that("what was evicted is written", lambda: not counts().disk_block_counts.retired_count)
+        await_that("what was evicted is written", partial(has_no_orders, pair))
     raise AssertionError(f"{found(pair, prompt)}")
 
 

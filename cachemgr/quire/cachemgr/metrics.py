@@ -19,6 +19,7 @@ Statistics = dict[str, PoolStatistics]
 """By pool."""
 
 HOST_STATES = ("free", "held", "retired", "cached")
+DISK_STATES = ("free", "retired", "cached")
 COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     "quire_cache_steps_planned": ("Steps planned.", lambda pool: pool.planned_step_count),
     "quire_cache_admissions": ("Sequences admitted, those admitted again apart.", lambda pool: pool.admission_count),
@@ -75,6 +76,22 @@ COUNTERS: dict[str, tuple[str, Callable[[PoolStatistics], int]]] = {
     "quire_cache_host_hit_tokens": (
         "Tokens of admissions of both kinds that were found in the host tier.",
         lambda pool: pool.found_in_host_token_count,
+    ),
+    "quire_cache_blocks_written_to_disk": (
+        "Copies of cached blocks written from the host tier to the disk.",
+        lambda pool: pool.written_to_disk_block_count,
+    ),
+    "quire_cache_blocks_read_from_disk": (
+        "Copies read from the disk to the host tier, for prompts that wait for them.",
+        lambda pool: pool.read_from_disk_block_count,
+    ),
+    "quire_cache_blocks_lost_on_disk": (
+        "Copies that could not be written to the disk, or read from there.",
+        lambda pool: pool.lost_on_disk_block_count,
+    ),
+    "quire_cache_blocks_evicted_from_disk": (
+        "Copies that were evicted from the disk.",
+        lambda pool: pool.evicted_from_disk_block_count,
     ),
     "quire_cache_blocks_allocated": ("Blocks handed out.", lambda pool: pool.allocated_block_count),
     "quire_cache_blocks_evicted": (
@@ -180,15 +197,18 @@ def pool_families(pools: list[AttachedPool], statistics: Statistics) -> Iterator
 
 
 def block_families(statistics: Statistics) -> Iterator[Metric]:
-    """Blocks by state, in the pool and in the host tier."""
+    """Blocks by state, in the pool, in the host tier and on the disk."""
     blocks = GaugeMetricFamily("quire_kv_blocks", "Blocks by state.", labels=["pool", "state"])
     host = GaugeMetricFamily("quire_kv_host_blocks", "Blocks of the host tier by state.", labels=["pool", "state"])
+    disk = GaugeMetricFamily("quire_kv_disk_blocks", "Blocks of the disk by state.", labels=["pool", "state"])
     for pool, values in statistics.items():
         for state in BlockState:
             blocks.add_metric([pool, state], getattr(values.block_counts, f"{state}_count"))
         for place in HOST_STATES:
             host.add_metric([pool, place], getattr(values.host_block_counts, f"{place}_count"))
-    yield from (blocks, host)
+        for place in DISK_STATES:
+            disk.add_metric([pool, place], getattr(values.disk_block_counts, f"{place}_count"))
+    yield from (blocks, host, disk)
 
 
 def layer_group_families(statistics: Statistics) -> Iterator[Metric]:

@@ -275,6 +275,10 @@ def _block_numbers(statistics: pb.PoolStatistics) -> Text:
         parts.append(f"   {statistics.offloaded_sequence_count:,} in the host tier, {format_ratio(used)} full")
     if host.cached_count:
         parts.append(f", {host.cached_count:,} cached there")
+    disk = statistics.disk_block_counts
+    if num_disk_blocks := disk.free_count + disk.retired_count + disk.cached_count:
+        used = ratio(num_disk_blocks - disk.free_count, num_disk_blocks)
+        parts.append(f"   {disk.cached_count:,} on the disk, {format_ratio(used)} full")
     return Text.assemble(*parts)
 
 

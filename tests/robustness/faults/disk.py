@@ -45,6 +45,30 @@ class SmallDisk:
             ballast.unlink()
 
 
+@contextlib.contextmanager
+def bad_disk(directory: Path, way: str) -> Iterator[None]:
+    """Within the block there are folders in place of a worker's files of copies. Afterwards these are back, but `way`:
+    "changed" in some bytes, "cut off" in the middle, or "removed"."""
+    files = sorted(directory.glob("blocks-*.kv"))
+    asides = [path.rename(path.with_suffix(".aside")) for path in files if path.is_file()]
+    for aside in asides:
+        with contextlib.suppress(FileExistsError):  # the worker was faster
+            aside.with_suffix(".kv").mkdir()
+    yield
+    for aside in asides:
+        content = bytearray(aside.read_bytes())
+        aside.unlink()
+        path = aside.with_suffix(".kv")
+        if path.is_dir():
+            path.rmdir()
+        if way == "changed":
+            content[:: 1 + len(content) // 50] = bytes(len(content[:: 1 + len(content) // 50]))
+        if way == "cut off":
+            content = content[: len(content) // 2]
+        if way != "removed":
+            path.write_bytes(content)
+
+
 def can_mount() -> bool:
     """True if a SmallDisk can be had here."""
     if sys.platform != "linux" or os.geteuid() != 0:

@@ -45,7 +45,7 @@ import grpc
 import psutil
 from deadlines import DEADLINE_S, Deadline
 from robustness.faults.admissions import Admissions
-from robustness.faults.disk import SmallDisk
+from robustness.faults.disk import SmallDisk, bad_disk
 from robustness.faults.proxy import Link
 from robustness.faults.schedule import (
     ATTACH_LINK,
@@ -452,12 +452,17 @@ class Harness:
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--host-cache-share", "0.5"]
+        if not self.has_holder and self._num_ranks == 1:
+            arguments += ["--disk-dir", str(self._disk_dir(slot)), "--disk-memory", "1M"]
         arguments += ["--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]
         arguments += ["--holder", self._at(HOLDER), "--verify-kept-blocks"] if self.has_holder else []
         for name in self._adapters:
             arguments += ["--lora", f"{name}={self.folder / name}"]
         return arguments
+
+    def _disk_dir(self, slot: int) -> Path:
+        return self.folder / f"disk{slot}"
 
     async def _start_client(self, name: str) -> Child:
         arguments = [name, self._at(f"cache-{name}"), str(self.folder / "harness.sock"), *self._adapters]
@@ -574,6 +579,9 @@ class Harness:
         elif fault.kind is FaultKind.FULL_DISK:
             assert self._disk is not None
             with self._disk.filled():
+                await asyncio.sleep(fault.duration_s)
+        elif fault.kind is FaultKind.BAD_DISK:
+            with bad_disk(self._disk_dir(self._active), fault.way):
                 await asyncio.sleep(fault.duration_s)
         else:
             await self._disturb(fault, self._link(fault.target))
@@ -716,6 +724,12 @@ class Harness:
         stub = self._worker_stubs[self._active]
         return await stub.GetStatistics(worker_service_pb2.GetStatisticsRequest(), timeout=CALL_TIMEOUT_S)
 
+    async def _num_disk_orders(self) -> int:
+        """Blocks that orders about the disk hold; they end in the end, also on a bad disk."""
+        request = cache_service_pb2.GetStatisticsRequest(pool="default")
+        (statistics,) = (await self._cache.GetStatistics(request, timeout=CALL_TIMEOUT_S)).pools
+        return statistics.disk_block_counts.retired_count
+
     async def _is_attached(self) -> bool:
         pool, worker = await self._pool(), await self._worker()
         return pool.attached and worker.attached and pool.epoch == worker.epoch and pool.term == worker.term
@@ -730,6 +744,7 @@ class Harness:
             and counts.free_count + counts.cached_count == NUM_BLOCKS - 1
             and pool.host_block_counts.free_count + pool.host_block_counts.cached_count
             == pool.geometry.host_block_count
+            and not await self._num_disk_orders()
             and not (pool.lease_count or pool.sequence_count)
             and not (worker.open_lease_count or worker.sequence_count or worker.step_in_flight_count)
             and not worker.unacknowledged_report_count

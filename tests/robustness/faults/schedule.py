@@ -48,6 +48,7 @@ class FaultKind(Enum):
     LOSE = "lose"  # messages one way do not come; workers' are lost with their stream
     DOUBLE = "double"  # messages one way come twice
     FULL_DISK = "full disk"  # the state directory has no room left
+    BAD_DISK = "bad disk"  # of the cache: nothing can be read or written for a time; then bytes are changed, or gone
 
 
 WEIGHTS = {
@@ -74,6 +75,7 @@ DURATIONS_S = {
     FaultKind.DELAY: (0.005, 0.1),  # of each message
     FaultKind.LOSE: (0.0, 0.1),  # before a worker's stream is cut
     FaultKind.FULL_DISK: (0.1, 0.6),
+    FaultKind.BAD_DISK: (0.05, 0.5),
 }
 
 
@@ -147,6 +149,10 @@ def make_schedule(
     tasks = {client: with_breakpoints(keeping, task) for client, task in tasks.items()}
     drafting = random.Random(f"drafts {seed}")  # for the same reason
     tasks = {client: replace(task, has_drafts=drafting.random() < 0.5) for client, task in tasks.items()}
+    wearing = random.Random(f"bad disk {seed}")
+    has_disk = not has_holder and num_ranks == 1
+    if has_disk and set(WEIGHTS) <= set(kinds) and wearing.random() < 0.5:
+        faults.append(draw_fault(wearing, [FaultKind.BAD_DISK]))
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
 
 
@@ -176,6 +182,8 @@ def draw_fault(generator: random.Random, kinds: Sequence[FaultKind], processes: 
     duration_s = generator.uniform(*DURATIONS_S.get(kind, (0.0, 0.0)))
     if kind is FaultKind.FULL_DISK:
         return Fault(kind, "cachemgr", after, duration_s)
+    if kind is FaultKind.BAD_DISK:
+        return Fault(kind, "worker", after, duration_s, generator.choice(("changed", "cut off", "removed")))
     if kind in OF_PROCESSES:
         return Fault(kind, generator.choice(processes), after, duration_s)
     link = generator.choice(LINKS)

@@ -48,6 +48,7 @@ import transformers.modeling_utils  # noqa: F401
 from seeded_bugs import (
     BUGS,
     CORE,
+    DISK_IDEA,
     GPU_IDEA,
     HOLDER_IDEA,
     NOT_SIMULATED,
@@ -97,6 +98,7 @@ EXAMPLES = {
 }
 EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
+    DISK_IDEA: ["unit/worker/test_disk_store.py", "unit/worker/test_disk_tier.py"],
     HOLDER_IDEA: ["unit/worker/test_holder.py", "unit/worker/test_kept_pool.py"],
     QUANTIZED_IDEA: ["unit/worker/test_kv_scales.py", "unit/worker/test_quantized_experts.py"],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],

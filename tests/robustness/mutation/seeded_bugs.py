@@ -30,6 +30,8 @@ HOLDER_IDEA = "a holder"
 """The idea of bugs of memory that a holder lends."""
 QUANTIZED_IDEA = "quantized"
 """The idea of bugs of quantized weights, and of keys and values in float8."""
+DISK_IDEA = "a disk"
+"""The idea of bugs of copies on a disk."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -942,6 +944,109 @@ BUGS = [
         "host tier",
         "a released sequence publishes a block from the host tier that a fork writes on",
         ("forget_claims", "table.get_mut(row).limit_computed(index * block_size);", ""),
+    ),
+    # -- the disk
+    rust(
+        DISK_IDEA,
+        "a copy makes room in the host tier while it is written to the disk",
+        ("write_behind", "host.begin_use(&[block]);", ""),
+    ),
+    rust(
+        DISK_IDEA,
+        "a copy makes room on the disk while it is read from there",
+        ("bring_up", "self.pool.begin_use(&[disk]);", ""),
+    ),
+    rust(
+        DISK_IDEA,
+        "a copy is found on the disk before it is written",
+        ("write_behind", "host.begin_use(&[block]);", "host.begin_use(&[block]); self.pool.arrive(&[disk]);"),
+    ),
+    rust(
+        DISK_IDEA,
+        "a copy that could not be read from the disk is found in the host tier",
+        ("end_order", "host.drop_copies(&[target]); self.pool.drop_copies(&[disk]);", "host.arrive(&[target]);"),
+    ),
+    rust(
+        DISK_IDEA,
+        "a host block is written to the disk by the hash that it had before",
+        (
+            "write_behind",
+            "host.copies().content(block).filter(|content| content.hash == hash)",
+            "host.copies().content(block).map(|content| Content { hash, ..content })",
+        ),
+    ),
+    rust(
+        DISK_IDEA,
+        "a reset forgets the copies on the disk",
+        ("begin_reset", "self.pool.begin_reset(tenants, num_changes); self.erase", "let _ = num_changes; self.erase"),
+    ),
+    rust(
+        DISK_IDEA,
+        "a reset leaves the content on the disk",
+        ("begin_reset", "self.erase(tenant.map(<[u8]>::to_vec));", ""),
+    ),
+    rust(
+        DISK_IDEA,
+        "content that is being erased is found again when the worker comes back",
+        (
+            "enter_found",
+            "found.filter(|(_, _, name)| !is_erased(name))",
+            "found.filter(|(_, _, name)| !is_erased(&name[..0]))",
+        ),
+    ),
+    rust(
+        DISK_IDEA,
+        "a copy that was found on the disk takes a block that is being written",
+        ("enter", "is_free.get(block as usize) == Some(&true)", "is_free.len() > block as usize"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a copy is used that has changed on the disk",
+        ("read", "or zlib.crc32(content) != record.content_checksum", ""),
+    ),
+    worker(
+        DISK_IDEA,
+        "a copy of another pool is used",
+        ("decode_headers", 'is_current & (rows["mark"] == np.void(mark))', "is_current"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a copy that is cut off is found",
+        ("_scan_file", "b < self.num_blocks and b not in is_cut", "b < self.num_blocks"),
+    ),
+    worker(
+        DISK_IDEA,
+        "what could not be overwritten is not erased",
+        ("write", "self._uncertain.add(block)", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "an erasure leaves the content where the header was",
+        ("_clear", "punch_hole(file, offset, self.content_bytes)", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "an order of an epoch that is over writes a host block to the disk",
+        ("_write", "if epoch != self._epoch:\n                return False", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a repeated order is carried out again",
+        ("obey", "elif number > self.last_order:", "else:"),
+    ),
+    worker(
+        DISK_IDEA,
+        "an order that is repeated when it has ended is not reported",
+        ("obey", "self.report(number, self._ended[number])", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "an erasure overtakes the writes that were ordered before",
+        (
+            "obey",
+            'self._reads if order.WhichOneof("order") == "read" else self._writes',
+            'self._writes if order.WhichOneof("order") == "write" else self._reads',
+        ),
     ),
     # -- request ids
     rust(
@@ -1980,6 +2085,7 @@ def needs_of(bug: Bug) -> frozenset[str]:
 
 
 _ABSENT_OF_IDEA = {
+    DISK_IDEA: "disks",
     GPU_IDEA: "GPUs",
     RANKS_IDEA: "the layers of a large model",
     HOLDER_IDEA: "holders",

@@ -239,7 +239,7 @@ class Worker:
         self.host_slots = [[POISON] * self.block_size for _ in range(geometry.num_host_blocks)]
         self.leases: dict[str, WorkerLease] = {}
         self.disk: dict[int, DiskRecord] = {}
-        """What is written there, whoever may find it; the ones that were written first in front."""
+        """The records that are there, findable or not; the ones that were written first in front."""
 
     def obey(self, order: attach_pb2.DiskOrder, *, fails: bool) -> bool:
         """Carry out an order about the disk, as far as it goes; return whether it is done."""
@@ -634,8 +634,10 @@ class Books:
                 self.orders[order.order_number] = BookOrder("erase", -1, -1, (), tenants)
                 continue
             assert order.WhichOneof("order") == "write", "a read that no admission waits for"
-            host, disk, prefix = order.write.host_block_id, order.write.disk_block_id, self.copies.get(
-                order.write.host_block_id
+            host, disk, prefix = (
+                order.write.host_block_id,
+                order.write.disk_block_id,
+                self.copies.get(order.write.host_block_id),
             )
             assert prefix is not None, f"host block {host} is written to the disk, and is no copy"
             assert order.write.prefix_hash == hash_of(prefix, self.size)
@@ -648,7 +650,9 @@ class Books:
         states = self.disk_states()
         is_used = any(order.disk == disk for order in self.orders.values())
         assert not is_used, f"disk block {disk} is written while it is in use"
-        assert states[disk] == "free" or "free" not in states.values(), "a copy was evicted from a disk with free blocks"
+        assert states[disk] == "free" or "free" not in states.values(), (
+            "a copy was evicted from a disk with free blocks"
+        )
         self.on_disk.pop(disk, None)
 
     def take_reads(self, prefixes: list[tuple]) -> bool:
@@ -2408,7 +2412,9 @@ class LedgerMachine(RuleBasedStateMachine):
         prefixes = self.books.prefixes(tenant * len(NAMESPACES) + number, tokens, len(tokens) - 1)
         length = self.books.longest_hit(prefixes)[0]
         num_in_host = len(self.books.find_copies(prefixes[length:]))
-        on_disk = list(itertools.takewhile(set(self.books.on_disk.values()).__contains__, prefixes[length + num_in_host :]))
+        on_disk = list(
+            itertools.takewhile(set(self.books.on_disk.values()).__contains__, prefixes[length + num_in_host :])
+        )
         num_blocks = (length, num_in_host, len(on_disk))
         expected = tuple(num * self.geometry.block_size for num in num_blocks)
         before = state_of(self.ledger)

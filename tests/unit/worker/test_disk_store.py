@@ -108,7 +108,10 @@ def test_a_changed_byte_costs_the_copy_that_has_it_and_no_other(open_store: Open
             write(store, block, block)
         flip(store.directory / "blocks-000000.kv", position)
         store = open_store()
-        assert (found(store), store.refused.other_version + store.refused.other_pool + store.refused.damaged) == ({1: 1}, 1)
+        assert (found(store), store.refused.other_version + store.refused.other_pool + store.refused.damaged) == (
+            {1: 1},
+            1,
+        )
         assert not open_store().refused, "it was removed"
     store = open_store()
     write(store, 0, 0)
@@ -147,6 +150,24 @@ def test_copies_of_another_pool_or_version_are_refused_and_removed(
     store = open_store(mark=OTHER_MARK)
     assert (found(store), store.refused.other_version) == ({0: 1}, 1)
     assert found(open_store(mark=OTHER_MARK, content_bytes=CONTENT_BYTES + 8)) == {}
+
+
+def test_a_file_that_cant_be_read_costs_its_copies(open_store: OpenStore) -> None:
+    store = open_store()
+    write(store, 0, 1)
+    write(store, 4, 2)
+    path = store.directory / "blocks-000000.kv"
+    path.unlink()
+    path.mkdir()
+    store = open_store()
+    assert (found(store), store.refused.unreadable) == ({4: 2}, [f"{path}: Is a directory"])
+    with pytest.raises(IsADirectoryError):
+        write(store, 1, 3)
+    with pytest.raises(IsADirectoryError):
+        store.erase("acme")
+    path.rmdir()
+    store.erase("acme")
+    assert (found(store), found(open_store())) == ({}, {})
 
 
 def test_a_smaller_disk_keeps_what_fits(open_store: OpenStore) -> None:

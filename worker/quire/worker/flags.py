@@ -140,8 +140,8 @@ OWN_FLAGS: list[Flag] = [
         type=click.Path(file_okay=False, path_type=Path),
         show_default="no disk",
         metavar="PATH",
-        help="Directory for copies of cached blocks, which outlive the worker. They are keys and values of prompts: the "
-        "directory is made for this user alone. Needs --disk-memory and --host-cache-share.",
+        help="Directory for copies of cached blocks, which outlive the worker. They are keys and values of prompts: "
+        "the directory is made for this user alone. Needs --disk-memory and --host-cache-share.",
     ),
     option(
         "--disk-memory",

@@ -24,7 +24,7 @@ use crate::errors::Result;
 const MAX_WRITES: usize = 16;
 const MAX_READS: usize = 64;
 
-/// What the worker is to do.
+/// An order to the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DiskOrder {
     Write {

@@ -10,29 +10,15 @@
 //! Sequences come first: a copy is evicted if a sequence needs its block. No sequence is offloaded to the disk. A tier's
 //! blocks have numbers of their own, from 0 on; each has room for one block of the pool.
 
-use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::Accounts;
 use crate::cache::tenants::TenantId;
-pub use crate::cache::tier_copies::{Content, TierBlockId};
+pub use crate::cache::tier_copies::{Content, Tier, TierBlockId};
 use crate::cache::tier_copies::{Evicted, TierCopies};
 use crate::errors::{Reason, Refusal, Result, broken};
-
-/// A place below the pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Tier {
-    Host,
-    Disk,
-}
-
-impl fmt::Display for Tier {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(if *self == Tier::Host { "host" } else { "disk" })
-    }
-}
 
 /// Blocks of a tier by state; they add up to the tier's blocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,6 +9,7 @@
 //! above its floor. Quotas and floors are the tenants' shares of the pool, scaled to the limit of copies.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -16,12 +17,24 @@ use serde::{Deserialize, Serialize};
 use crate::cache::accounts::Accounts;
 use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
 use crate::cache::tenants::TenantId;
-use crate::cache::tier::Tier;
+
+/// A place below the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Tier {
+    Host,
+    Disk,
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(if *self == Tier::Host { "host" } else { "disk" })
+    }
+}
 
 /// A block of a tier below the pool; each tier numbers its own.
 pub type TierBlockId = u32;
 
-/// What a copy can be found by, and whose it is.
+/// The hash that a copy can be found by, and its tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Content {
     pub hash: Hash,

@@ -80,6 +80,8 @@ class DiskTier:
         self.counters = DiskCounters()
         self.report: Report = lambda number, is_done: None
         self._paused_until = 0.0
+        self._rest_s = 0.0
+        """Before the next write, for the limit of bytes per second."""
         self._stopped = threading.Event()
         self._writes: SimpleQueue[tuple[int, attach_pb2.DiskOrder] | None] = SimpleQueue()
         self._reads: SimpleQueue[tuple[int, attach_pb2.DiskOrder] | None] = SimpleQueue()
@@ -143,6 +145,8 @@ class DiskTier:
             epoch, order = queued
             is_done = self._carry_out(epoch, order)
             self._call_soon(self._end, epoch, order.order_number, is_done)
+            if orders is self._writes:
+                self._stopped.wait(self._rest_s)
 
     def _end(self, epoch: int, number: int, is_done: bool) -> None:
         """On the event loop: an order of an epoch that is over is not reported."""
@@ -165,6 +169,7 @@ class DiskTier:
             return False
 
     def _write(self, epoch: int, order: attach_pb2.DiskWrite) -> bool:
+        self._rest_s = 0.0
         if time.monotonic() < self._paused_until:
             self.counters.failed_writes += 1
             return False
@@ -181,7 +186,7 @@ class DiskTier:
             self._paused_until = 0.0
             self._modes.note(Part.DISK, "written behind")
             log.info("the disk is written again directory=%s", self._store.directory)
-        self._stopped.wait(max(0.0, len(content) / self._write_rate - took))
+        self._rest_s = max(0.0, len(content) / self._write_rate - took)
         return True
 
     def _read(self, epoch: int, order: attach_pb2.DiskRead) -> bool:

@@ -1,4 +1,4 @@
-"""The header of a copy on the disk: what it is of, whose it is, and the checksums.
+"""The header of a copy on the disk: its hash, its tenant, and the checksums.
 
 A copy is used only if its header is whole, of this version, of a pool with the same mark, and if the content has the
 checksum in it. So nothing depends on the order in which a disk has written what, or on whether it has.
@@ -7,7 +7,7 @@ checksum in it. So nothing depends on the order in which a disk has written what
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,7 +38,7 @@ CHECKED_BYTES = HEADER_BYTES - 4
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a copy is of.
+    """The description of a copy.
 
     number      rises from one written copy to the next
     """
@@ -62,8 +62,8 @@ class Record:
             "tenant_size": len(name),
             "tenant": np.void(name.ljust(MAX_TENANT_BYTES, b"\0")),
         }
-        for field, value in values.items():
-            header[field] = value
+        for name_of_field, value in values.items():
+            header[name_of_field] = value
         header["checksum"] = zlib.crc32(header.tobytes()[:CHECKED_BYTES])
         return header.tobytes()
 
@@ -77,6 +77,8 @@ class Refused:
     """Of another model, dtype, layout or block size."""
     damaged: int = 0
     """Changed or cut off."""
+    unreadable: list[str] = field(default_factory=list)
+    """Files that can't be read or written, with the reason."""
 
     def add(self, other: Refused) -> None:
         self.other_version += other.other_version
@@ -84,10 +86,11 @@ class Refused:
         self.damaged += other.damaged
 
     def __bool__(self) -> bool:
-        return bool(self.other_version or self.other_pool or self.damaged)
+        return bool(self.other_version or self.other_pool or self.damaged or self.unreadable)
 
     def __str__(self) -> str:
-        return f"other_version={self.other_version} other_pool={self.other_pool} damaged={self.damaged}"
+        counts = f"other_version={self.other_version} other_pool={self.other_pool} damaged={self.damaged}"
+        return f"{counts} unreadable={self.unreadable}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
     lock                 of the one process that uses the directory
 
 A file is made, with all its bytes reserved, when the first of its blocks is written. Contents are not checked at the
-start, but when they are read. Nothing is flushed to the disk but what removes a copy: a copy that did not reach the disk
+start, but when they are read. Nothing is flushed to the disk but what removes a copy: one that did not reach the disk
 fails its checksum.
 """
 
@@ -182,26 +182,33 @@ class Store:
         """Return the copies that are there, of this pool. All else is removed: nobody could find it to erase it."""
         found: dict[int, Record] = {}
         for number, path in self._files():
-            if path.is_dir():
-                raise ValueError(f"--disk-dir: {path} is a folder")
-            first, size = number * self._blocks_per_file, path.stat().st_size
-            with path.open("rb") as file:
-                headers = decode_headers(file.read(self._blocks_per_file * HEADER_BYTES), self._mark)
-            self.refused.add(headers.refused)
-            records = {first + index: record for index, record in headers.records.items()}
-            is_cut = [block for block in records if self._place(block)[1] + self.content_bytes > size]
-            self.refused.damaged += len(is_cut)
-            left = {b: record for b, record in records.items() if b < self.num_blocks and b not in is_cut}
-            if not left:
-                path.unlink()
-                continue
-            if size != self._file_bytes:
-                os.truncate(path, self._file_bytes)
-            removed = [*(first + index for index in headers.unused), *(records.keys() - left.keys())]
-            if removed:
-                self._clear(number, removed)
-            found |= left
+            try:
+                found |= self._scan_file(number, path)
+            except OSError as error:
+                self.refused.unreadable.append(f"{path}: {error.strerror}")
+                first = number * self._blocks_per_file
+                self._uncertain.update(range(first, min(first + self._blocks_per_file, self.num_blocks)))
         return dict(sorted(found.items(), key=lambda each: each[1].number))
+
+    def _scan_file(self, number: int, path: Path) -> dict[int, Record]:
+        """Raises OSError."""
+        first, size = number * self._blocks_per_file, path.stat().st_size
+        with path.open("rb") as file:
+            headers = decode_headers(file.read(self._blocks_per_file * HEADER_BYTES), self._mark)
+        self.refused.add(headers.refused)
+        records = {first + index: record for index, record in headers.records.items()}
+        is_cut = {block for block in records if self._place(block)[1] + self.content_bytes > size}
+        self.refused.damaged += len(is_cut)
+        left = {b: record for b, record in records.items() if b < self.num_blocks and b not in is_cut}
+        if not left:
+            path.unlink()
+            return {}
+        if size != self._file_bytes:
+            os.truncate(path, self._file_bytes)
+        removed = [*(first + index for index in headers.unused), *(records.keys() - left.keys())]
+        if removed:
+            self._clear(number, removed)
+        return left
 
 
 def make_file(path: Path, num_bytes: int) -> None:

@@ -12,12 +12,15 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
+from quire.worker.disk.disk_tier import DiskCounters, DiskTier
 from quire.worker.model.modes import Modes, Part
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.steps import Steps
 
 
-def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool: str, model: str) -> Iterator[Metric]:
+def metric_families(
+    steps: Steps, attachment: Attachment, modes: Modes, disk: DiskTier | None = None, *, pool: str, model: str
+) -> Iterator[Metric]:
     """Return all metrics of a worker. Counters are since the process started."""
     # Not labels of every sample: they would change each name's identity in rules and dashboards that exist.
     yield InfoMetricFamily("quire_worker", "The worker's pool and model.", value={"pool": pool, "model": model})
@@ -51,6 +54,7 @@ def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool:
     }
     for name, (text, value) in totals.items():
         yield CounterMetricFamily(name, text, value=value)
+    yield from disk_families(DiskCounters() if disk is None else disk.counters)
     text = "From the end of a step to the forward of the next one that continues a sequence, on the device."
     gaps = HistogramMetricFamily("quire_worker_step_gap_seconds", text)
     gaps.add_metric([], counters.gaps.buckets(), counters.gaps.sum_s)
@@ -71,3 +75,18 @@ def metric_families(steps: Steps, attachment: Attachment, modes: Modes, *, pool:
     }
     for name, (text, value) in present.items():
         yield GaugeMetricFamily(name, text, value=value)
+
+
+def disk_families(counters: DiskCounters) -> Iterator[Metric]:
+    """The disk's metrics; all 0 without one."""
+    copies = CounterMetricFamily("quire_worker_disk_blocks", "Copies that were written, read, erased.", labels=["call"])
+    failures = CounterMetricFamily("quire_worker_disk_failures", "Copies that were not.", labels=["call"])
+    seconds = CounterMetricFamily("quire_worker_disk_seconds", "Time in these calls.", labels=["call"])
+    for family, numbers in (
+        (copies, {"write": counters.written, "read": counters.read, "erase": counters.erased}),
+        (failures, {"write": counters.failed_writes, "read": counters.failed_reads}),
+        (seconds, {"write": counters.write_s, "read": counters.read_s}),
+    ):
+        for call, number in numbers.items():
+            family.add_metric([call], number)
+        yield family

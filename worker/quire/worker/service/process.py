@@ -97,7 +97,9 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
             disk=disk,
         )
         if config.server.metrics_listen is not None:
-            read = partial(metric_families, steps, attachment, model.modes, pool=config.pool, model=config.model_name)
+            read = partial(
+                metric_families, steps, attachment, model.modes, disk, pool=config.pool, model=config.model_name
+            )
             health = partial(health_lines, model)
             stack.enter_context(MetricsPage(config.server.metrics_listen, read, security=security, health=health))
         loader = AdapterLoader(

@@ -1643,7 +1643,7 @@ type DiskOrder struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 1, 2, 3, ... per epoch, without gaps.
 	OrderNumber int64 `protobuf:"varint,1,opt,name=order_number,json=orderNumber,proto3" json:"order_number,omitempty"`
-	// What to do.
+	// The order itself.
 	//
 	// Types that are valid to be assigned to Order:
 	//
