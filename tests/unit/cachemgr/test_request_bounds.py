@@ -113,6 +113,20 @@ def report(named: str = "", **fields: Any) -> Beyond:
     return lambda: ledger.settle(StepReport(request.SerializeToString())), f"step_report.{field}"
 
 
+def disk_report(field: str) -> Beyond:
+    request = attach_pb2.DiskReport(**{field: [1] * (messages.MAX_DISK_ORDERS + 1)})
+    return lambda: messages.disk_report(request), f"disk_report.{field}"
+
+
+def disk_content(named: str, **fields: Any) -> Beyond:
+    """Of one copy, unless the fields say otherwise."""
+    copy: dict[str, Any] = {"disk_block_ids": [0], "prefix_hashes": bytes(32), "tenants": [""], "tenant_indexes": [0]}
+    request = attach_pb2.DiskContent(**copy | fields)
+    sizes = attach_pb2.PoolGeometry(**WIRE_GEOMETRY, host_block_count=1, host_cached_block_limit=1, disk_block_count=1)
+    ledger = Ledger("p", 1, messages.decode_geometry(sizes))
+    return lambda: ledger.enter_disk_content(messages.disk_content(request)), f"disk_content.{named}"
+
+
 # -- the worker ---------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +221,12 @@ LISTS: dict[str, Beyond] = {
     "PoolGeometry.model_fingerprint": registration(
         "geometry.model_fingerprint", geometry=WIRE_GEOMETRY | {"model_fingerprint": "x" * 1_025}
     ),
+    "DiskReport.done_order_numbers": disk_report("done_order_numbers"),
+    "DiskReport.failed_order_numbers": disk_report("failed_order_numbers"),
+    "DiskContent.disk_block_ids": disk_content("disk_block_ids", disk_block_ids=range(8_193)),
+    "DiskContent.prefix_hashes": disk_content("prefix_hashes", prefix_hashes=bytes(64)),
+    "DiskContent.tenants": disk_content("tenants", tenants=["", "acme"]),
+    "DiskContent.tenant_indexes": disk_content("tenant_indexes", tenant_indexes=[0, 0]),
     "StepReport.sequence_ids": report(sequence_ids=range(2 * NUM_TOO_MANY)),
     "StepReport.computed_token_counts": report(computed_token_counts=[1]),
     "StepReport.sampled_sequence_ids": report(sampled_sequence_ids=range(2 * NUM_TOO_MANY)),

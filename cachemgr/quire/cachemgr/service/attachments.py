@@ -233,7 +233,7 @@ class Attachments:
         elif kind == "disk_report":
             self._hear_of_disk(pool, request.disk_report)
         elif kind == "disk_content":
-            pool.ledger.enter_disk_content(request.disk_content.SerializeToString())
+            pool.ledger.enter_disk_content(messages.disk_content(request.disk_content))
         elif kind == "adapters_changed":
             adapters = messages.decode_adapters("adapters_changed", request.adapters_changed)
             self._catalog.set_adapters(pool, adapters)
@@ -256,7 +256,7 @@ class Attachments:
 
     def _hear_of_disk(self, pool: AttachedPool, report: attach_pb2.DiskReport) -> None:
         num_erasing = len(pool.ledger.erasing)
-        pool.ledger.enter_disk_report(report.SerializeToString())
+        pool.ledger.enter_disk_report(messages.disk_report(report))
         num_left = len(pool.ledger.erasing)
         if num_left < num_erasing and report.failed_order_numbers:
             self._give_up_erasing(pool)

@@ -45,6 +45,8 @@ MAX_POOL_NAME_LENGTH = 128
 MAX_TEXT_LENGTH = 1_024
 """The most characters of a worker's texts about its pool. They are kept, and shown to every client."""
 MAX_MEMORY_ID_LENGTH = 64
+MAX_DISK_ORDERS = 1_024
+"""Of a report about the disk: fewer are open."""
 MAX_OPEN_LEASES = 131_072
 """The most open leases in the registration of a worker."""
 POOL_NAME = f"[A-Za-z0-9._-]{{1,{MAX_POOL_NAME_LENGTH}}}"
@@ -188,6 +190,19 @@ def decode_adapters(field: str, message: attach_pb2.PoolAdapters) -> dict[str, b
             )
         adapters[adapter.name] = adapter.identity
     return adapters
+
+
+def disk_report(message: attach_pb2.DiskReport) -> bytes:
+    """Return the message for the books, which check the rest. Raises CallRefused (INVALID_ARGUMENT)."""
+    for field in ("done_order_numbers", "failed_order_numbers"):
+        check_count(f"disk_report.{field}", len(getattr(message, field)), MAX_DISK_ORDERS)
+    return message.SerializeToString()
+
+
+def disk_content(message: attach_pb2.DiskContent) -> bytes:
+    """Return the message for the books, which check the rest. Raises CallRefused (INVALID_ARGUMENT)."""
+    check_count("disk_content.tenants", len(message.tenants), len(message.disk_block_ids))
+    return message.SerializeToString()
 
 
 def decode_kept_memory(message: attach_pb2.RegisterPool, geometry: Geometry) -> KeptMemory:

@@ -985,7 +985,9 @@ Global___DiskErase: _TypeAlias = DiskErase  # noqa: Y015
 
 @_typing.final
 class DiskReport(_message.Message):
-    """How orders about the disk ended. An order that is not open has no effect."""
+    """How orders about the disk ended, at most 1,024 of each kind. An order that is not
+    open has no effect.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

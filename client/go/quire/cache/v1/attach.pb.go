@@ -1936,7 +1936,8 @@ func (x *DiskErase) GetTenant() string {
 	return ""
 }
 
-// How orders about the disk ended. An order that is not open has no effect.
+// How orders about the disk ended, at most 1,024 of each kind. An order that is not
+// open has no effect.
 type DiskReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Those that were carried out.
