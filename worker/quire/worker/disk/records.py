@@ -6,8 +6,10 @@ checksum in it. So nothing depends on the order in which a disk has written what
 
 from __future__ import annotations
 
+import struct
 import zlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +33,14 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
-assert HEADER.itemsize == HEADER_BYTES
+FIELDS = struct.Struct("<8x4x4x32x32sQII128s28xI")
+"""The same without what is checked for all headers together: many times faster for one of them."""
+assert HEADER.itemsize == FIELDS.size == HEADER_BYTES
 CHECKED_BYTES = HEADER_BYTES - 4
 """Of a header, before its own checksum."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """The description of a copy.
 
     number      rises from one written copy to the next
@@ -127,10 +130,7 @@ def decode_headers(headers: bytes, mark: bytes) -> Headers:
 
 def decode_header(header: bytes) -> Record | None:
     """Return the copy that a header of this version describes; None if the header was changed."""
-    if zlib.crc32(header[:CHECKED_BYTES]) != int.from_bytes(header[CHECKED_BYTES:], "little"):
+    prefix_hash, number, content_checksum, tenant_size, tenant, checksum = FIELDS.unpack(header)
+    if zlib.crc32(header[:CHECKED_BYTES]) != checksum:
         return None
-    row = np.frombuffer(header, HEADER)[0]
-    name = bytes(row["tenant"])[: int(row["tenant_size"])]
-    return Record(
-        bytes(row["prefix_hash"]), name.decode(errors="replace"), int(row["number"]), int(row["content_checksum"])
-    )
+    return Record(prefix_hash, tenant[:tenant_size].decode(errors="replace"), number, content_checksum)
