@@ -680,21 +680,21 @@ class Executor:
                 drafts=runs.drafts,
                 adapter_slots=self._adapter_slots(step.grant),
             )
-            if not self._model.adapters.has_slots:
+            if step.grant.run_adapters and not self._model.adapters.has_slots:
                 batch = replace(batch, adapters=tuple(self._adapter_numbers(step.grant)))
             return replace(batch, keeps_hidden_states=True) if step.scored else batch
         adapters = self._adapter_slots(step.grant)
         return self._decode.prepare(runs.rows, runs.starts, token_ids, draws=draws, adapter_slots=adapters)
 
     def _adapter_numbers(self, grant: grant_pb2.StepGrant) -> list[int | None]:
-        """The number in the model of each run's adapter; empty if no run has one."""
+        """The number in the model of each run's adapter."""
         numbers = self._model.adapters.numbers
         identities = (adapter_of(grant, run) for run in range(len(grant.run_adapters)))
         return [numbers[identity] if identity else None for identity in identities]
 
     def _adapter_slots(self, grant: grant_pb2.StepGrant) -> list[int] | None:
         """The same as StepBatch.adapter_slots has it, if the model has slots and a run an adapter."""
-        if not self._model.adapters.has_slots or not grant.run_adapters:
+        if not grant.run_adapters or not self._model.adapters.has_slots:
             return None
         return [0 if number is None else 1 + number for number in self._adapter_numbers(grant)]
 
