@@ -40,7 +40,7 @@ def test_a_healthy_start_names_every_part_and_none_is_degraded(model: Path, capl
     with FakeGPU(), caplog.at_level(logging.WARNING):
         loaded = load_warm(make_config(model, dtype="bfloat16"))
     assert reasons(loaded) == {}
-    absent = {Part.WEIGHTS, Part.EXPERTS, Part.CACHE, Part.ARITHMETIC}
+    absent = {Part.WEIGHTS, Part.EXPERTS, Part.CACHE, Part.ARITHMETIC, Part.DISK}
     assert {mode.part for mode in loaded.model.modes.all()} == {*Part} - absent
     assert "DEGRADED" not in caplog.text
 

@@ -65,7 +65,7 @@ def test_health_is_ok_and_names_the_parts(services: LocalServices) -> None:
 def test_the_metric_is_one_for_the_part(services: LocalServices) -> None:
     found = dict(re.findall(r'^quire_worker_degraded\{part="(\w+)"\} (\S+)', page(services, "/metrics"), re.MULTILINE))
     assert {part for part, value in found.items() if float(value)} == {"modules"}
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 def test_statistics_and_quire_stats_have_the_reason(services: LocalServices) -> None:

@@ -164,8 +164,9 @@ def test_two_runs_give_the_same_bits(device: torch.device) -> None:
     k = torch.randn(12, 2, 32, device=device)
     slots = choose_slots(12, device)
     pools = [make_pool(2, 32, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    scales = torch.full((2, 2), 0.7, device=device)
     for pool in pools:
-        write_kv(k, k, pool, pool, slot_mapping=slots, k_scale=0.7, v_scale=0.7)
+        write_kv(k, k, pool, pool, slot_mapping=slots, kv_scales=scales)
     assert torch.equal(bits(pools[0]), bits(pools[1]))
 
 

@@ -508,7 +508,7 @@ def test_where_tokens_cost_as_much_as_steps_nothing_is_lost(num_requests: int, p
 
 
 def test_a_step_without_drafts_is_measured_now_and_then() -> None:
-    """What it took on a busy machine must not make drafts seem to pay for ever."""
+    """Its time on a busy machine must not make drafts seem to pay for ever."""
     world = drafting(limits(max_draft_count=1, num_blocks=400, max_sequence_tokens=1000))
     world.add([1, 2, 3] * 8, max_tokens=400, seed=COPYING, ends=())
     in_row, runs = 0, []

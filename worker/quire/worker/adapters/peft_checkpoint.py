@@ -68,29 +68,29 @@ def read_adapter(name: str, folder: Path, bounds: AdapterBounds = DEFAULT_BOUNDS
 def _read_config(name: str, path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UnsupportedAdapter(name, f"{path} has more than {MAX_CONFIG_BYTES} bytes")
+            raise UnsupportedAdapter(name, f"{path.name} has more than {MAX_CONFIG_BYTES} bytes")
         config = json.loads(path.read_bytes())
     except OSError as error:
-        raise UnsupportedAdapter(name, f"{path} can't be read: {error.strerror}") from error
+        raise UnsupportedAdapter(name, f"{path.name} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise UnsupportedAdapter(name, f"{path} is no JSON: {first_line(error)}") from error
+        raise UnsupportedAdapter(name, f"{path.name} is no JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
-        raise UnsupportedAdapter(name, f"{path} is no JSON object")
+        raise UnsupportedAdapter(name, f"{path.name} is no JSON object")
     return config
 
 
 def _read_weights(name: str, path: Path, bounds: AdapterBounds) -> dict[str, Tensor]:
     if not path.is_file():
-        raise UnsupportedAdapter(name, f"there is no file {path}")
+        raise UnsupportedAdapter(name, f"there is no file {path.name}")
     try:
         # A file of float32 may be twice what is kept, in 16 bits. A larger one is not read.
         if (size := path.stat().st_size) > 2 * bounds.max_bytes + _MAX_HEADER_BYTES:
             limit = f"--lora-memory {bounds.max_bytes} keeps no adapter of that size"
-            raise UnsupportedAdapter(name, f"{path} has {size} bytes; {limit}")
+            raise UnsupportedAdapter(name, f"{path.name} has {size} bytes; {limit}")
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError) as error:
-        raise UnsupportedAdapter(name, f"{path} is damaged: {first_line(error)}") from error
+        raise UnsupportedAdapter(name, f"{path.name} is damaged: {first_line(error)}") from error
 
 
 def _check_weight(name: str, weight: str, tensor: Tensor) -> None:
