@@ -71,6 +71,15 @@ UNSHOWN = {
     "quire_cache_blocks_evicted_from_host_total",
     "quire_cache_blocks_kept_in_host_total",
     "quire_cache_host_hit_tokens_total",
+    # Of a disk for them, off by default too: `quire top` shows it, and the mode of a disk that fails is degraded.
+    "quire_cache_blocks_evicted_from_disk_total",
+    "quire_cache_blocks_lost_on_disk_total",
+    "quire_cache_blocks_read_from_disk_total",
+    "quire_cache_blocks_written_to_disk_total",
+    "quire_kv_disk_blocks",
+    "quire_worker_disk_blocks_total",
+    "quire_worker_disk_failures_total",
+    "quire_worker_disk_seconds_total",
     # Of kept prefixes: `quire top` and the alert on a tenant's limit show what there is to do.
     "quire_cache_kept_blocks_evicted_total",
     "quire_cache_prefix_written_tokens_total",

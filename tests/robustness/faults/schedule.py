@@ -132,9 +132,16 @@ def draws_adapters(seed: int) -> bool:
 
 
 def make_schedule(
-    seed: int, *, kinds: Sequence[FaultKind] = tuple(WEIGHTS), num_ranks: int = 1, has_holder: bool = False
+    seed: int,
+    *,
+    kinds: Sequence[FaultKind] = tuple(WEIGHTS),
+    num_ranks: int = 1,
+    has_holder: bool = False,
+    has_window: bool = False,
 ) -> Schedule:
     """The schedule of a seed, with faults of these kinds only, for workers of one rank or two, or one with a holder.
+
+    Where workers have a disk and faults are of all kinds, half of the seeds have one of the disk too.
 
     Others than the default's are another schedule.
     """
@@ -150,10 +157,14 @@ def make_schedule(
     drafting = random.Random(f"drafts {seed}")  # for the same reason
     tasks = {client: replace(task, has_drafts=drafting.random() < 0.5) for client, task in tasks.items()}
     wearing = random.Random(f"bad disk {seed}")
-    has_disk = not has_holder and num_ranks == 1
-    if has_disk and set(WEIGHTS) <= set(kinds) and wearing.random() < 0.5:
+    if has_disk(num_ranks, has_holder=has_holder, has_window=has_window) and set(WEIGHTS) <= set(kinds) and wearing.random() < 0.5:
         faults.append(draw_fault(wearing, [FaultKind.BAD_DISK]))
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
+
+
+def has_disk(num_ranks: int, *, has_holder: bool, has_window: bool) -> bool:
+    """Whether workers are given a disk for their cache, which they take only with one rank and one layer group."""
+    return num_ranks == 1 and not has_holder and not has_window
 
 
 def draw_task(generator: random.Random) -> Task:

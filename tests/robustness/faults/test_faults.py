@@ -74,7 +74,7 @@ def test_blocks_behind_a_window_and_of_adapters_come_back_and_tokens_are_the_sam
     async def run() -> None:
         async with Harness(folder, state_dir=knows_state_dir(), **asked) as harness:
             for seed in WINDOW_SEEDS:
-                outcome = await harness.run(make_schedule(seed))
+                outcome = await harness.run(make_schedule(seed, has_window=True))
                 assert not outcome.failures, f"seed {seed}: {outcome.failures}"
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
@@ -118,7 +118,7 @@ def test_a_seed_is_a_schedule() -> None:
 
 def test_schedules_have_every_kind_of_fault_at_every_place() -> None:
     faults = [fault for seed in range(2000) for fault in make_schedule(seed).faults]
-    assert {fault.kind for fault in faults} == set(WEIGHTS)
+    assert {fault.kind for fault in faults} == {*WEIGHTS, FaultKind.BAD_DISK}
     assert {fault.target for fault in faults} == {*LINKS, *PROCESSES}
     only = [fault for seed in range(20) for fault in make_schedule(seed, kinds=[FaultKind.KILL]).faults]
     assert {fault.kind for fault in only} == {FaultKind.KILL}

@@ -922,7 +922,7 @@ BUGS = [
         "a reset forgets the copies of evicted blocks",
         (
             "withhold_for",
-            "self.host.begin_reset(tenant..tenant + 1, self.pool.records.journal.num_changes());",
+            "self.host.begin_reset(tenant..tenant + 1, num_changes);",
             "",
         ),
     ),
