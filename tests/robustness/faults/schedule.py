@@ -163,7 +163,7 @@ def make_schedule(
 
 
 def has_disk(num_ranks: int, *, has_holder: bool, has_window: bool) -> bool:
-    """Whether workers are given a disk for their cache, which they take only with one rank and one layer group."""
+    """Return whether workers are given a disk for their cache, which they take only with one rank and one layer group."""
     return num_ranks == 1 and not has_holder and not has_window
 
 
