@@ -23,6 +23,8 @@ from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cli.commands import quire
 from quire.cli.launch import LocalServices
 from quire.client import CacheClient, CacheParams, Engine, EngineConfig, InvalidRequest, SamplingParams
+from quire.client.channel import RetryPolicy, retried
+from quire.client.errors import OutOfRoom
 from quire.compute.v1 import worker_service_pb2
 
 PROMPT = [5, 9, 2, 11, 3, 8] * 6
@@ -106,8 +108,11 @@ def test_requests_of_several_adapters_share_steps_and_no_blocks(services: LocalS
             for identity in identities.values():
                 found = await cache.lookup_prefix(PROMPT, adapter=identity)
                 assert found.matches[0].cached_token_count == len(PROMPT) - 4
-            unknown = await cache.explain_prefix(PROMPT, adapter=bytes(32))
-            assert (unknown.cached_token_count, unknown.reason) == (0, pb.MISS_REASON_OTHER_ADAPTER)
+            other = await cache.explain_prefix([*PROMPT, 1, 2, 3, 4], adapter=identities["first"])
+            assert other.reason == pb.MISS_REASON_NEVER_COMPUTED
+            for look in (cache.lookup_prefix, cache.explain_prefix):
+                with pytest.raises(InvalidRequest, match=r"adapter is 0{64}; must be one of the 2 adapters"):
+                    await look(PROMPT, adapter=bytes(32))
             with pytest.raises(InvalidRequest, match=r"adapter is '0{64}', must be one of 2, like first \("):
                 await engine.complete(PROMPT, params, cache=CacheParams(adapter=bytes(32)))
         await cache.close()
@@ -171,7 +176,7 @@ def test_commands_take_an_adapter_by_its_name(adapted_gateway: Gateway, services
     prompt = ("--token-ids", ",".join(map(str, PROMPT)))
     assert ask_quire("explain", *prompt, "--adapter", "first")["cached_token_count"] == len(PROMPT) - 4
     assert ask_quire("pin", *prompt, "--adapter", "first")["pinned_token_count"] == len(PROMPT)
-    assert ask_quire("lookup", *prompt, "--adapter", "f" * 64)["matches"][0]["cached_token_count"] == 0
+    assert ask_quire("lookup", *prompt, "--adapter", "first")["matches"][0]["cached_token_count"] == len(PROMPT) - 4
     assert int(ask_quire("reset", "--adapter", "first")["dropped_block_count"]) > 0
     assert ask_quire("explain", *prompt, "--adapter", "first")["reason"] == "MISS_REASON_RESET"
     unknown = CliRunner().invoke(quire, ["reset", "--adapter", "none", "--cachemgr", services.cachemgr_address])
@@ -207,6 +212,117 @@ def test_what_can_not_be_loaded_is_refused_and_changes_nothing(
             denied = change(alice, verb, "first", **fields)
             assert (denied.status_code, denied.json()["error"]["code"]) == (403, "role_missing")
         assert names_of(client) == before
+
+
+def load_third(pair: Pair, folder: Path) -> bytes:
+    request = worker_service_pb2.LoadAdapterRequest(name="third", path=str(folder / "third"))
+    identity: bytes = ask(pair.worker.LoadAdapter, request).adapter.identity
+    await_that("cachemgr knows it", lambda: "third" in {each.name for each in pair.pool().adapters.adapters})
+    return identity
+
+
+def unload_third(pair: Pair) -> None:
+    assert ask(pair.worker.UnloadAdapter, worker_service_pb2.UnloadAdapterRequest(name="third")).unloaded
+    await_that("cachemgr knows it", lambda: "third" not in {each.name for each in pair.pool().adapters.adapters})
+
+
+def end(lease: LeaseHolder) -> None:
+    lease.delete()
+    await_that("the lease is fenced", lambda: not lease.pair.has_lease(lease.lease_id))
+
+
+def test_an_adapter_stays_for_a_sequence_in_the_host_tier(services: LocalServices, folder: Path) -> None:
+    pair, expected = Pair(services), expected_of(folder)["third"]
+    lease, third = LeaseHolder.create(pair), load_third(pair, folder)
+    lease.run(lease.admit((1, PROMPT), adapter=third))
+    lease.await_settled()
+    lease.run(lease.accepted(lease.plan(offload_sequence_ids=[1])))
+    lease.await_settled()
+    assert (lease.sequence(1).offloaded, pair.worker_statistics().sequence_count) == (True, 0)
+    with pytest.raises(RefusedError) as in_use:
+        unload_third(pair)
+    assert (in_use.value.reason, in_use.value.metadata["value"]) == ("ADAPTERS_IN_USE", "third")
+    lease.run(lease.accepted(lease.plan(restores=[{"sequence_id": 1}])))
+    lease.go_on(1, num_steps=NEW_TOKENS - len(lease.tokens[1]) + len(PROMPT))
+    assert lease.tokens[1][len(PROMPT) :] == expected
+    lease.run(lease.accepted(lease.plan(release_sequence_ids=[1])))
+    unload_third(pair)
+    end(lease)
+    pair.close()
+
+
+def test_a_sequence_that_was_planned_or_preempted_before_its_adapter_went_is_refused_alone(
+    services: LocalServices, folder: Path
+) -> None:
+    """The error names the sequence, so its neighbours go on; the same adapter under its name again is no other."""
+    pair, expected = Pair(services), expected_of(folder)
+    lease, third = LeaseHolder.create(pair), load_third(pair, folder)
+    neighbour = {"sequence_id": 2, "token_ids": PROMPT}
+    lease.tokens = {1: list(PROMPT), 2: list(PROMPT)}
+    both = [{"sequence_id": 1, "token_ids": PROMPT, "adapter": third}, neighbour]
+    plan = lease.accepted(lease.plan(admissions=both))
+    unload_third(pair)
+    with pytest.raises(RefusedError) as planned:
+        lease.run(plan)
+    assert (planned.value.reason, planned.value.metadata["sequence_id"]) == ("INVALID_ARGUMENT", "1")
+    lease.run(plan, skip=True)
+    lease.run(lease.accepted(lease.plan(release_sequence_ids=[1, 2])))
+    with pytest.raises(RefusedError) as again:
+        lease.plan(admissions=both)
+    assert (again.value.metadata["field"], again.value.metadata["sequence_id"]) == ("admissions.adapter", "1")
+    lease.run(lease.accepted(lease.plan(admissions=[neighbour])))
+    assert load_third(pair, folder) == third
+    lease.run(lease.accepted(lease.plan(admissions=both[:1], extends={"sequence_ids": [2], "token_counts": [1]})))
+    lease.go_on(1, num_steps=NEW_TOKENS - 1)
+    lease.go_on(2, num_steps=NEW_TOKENS - 2)
+    assert [lease.tokens[seq_id][len(PROMPT) :] for seq_id in (1, 2)] == [expected["third"], expected[""]]
+    end(lease)
+    unload_third(pair)
+    pair.close()
+
+
+def fill_host_tier(lease: LeaseHolder) -> None:
+    """Offload sequences until no other one fits."""
+    for seq_id in range(100, 200):
+        num_blocks = min(lease.pair.pool().host_block_counts.free_count, 100)
+        if not num_blocks:
+            return
+        lease.run(lease.admit((seq_id, [seq_id % 90] * (4 * num_blocks - 1))))
+        lease.await_settled()
+        lease.run(lease.accepted(lease.plan(offload_sequence_ids=[seq_id])))
+        lease.await_settled()
+
+
+def test_a_preempted_request_whose_adapter_goes_ends_with_an_error_and_others_go_on(
+    services: LocalServices, folder: Path
+) -> None:
+    """A long request takes the blocks of one with the adapter. Nothing waits for an adapter that may never return."""
+    pair = Pair(services)
+    lease, third = LeaseHolder.create(pair), load_third(pair, folder)
+    fill_host_tier(lease)
+    lease.run(lease.admit((1, [3] * 300)))  # the pool has 52 blocks left
+    long, short, num_tokens = [7, 5] * 20, [5, 7] * 70, 100
+    expected = zoo.generate(load(folder / "model"), long, num_tokens)[len(long) :]
+
+    async def run() -> None:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        async with Engine.connect(services.cachemgr_address) as engine:
+            asked = [
+                asyncio.create_task(engine.complete(prompt, params, cache=CacheParams(adapter=adapter)))
+                for prompt, adapter in ((long, b""), (short, third))
+            ]
+            while not engine.statistics().scheduler.preemptions:
+                await asyncio.sleep(0)
+            await retried(lambda: engine.unload_adapter("third"), RetryPolicy(max_attempts=50), after=OutOfRoom)
+            with pytest.raises(InvalidRequest) as ended:
+                await asked[1]
+            assert ended.value.metadata["field"] == "admissions.adapter"
+            [completion] = await asked[0]
+            assert list(completion.samples[0].token_ids) == expected
+
+    asyncio.run(run())
+    end(lease)
+    pair.close()
 
 
 def test_adapters_come_and_go_while_others_are_used(

@@ -8,7 +8,7 @@ Tenant         a client with a lease: its steps are computed when it says so
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -104,7 +104,15 @@ class LoneCachemgr:
 class Bookkeeper:
     """One epoch of a pool. Accepts leases and fences them; from `detach` on it is gone."""
 
-    def __init__(self, cachemgr: LoneCachemgr, pool: str, *, epoch: int, **geometry: Any) -> None:
+    def __init__(
+        self,
+        cachemgr: LoneCachemgr,
+        pool: str,
+        *,
+        epoch: int,
+        adapters: Mapping[str, bytes] | None = None,
+        **geometry: Any,
+    ) -> None:
         self.pool, self.epoch = pool, epoch
         self.block_size = {**GEOMETRY, **geometry}["block_size_tokens"]
         self._lock = threading.Lock()
@@ -114,6 +122,9 @@ class Bookkeeper:
         self._registration = attach_pb2.RegisterPool(
             pool=pool, epoch=epoch, geometry=attach_pb2.PoolGeometry(**GEOMETRY | geometry), worker_address="nowhere:1"
         )
+        if adapters is not None:
+            named = [attach_pb2.PoolAdapter(name=name, identity=identity) for name, identity in adapters.items()]
+            self._registration.adapters.adapters.extend(named)
         self._is_attached = threading.Event()
         self._say(register_pool=self._registration)
         self._call = cachemgr.stub("wanda").AttachPool(self._said())

@@ -30,6 +30,7 @@ floor = 3
 quota = 4
 limit = 6
 pin_budget = 2
+adapters = ["sql"]
 """
 
 
@@ -219,6 +220,45 @@ def test_who_is_no_gateway_names_no_other_tenant_and_loses_that_admission_alone(
     (found,) = call(cachemgr, "gina", "CheckAdmission", **check | {"admission": named("bob", 0, prompt(1, 7))}).checks
     assert found.refusal.reason == "SEQUENCE_TOO_LONG", "by bob's limit"
     alice.delete()
+
+
+def test_a_tenant_sees_the_adapters_that_it_may_use_and_others_do_not_exist_for_it(cachemgr: LoneCachemgr) -> None:
+    """In the pool, in lists and watches of pools, in a dry run and in what looks at prefixes: each as in a plan."""
+    adapters = {"sql": b"s" * 32, "text": b"t" * 32}
+    worker = Bookkeeper(cachemgr, "adapted", epoch=1, adapters=adapters)
+
+    def shown(caller: str) -> set[tuple[str, ...]]:
+        watch = cachemgr.stub(caller).WatchPools(cache_service_pb2.WatchPoolsRequest(), timeout=DEADLINE_S)
+        pools = [call(cachemgr, caller, "GetPool", pool=worker.pool).pool]
+        pools += [each for each in call(cachemgr, caller, "ListPools").pools if each.name == worker.pool]
+        pools += [each for each in next(watch).pools if each.name == worker.pool]
+        watch.cancel()
+        assert len(pools) == 3
+        return {tuple(adapter.name for adapter in pool.adapters.adapters) for pool in pools}
+
+    both = {("sql", "text")}
+    assert {name: shown(name) for name in ("olga", "gina", "alice", "bob")} == {
+        **{name: both for name in ("olga", "gina", "alice")},
+        "bob": {("sql",)},
+    }
+    asked = {"pool": worker.pool, "token_ids": prompt(1, 1)}
+    limits = set()
+    for adapter in (adapters["text"], b"x" * 32):
+        admission = {"token_ids": prompt(1, 1), "adapter": adapter}
+        (check,) = call(cachemgr, "bob", "CheckAdmission", pool=worker.pool, admission=admission).checks
+        assert (check.accepted, check.refusal.reason) == (False, "INVALID_ARGUMENT")
+        limits.add(check.refusal.metadata["limit"])
+        for method in ("LookupPrefix", "ExplainPrefix", "PinPrefix"):
+            with pytest.raises(RefusedError) as refused:
+                call(cachemgr, "bob", method, **asked, adapter=adapter)
+            assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_ARGUMENT", "adapter")
+            limits.add(refused.value.metadata["limit"])
+    assert limits == {f"one of the 1 adapters of the pool's worker, like sql ({adapters['sql'].hex()})"}
+    for caller, adapter in (("alice", adapters["text"]), ("bob", adapters["sql"])):
+        (match,) = call(cachemgr, caller, "LookupPrefix", **asked, adapter=adapter).matches
+        assert match.pool == worker.pool
+    call(cachemgr, "bob", "ResetPrefixCache", pool=worker.pool, adapter=adapters["text"])
+    worker.detach()
 
 
 def test_a_tenant_sees_its_own_sequences_and_blocks_in_the_lease_of_a_gateway(

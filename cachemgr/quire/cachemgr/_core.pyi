@@ -549,6 +549,12 @@ class Ledger:
     def set_adapters(self, adapters: list[tuple[bytes, str]] | None) -> None:
         """Sets the adapters that admissions may have: identities and names. None: any."""
 
+    def check_adapter(self, tenant: str, adapter: bytes, field: str) -> None:
+        """Refuses an adapter that a plan would refuse the tenant; `field` is the adapter's in the request.
+
+        Raises CallRefused (INVALID_ARGUMENT).
+        """
+
     def set_adapter_rights(self, default: Set[str] | None, by_name: Mapping[str, Set[str] | None]) -> None:
         """Sets the names of the adapters that tenants may use: a default, and others by tenant. None: all adapters."""
 

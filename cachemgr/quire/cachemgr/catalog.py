@@ -195,9 +195,16 @@ class Catalog:
     def set_shares(self, shares: SharesOf, adapter_rights: AdapterRights = (None, {})) -> None:
         """Sets the tenants' shares of each pool, and the adapters that they may use."""
         self._shares = shares
-        self._adapter_rights = adapter_rights
-        for pool in self._pools.values():
+        has_other_rights, self._adapter_rights = adapter_rights != self._adapter_rights, adapter_rights
+        for pool in self.pools():
             self._apply_shares(pool.ledger)
+            if has_other_rights:
+                self.journal.touch(pool.ledger.pool)
+
+    def adapters_of(self, tenant: str) -> Set[str] | None:
+        """Return the names of the adapters that a tenant may use. None: all."""
+        default, by_tenant = self._adapter_rights
+        return by_tenant.get(tenant, default)
 
     def _apply_shares(self, ledger: Ledger) -> None:
         if self._shares is not None:

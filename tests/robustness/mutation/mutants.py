@@ -48,6 +48,7 @@ import transformers.modeling_utils  # noqa: F401
 from seeded_bugs import (
     BUGS,
     CORE,
+    ADAPTERS_IDEA,
     DISK_IDEA,
     GPU_IDEA,
     HOLDER_IDEA,
@@ -97,6 +98,7 @@ EXAMPLES = {
     ],
 }
 EXAMPLES_OF_IDEA = {
+    ADAPTERS_IDEA: ["unit/worker/test_adapters.py", "unit/cachemgr/test_looking.py", "unit/cachemgr/test_ledger.py"],
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
     DISK_IDEA: ["unit/worker/test_disk_store.py", "unit/worker/test_disk_tier.py"],
     HOLDER_IDEA: ["unit/worker/test_holder.py", "unit/worker/test_kept_pool.py"],

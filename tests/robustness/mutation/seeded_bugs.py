@@ -32,6 +32,8 @@ QUANTIZED_IDEA = "quantized"
 """The idea of bugs of quantized weights, and of keys and values in float8."""
 DISK_IDEA = "a disk"
 """The idea of bugs of copies on a disk."""
+ADAPTERS_IDEA = "adapters"
+"""The idea of bugs of adapters: their owners, their slots, and the tenants that may use them."""
 RANKS_IDEA = "ranks"
 """The idea of bugs of a worker with several ranks."""
 
@@ -1787,6 +1789,82 @@ BUGS = [
         "reliable: a replay begins with a later batch than the first one that a consumer missed",
         ("since", "sequence < self._batches[0][0]", "False"),
     ),
+    # -- adapters
+    worker(
+        ADAPTERS_IDEA,
+        "an adapter in use makes room for another one",
+        ("find_room", "if each != identity and not is_used(each)", "if each != identity"),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "an adapter that only forks have is not in use",
+        ("accept", "sequences[child] = sequences[parent]", "pass"),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "a sequence in the host tier does not keep its adapter",
+        (
+            "accept",
+            "for seq_id in grant.released_sequence_ids:",
+            "for seq_id in (*grant.released_sequence_ids, *grant.offloaded_sequence_ids):",
+        ),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "a run with an adapter that is not there is accepted",
+        (
+            "check_adapters",
+            "(identity := adapter_of(grant, run)) not in known",
+            "not (identity := adapter_of(grant, run))",
+        ),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "the tokens of a batch have the adapter of the sequence behind theirs",
+        (
+            "tokens_of_adapters",
+            "zip(adapters, pairwise(accumulate(counts, initial=0)), strict=True)",
+            "zip([*adapters[1:], adapters[0]], pairwise(accumulate(counts, initial=0)), strict=True)",
+        ),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "a layer keeps the update of an adapter that has gone",
+        ("remove", "if number != adapter", "if True"),
+    ),
+    worker(
+        ADAPTERS_IDEA,
+        "adapters of other scalings have one identity",
+        ("identity", 'digest.update(struct.pack("<d", update.scaling))', "pass"),
+    ),
+    rust(
+        ADAPTERS_IDEA,
+        "a tenant uses the adapter of another one",
+        ("refuse", "allowed.as_ref().is_none_or(|allowed| allowed.contains(*name))", "true || name.is_empty()"),
+    ),
+    rust(
+        ADAPTERS_IDEA,
+        "a dry run takes an adapter that a plan would refuse",
+        (
+            "check_admission",
+            "refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights).or(check.refusal)",
+            "check.refusal",
+        ),
+    ),
+    rust(
+        ADAPTERS_IDEA,
+        "a reset of one adapter is a reset of the base",
+        (
+            "begin_reset",
+            "salt.map(|salt| namespace_of(salt, adapter))",
+            "salt.map(|salt| namespace_of(salt, &adapter[..0]))",
+        ),
+    ),
+    manager(
+        ADAPTERS_IDEA,
+        "a tenant sees the names of adapters that it may not use",
+        ("encode_pool_without_counts", "shown_adapters is None or name in shown_adapters", "True"),
+    ),
     # -- a GPU: what its start depends on
     worker(
         GPU_IDEA,
@@ -2087,6 +2165,7 @@ def needs_of(bug: Bug) -> frozenset[str]:
 _ABSENT_OF_IDEA = {
     DISK_IDEA: "disks",
     GPU_IDEA: "GPUs",
+    ADAPTERS_IDEA: "adapters",
     RANKS_IDEA: "the layers of a large model",
     HOLDER_IDEA: "holders",
     QUANTIZED_IDEA: "tensors",

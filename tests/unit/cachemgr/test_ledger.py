@@ -174,6 +174,9 @@ def test_a_plan_is_refused_an_adapter_that_its_tenant_may_not_use() -> None:
     assert plan(1, b"t" * 32, lease="bob") is None
     assert plan(2, b"t" * 32, lease="bob", tenant="alice") is not None
     assert plan(1, b"s" * 32, lease="carol") == "empty: the pool's worker has no adapters"
+    ledger.check_adapter("alice", b"s" * 32, "adapter")
+    with pytest.raises(CallRefused, match=r"adapter is (74){32}; must be one of the 1 adapters"):
+        ledger.check_adapter("alice", b"t" * 32, "adapter")
 
 
 def test_an_admission_gets_blocks_for_all_its_tokens_and_samples_the_next(bench: Bench) -> None:

@@ -13,6 +13,7 @@ import pytest
 from planning import Admission, StepOutcome, StepRequest, plan_step, report_of, sequence_of
 
 from quire.cache.v1 import cache_service_pb2
+from quire.cachemgr import _core
 from quire.cachemgr._core import Ledger
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.catalog import AttachedPool, Catalog, Registration, leases_from
@@ -46,9 +47,17 @@ def make_ledger(**leases: str) -> Ledger:
     return ledger
 
 
-def admit(ledger: Ledger, lease_id: str, seq_id: int, *tokens: int, salt: bytes = b"", now: float = 1.0) -> None:
+def admit(
+    ledger: Ledger,
+    lease_id: str,
+    seq_id: int,
+    *tokens: int,
+    salt: bytes = b"",
+    adapter: bytes = b"",
+    now: float = 1.0,
+) -> None:
     """A step in flight."""
-    request = StepRequest(admissions=[Admission(seq_id, int32_bytes(tokens), salt=salt)])
+    request = StepRequest(admissions=[Admission(seq_id, int32_bytes(tokens), salt=salt, adapter=adapter)])
     assert not plan_step(ledger, lease_id, request, now=now).has_refusals
 
 
@@ -70,9 +79,9 @@ def settle(ledger: Ledger, lease_id: str) -> None:
     )
 
 
-def cache(ledger: Ledger, lease_id: str, *tokens: int, salt: bytes = b"") -> None:
+def cache(ledger: Ledger, lease_id: str, *tokens: int, salt: bytes = b"", adapter: bytes = b"") -> None:
     """Computed, and let go of."""
-    admit(ledger, lease_id, 1, *tokens, salt=salt)
+    admit(ledger, lease_id, 1, *tokens, salt=salt, adapter=adapter)
     settle(ledger, lease_id)
     plan_step(ledger, lease_id, StepRequest(releases=[1]), now=1.0)
     settle(ledger, lease_id)
@@ -305,6 +314,34 @@ def test_each_reason_has_a_name_and_what_belongs_to_it() -> None:
         *("none", "never_computed", "evicted", "reset", "being_computed", "other_salt", "other_tenant"),
         *("window_evicted", "unknown", "other_adapter"),
     }
+
+
+def test_a_reset_of_one_adapter_leaves_the_blocks_of_others() -> None:
+    ledger, adapters = make_ledger(a="alice"), (b"", b"s" * 32, b"t" * 32)
+    for adapter in adapters:
+        cache(ledger, "a", 1, 2, 3, adapter=adapter)
+    reset = ledger.begin_reset("alice", salt=b"", adapter=adapters[1])
+    assert list(iter(lambda: ledger.go_on_with_reset(reset, now=2.0), None))
+    found = {each[:1]: explained(ledger, 1, 2, adapter=each).reason for each in adapters}
+    assert found == {b"": "none", b"s": "reset", b"t": "none"}
+
+
+def test_a_pool_is_shown_with_the_adapters_that_a_tenant_may_use_and_a_dry_run_takes_no_other() -> None:
+    ledger = make_ledger()
+    pool = AttachedPool(ledger, b"", "nowhere", (1,))
+    pool.set_adapters({"sql": b"s" * 32, "text": b"t" * 32})
+    ledger.set_adapter_rights(None, {"bob": frozenset({"sql"})})
+    shown = {
+        names: [each.name for each in messages.encode_pool(pool, shown_adapters=names).adapters.adapters]
+        for names in (None, frozenset({"sql"}), frozenset())
+    }
+    assert shown == {None: ["sql", "text"], frozenset({"sql"}): ["sql"], frozenset(): []}
+    asked = cache_service_pb2.Admission(sequence_id=7, token_ids=[1, 2], adapter=b"t" * 32)
+    admission = _core.Admission(asked.SerializeToString(), 16)
+    assert ledger.check_admission("alice", admission).refusal is None
+    refusal = ledger.check_admission("bob", admission).refusal
+    assert refusal is not None
+    assert (refusal.metadata["field"], refusal.metadata["sequence_id"]) == ("admissions.adapter", "7")
 
 
 def test_an_explanation_as_a_message() -> None:

@@ -367,6 +367,8 @@ def test_an_adapter_is_in_use_while_a_sequence_of_an_accepted_grant_has_it() -> 
     users.accept(grant_pb2.StepGrant(lease_id="l", fork_parent_ids=[1, 2], fork_child_ids=[4, 5]))
     assert users.counts() == {first: 2, second: 1}
     users.accept(grant_pb2.StepGrant(lease_id="l", released_sequence_ids=[1], offloaded_sequence_ids=[3]))
+    assert users.counts() == {first: 1, second: 1}, "one in the host tier is restored without an admission"
+    users.accept(grant_pb2.StepGrant(lease_id="l", released_sequence_ids=[3]))
     assert users.counts() == {first: 1}
     users.end_lease("l")
     assert users.counts() == {}

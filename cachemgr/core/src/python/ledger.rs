@@ -442,6 +442,14 @@ impl PyLedger {
         self.stored.set_adapters(adapters.map_or_else(Adapters::default, Adapters::known));
     }
 
+    /// Refuses an adapter that a plan would refuse the tenant; `field` is the adapter's in the request.
+    fn check_adapter(&mut self, py: Python<'_>, tenant: &str, adapter: &[u8], field: &str) -> PyResult<()> {
+        self.changing(py, |books| match books.refuse_adapter(field, adapter, tenant.as_bytes()) {
+            Some(refusal) => Err(Failure::Refused(refusal)),
+            None => Ok(()),
+        })
+    }
+
     /// Sets the names of the adapters that tenants may use: a default, and others by tenant. None: all adapters.
     fn set_adapter_rights(
         &mut self,

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::errors::{Failure, Result, invalid};
+use crate::errors::{Refusal, invalid};
 
 /// Adapters that an error names.
 const SHOWN: usize = 8;
@@ -37,21 +37,21 @@ impl Adapters {
         Adapters(Some(known))
     }
 
-    /// Refuses a sequence with an adapter that is not here, or that its tenant may not use: an adapter that it may not
-    /// use does not exist for it.
-    pub fn check(&self, seq_id: i64, adapter: &[u8], tenant: &[u8], rights: &AdapterRights) -> Result<()> {
+    /// The refusal of an adapter that is not here, or that the tenant may not use: an adapter that it may not use does not
+    /// exist for it. `field` is the adapter's in the request.
+    pub fn refuse(&self, field: &str, adapter: &[u8], tenant: &[u8], rights: &AdapterRights) -> Option<Refusal> {
         if adapter.is_empty() {
-            return Ok(());
+            return None;
         }
         let allowed = rights.of(tenant);
         let known = match &self.0 {
             Some(known) => known,
-            None if allowed.is_none() => return Ok(()),
+            None if allowed.is_none() => return None,
             None => &BTreeMap::new(),
         };
         let may_use = |name: &&String| allowed.as_ref().is_none_or(|allowed| allowed.contains(*name));
         if known.get(adapter).is_some_and(|names| names.iter().any(|name| may_use(&name))) {
-            return Ok(());
+            return None;
         }
         let shown = |(identity, names): (&Vec<u8>, &BTreeSet<String>)| {
             names.iter().find(may_use).map(|name| format!("{name} ({})", hex(identity)))
@@ -64,7 +64,7 @@ impl Adapters {
                 format!("one of the {count} adapters of the pool's worker, like {first}")
             }
         };
-        Err(Failure::Refused(invalid("admissions.adapter", hex(adapter), limit).with("sequence_id", seq_id)))
+        Some(invalid(field, hex(adapter), limit))
     }
 }
 
@@ -86,12 +86,8 @@ mod tests {
         tenant: &[u8],
         rights: &AdapterRights,
     ) -> Option<Vec<(String, String)>> {
-        match adapters.check(7, adapter, tenant, rights) {
-            Err(Failure::Refused(refusal)) => {
-                Some(refusal.metadata.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
-            }
-            _ => None,
-        }
+        let refusal = adapters.refuse("adapter", adapter, tenant, rights)?;
+        Some(refusal.metadata.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
     }
 
     #[test]
@@ -101,7 +97,7 @@ mod tests {
         assert_eq!(refused(&known, b""), None);
         assert_eq!(refused(&known, &[2]), None);
         let metadata = refused(&known, &[3]).expect("it is not there");
-        assert!(metadata.contains(&("sequence_id".into(), "7".into())));
+        assert!(metadata.contains(&("field".into(), "adapter".into())));
         assert!(metadata.contains(&("value".into(), "03".into())));
         let limit = "one of the 2 adapters of the pool's worker, like one (01), two (02)";
         assert!(metadata.contains(&("limit".into(), limit.into())));

@@ -213,7 +213,9 @@ impl StoredBooks {
         }
         for admission in &request.admissions {
             let tenant = admission.tenant.as_deref().unwrap_or(&lease.tenant_name);
-            self.adapters.check(admission.seq_id, &admission.namespace.adapter, tenant, &self.adapter_rights)?;
+            if let Some(refusal) = refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights) {
+                return Err(Failure::Refused(refusal));
+            }
         }
         let plan = match self.books.plan(lease_id, request, now, key) {
             Ok(Some(plan)) => plan,
@@ -245,7 +247,12 @@ impl StoredBooks {
         self.write(&Change::Settle { lease_id: lease_id.into(), report: Cow::Borrowed(report) })
     }
 
-    /// See Books::check_admission.
+    /// The refusal of an adapter that a plan would refuse the tenant; `field` is the adapter's in the request.
+    pub fn refuse_adapter(&self, field: &str, adapter: &[u8], tenant: &[u8]) -> Option<Refusal> {
+        self.adapters.refuse(field, adapter, tenant, &self.adapter_rights)
+    }
+
+    /// See Books::check_admission. An adapter that a plan would refuse is the refusal.
     pub fn check_admission(&mut self, tenant: &[u8], admission: &Admission, reserve: usize) -> Result<AdmissionCheck> {
         if admission.tenant.is_some()
             && let Some(refusal) = refuse_new_tenant(tenant, self.books.tenants())
@@ -253,7 +260,9 @@ impl StoredBooks {
             return Err(Failure::Refused(refusal));
         }
         self.enter_tenant(tenant)?;
-        Ok(self.books.check_admission(tenant, admission, reserve))
+        let mut check = self.books.check_admission(tenant, admission, reserve);
+        check.refusal = refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights).or(check.refusal);
+        Ok(check)
     }
 
     /// See Books::pin_prefix.
@@ -340,6 +349,17 @@ impl StoredBooks {
 fn epoch_changed(pool: &str, epoch: i64, asked: i64) -> Refusal {
     let message = format!("pool '{pool}' has epoch {epoch}, the call is for {asked}; its sequences are gone");
     Refusal::new(Reason::EpochChanged, message).with("pool", pool).with("epoch", epoch).with("value", asked)
+}
+
+/// The refusal of an admission by its adapter.
+fn refuse_adapter(
+    adapters: &Adapters,
+    admission: &Admission,
+    tenant: &[u8],
+    rights: &AdapterRights,
+) -> Option<Refusal> {
+    let refusal = adapters.refuse("admissions.adapter", &admission.namespace.adapter, tenant, rights)?;
+    Some(refusal.with("sequence_id", admission.seq_id))
 }
 
 #[cfg(test)]

@@ -58,7 +58,7 @@ class Inspection:
     async def GetPool(  # noqa: N802
         self, request: cache_service_pb2.GetPoolRequest, context: Context
     ) -> cache_service_pb2.GetPoolResponse:
-        pool = messages.encode_pool(self._pools.pool(request.pool))
+        pool = messages.encode_pool(self._pools.pool(request.pool), shown_adapters=self._pools.shown_adapters())
         return cache_service_pb2.GetPoolResponse(pool=pool)
 
     @refusing
@@ -68,7 +68,10 @@ class Inspection:
         limit = messages.page_limit(request.page_size, default=DEFAULT_PAGE, most=MAX_PAGE)
         messages.check_page_token(request.page_token, messages.POOL_NAME)
         pools = [pool for pool in self._pools.pools("") if pool.ledger.pool > request.page_token]
-        response = cache_service_pb2.ListPoolsResponse(pools=[messages.encode_pool(pool) for pool in pools[:limit]])
+        shown = self._pools.shown_adapters()
+        response = cache_service_pb2.ListPoolsResponse(
+            pools=[messages.encode_pool(pool, shown_adapters=shown) for pool in pools[:limit]]
+        )
         if len(pools) > limit:
             response.next_page_token = pools[limit - 1].ledger.pool
         return response
@@ -78,7 +81,8 @@ class Inspection:
     ) -> AsyncIterator[cache_service_pb2.WatchPoolsResponse]:
         try:
             with self._watch_places.taken():
-                async with contextlib.aclosing(watch_pools(self._catalog)) as answers:
+                watch = watch_pools(self._catalog, shown_adapters=self._pools.shown_adapters)
+                async with contextlib.aclosing(watch) as answers:
                     async for answer in answers:
                         yield answer
         except CallRefused as refused:
@@ -235,6 +239,7 @@ class Inspection:
     ) -> cache_service_pb2.LookupPrefixResponse:
         pools = self._pools.pools(request.pool)
         tokens, tenant = prefix_asked_for("LookupPrefix", request, pools)
+        pools = pools_with_adapter(pools, tenant, request.adapter)
         parts = [partial(match_of, pool, tokens, request, tenant) for pool in pools]
         matches = [match async for match in in_turns(parts)]
         matches.sort(key=lambda match: -match.cached_token_count)
@@ -247,6 +252,7 @@ class Inspection:
         pool = self._pools.pool(request.pool)
         tokens, tenant = prefix_asked_for("ExplainPrefix", request, [pool])
         ledger = pool.ledger
+        ledger.check_adapter(tenant, request.adapter, "adapter")
         explanation = ledger.inspector.explain(
             tokens, salt=request.salt, adapter=request.adapter, tenant=tenant, with_other_tenants=sees_all()
         )
@@ -284,6 +290,20 @@ def prefix_asked_for(
     geometries = [pool.ledger.geometry for pool in pools]
     longest = max((geometry.max_tokens for geometry in geometries), default=1)
     return messages.decode_prefix(request.token_ids[:longest], request.salt, request.adapter, geometries), tenant
+
+
+def pools_with_adapter(pools: Sequence[AttachedPool], tenant: str, adapter: bytes) -> list[AttachedPool]:
+    """The pools that take admissions of a tenant with an adapter. Raises CallRefused (INVALID_ARGUMENT) if all refuse."""
+    found, refused = [], None
+    for pool in pools:
+        try:
+            pool.ledger.check_adapter(tenant, adapter, "adapter")
+            found.append(pool)
+        except CallRefused as error:
+            refused = error
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def parts_of_whole_reset(ledger: Ledger, now: float, *, by: str) -> Iterator[Callable[[], tuple[int, int]]]:

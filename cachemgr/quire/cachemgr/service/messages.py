@@ -6,7 +6,7 @@ The core decodes and checks plans and reports itself, and encodes answers to pla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import starmap
 
 import numpy as np
@@ -328,8 +328,8 @@ def statistics_of(ledger: Ledger) -> cache_service_pb2.PoolStatistics:
     return cache_service_pb2.PoolStatistics.FromString(ledger.inspector.statistics())
 
 
-def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
-    statistics, message = statistics_of(pool.ledger), encode_pool_without_counts(pool)
+def encode_pool(pool: AttachedPool, *, shown_adapters: Set[str] | None = None) -> cache_service_pb2.Pool:
+    statistics, message = statistics_of(pool.ledger), encode_pool_without_counts(pool, shown_adapters=shown_adapters)
     message.block_counts.CopyFrom(statistics.block_counts)
     message.lease_count = statistics.lease_count
     message.sequence_count = statistics.sequence_count
@@ -338,8 +338,8 @@ def encode_pool(pool: AttachedPool) -> cache_service_pb2.Pool:
     return message
 
 
-def encode_pool_without_counts(pool: AttachedPool) -> cache_service_pb2.Pool:
-    """All of a pool that no step changes."""
+def encode_pool_without_counts(pool: AttachedPool, *, shown_adapters: Set[str] | None = None) -> cache_service_pb2.Pool:
+    """All of a pool that no step changes, with the adapters of these names. None: all."""
     message = cache_service_pb2.Pool(
         name=pool.ledger.pool,
         epoch=pool.ledger.epoch,
@@ -349,8 +349,11 @@ def encode_pool_without_counts(pool: AttachedPool) -> cache_service_pb2.Pool:
         worker_address=pool.worker_address,
     )
     if pool.adapters is not None:
-        named = sorted(pool.adapters.items())
-        adapters = [attach_pb2.PoolAdapter(name=name, identity=identity) for name, identity in named]
+        adapters = [
+            attach_pb2.PoolAdapter(name=name, identity=identity)
+            for name, identity in sorted(pool.adapters.items())
+            if shown_adapters is None or name in shown_adapters
+        ]
         message.adapters.CopyFrom(attach_pb2.PoolAdapters(adapters=adapters))
     return message
 

@@ -6,7 +6,7 @@ A caller that is no operator sees its own tenant's data only. Answers do not dis
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Literal, Protocol
 
 from quire.cachemgr._core import Lease, SequenceView
@@ -97,6 +97,11 @@ class VisiblePools:
             return True
         ledger = self._catalog.pool_of(lease.lease_id).ledger
         return bool(ledger.inspector.sequences_from(lease.lease_id, 0, 1, tenant=caller().name))
+
+    def shown_adapters(self) -> Set[str] | None:
+        """The names of the adapters that the caller sees: those that its tenant may use. None: all."""
+        names_others = caller().roles & {Role.OPERATOR, Role.GATEWAY}
+        return None if names_others else self._catalog.adapters_of(caller().name)
 
     def wall_clock_offset_s(self) -> float:
         """The seconds by which the wall clock is ahead of the clock."""

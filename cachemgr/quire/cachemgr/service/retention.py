@@ -77,6 +77,7 @@ class Keeping:
     ) -> cache_service_pb2.PinPrefixResponse:
         ledger, tenant = self._pools.pool(request.pool).ledger, tenant_asked_for("PinPrefix", request)
         tokens = messages.decode_prefix(request.token_ids, request.salt, request.adapter, [ledger.geometry])
+        ledger.check_adapter(tenant, request.adapter, "adapter")
         ttl_s = messages.seconds_of(request.ttl) if request.HasField("ttl") else DEFAULT_PIN_TTL_S
         if not MIN_PIN_TTL_S <= ttl_s <= MAX_PIN_TTL_S:
             raise CallRefused(invalid("ttl", f"{ttl_s} s", f"{MIN_PIN_TTL_S:g} s to {MAX_PIN_TTL_S:g} s"))

@@ -10,7 +10,7 @@ more than MAX_POOLS pools has several answers, and other calls go on between the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Set
 
 from quire.cache.v1 import cache_service_pb2
 from quire.cachemgr.catalog import Catalog
@@ -22,9 +22,9 @@ MAX_POOLS = 100
 
 
 async def watch_pools(
-    catalog: Catalog, *, max_pools: int = MAX_POOLS
+    catalog: Catalog, *, max_pools: int = MAX_POOLS, shown_adapters: Callable[[], Set[str] | None] = lambda: None
 ) -> AsyncGenerator[cache_service_pb2.WatchPoolsResponse, None]:
-    """Answers of at most `max_pools` pools until it is closed."""
+    """Answers of at most `max_pools` pools until it is closed, with the adapters that are shown then. None: all."""
     journal, loop = catalog.journal, asyncio.get_running_loop()
     number, is_first = 0, True
     with listening(journal.listeners) as changed:
@@ -34,7 +34,8 @@ async def watch_pools(
             number = told[-1][1] if told else number
             is_complete = number == journal.num_changes
             if told or is_first:
-                pools = [encode_pool_without_counts(catalog.pool(name)) for name, _ in told]
+                shown = shown_adapters()
+                pools = [encode_pool_without_counts(catalog.pool(name), shown_adapters=shown) for name, _ in told]
                 yield cache_service_pb2.WatchPoolsResponse(cleared=is_first, pools=pools, complete=is_complete)
                 is_first = False
             if is_complete:

@@ -1497,7 +1497,9 @@ class Pool(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _attach_pb2.PoolAdapters:
-        """The adapters of its worker, as it said last. Unset: unknown."""
+        """The adapters of its worker, as it said last. Unset: unknown. A caller that is
+        neither operator nor gateway sees those that its tenant may use.
+        """
 
     def __init__(
         self,

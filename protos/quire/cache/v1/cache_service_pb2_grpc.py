@@ -323,8 +323,9 @@ class CacheServiceServicer:
 
     def LookupPrefix(self, request, context):
         """Counts, for each pool, the first tokens that its prefix cache holds, for
-        routers. Takes no blocks and changes no eviction order. Reasons:
-        POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        routers. Takes no blocks and changes no eviction order. Pools that would refuse
+        the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+        Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -332,8 +333,8 @@ class CacheServiceServicer:
 
     def ExplainPrefix(self, request, context):
         """Explains why an admission of these tokens would find no more in the prefix
-        cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-        TOKEN_OUT_OF_RANGE.
+        cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+        refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

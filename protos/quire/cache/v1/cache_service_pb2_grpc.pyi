@@ -123,13 +123,14 @@ class CacheServiceStub:
     """
     LookupPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]
     """Counts, for each pool, the first tokens that its prefix cache holds, for
-    routers. Takes no blocks and changes no eviction order. Reasons:
-    POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    routers. Takes no blocks and changes no eviction order. Pools that would refuse
+    the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+    Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]
     """Explains why an admission of these tokens would find no more in the prefix
-    cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-    TOKEN_OUT_OF_RANGE.
+    cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+    refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]
     """Reports, for each pool, the result of an admission as a dry run. Takes no
@@ -267,13 +268,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     LookupPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupPrefixRequest, _cache_service_pb2.LookupPrefixResponse]  # type: ignore[assignment]
     """Counts, for each pool, the first tokens that its prefix cache holds, for
-    routers. Takes no blocks and changes no eviction order. Reasons:
-    POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+    routers. Takes no blocks and changes no eviction order. Pools that would refuse
+    the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+    Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainPrefixRequest, _cache_service_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
     """Explains why an admission of these tokens would find no more in the prefix
-    cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-    TOKEN_OUT_OF_RANGE.
+    cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+    refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
     """
     CheckAdmission: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CheckAdmissionRequest, _cache_service_pb2.CheckAdmissionResponse]  # type: ignore[assignment]
     """Reports, for each pool, the result of an admission as a dry run. Takes no
@@ -504,8 +506,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.LookupPrefixResponse, _abc.Awaitable[_cache_service_pb2.LookupPrefixResponse]]:
         """Counts, for each pool, the first tokens that its prefix cache holds, for
-        routers. Takes no blocks and changes no eviction order. Reasons:
-        POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+        routers. Takes no blocks and changes no eviction order. Pools that would refuse
+        the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+        Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod
@@ -515,8 +518,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ExplainPrefixResponse, _abc.Awaitable[_cache_service_pb2.ExplainPrefixResponse]]:
         """Explains why an admission of these tokens would find no more in the prefix
-        cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-        TOKEN_OUT_OF_RANGE.
+        cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+        refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
         """
 
     @_abc_1.abstractmethod

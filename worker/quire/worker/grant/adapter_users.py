@@ -11,21 +11,22 @@ from quire.worker.grant.decoding import adapter_of
 class AdapterUsers:
     """The adapter of each sequence that has one, by lease.
 
-    A sequence that is released, offloaded or fenced counts no longer, though a step of it may run: the worker takes an
-    adapter out of its layers behind all accepted steps.
+    A sequence in the host tier counts, because it is restored without an admission that could be refused. One that is
+    released or fenced counts no longer, though a step of it may run: the worker takes an adapter out of its layers
+    behind all accepted steps. So a preempted sequence, which is released and admitted again, does not count.
     """
 
     def __init__(self) -> None:
         self._adapters: dict[str, dict[int, bytes]] = {}
 
     def accept(self, grant: grant_pb2.StepGrant) -> None:
-        """Follow an accepted grant: releases and offloads, then forks, then runs."""
+        """Follow an accepted grant: releases, then forks, then runs."""
         sequences = self._adapters.get(grant.lease_id)
         if sequences is None:
             if not grant.adapters:
                 return
             sequences = self._adapters[grant.lease_id] = {}
-        for seq_id in (*grant.released_sequence_ids, *grant.offloaded_sequence_ids):
+        for seq_id in grant.released_sequence_ids:
             sequences.pop(seq_id, None)
         for parent, child in zip(grant.fork_parent_ids, grant.fork_child_ids, strict=True):
             if parent in sequences:

@@ -2552,7 +2552,8 @@ type Pool struct {
 	SequenceCount int32 `protobuf:"varint,9,opt,name=sequence_count,json=sequenceCount,proto3" json:"sequence_count,omitempty"`
 	// The host tier's blocks by state. Unset if the pool has no host tier.
 	HostBlockCounts *HostBlockCounts `protobuf:"bytes,10,opt,name=host_block_counts,json=hostBlockCounts,proto3" json:"host_block_counts,omitempty"`
-	// The adapters of its worker, as it said last. Unset: unknown.
+	// The adapters of its worker, as it said last. Unset: unknown. A caller that is
+	// neither operator nor gateway sees those that its tenant may use.
 	Adapters      *PoolAdapters `protobuf:"bytes,11,opt,name=adapters,proto3" json:"adapters,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -127,12 +127,13 @@ type CacheServiceClient interface {
 	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(ctx context.Context, in *WatchBlocksRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchBlocksResponse], error)
 	// Counts, for each pool, the first tokens that its prefix cache holds, for
-	// routers. Takes no blocks and changes no eviction order. Reasons:
-	// POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// routers. Takes no blocks and changes no eviction order. Pools that would refuse
+	// the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+	// Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	LookupPrefix(ctx context.Context, in *LookupPrefixRequest, opts ...grpc.CallOption) (*LookupPrefixResponse, error)
 	// Explains why an admission of these tokens would find no more in the prefix
-	// cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-	// TOKEN_OUT_OF_RANGE.
+	// cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+	// refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(ctx context.Context, in *ExplainPrefixRequest, opts ...grpc.CallOption) (*ExplainPrefixResponse, error)
 	// Reports, for each pool, the result of an admission as a dry run. Takes no
 	// blocks; the next plan of any client may change the result. Reasons:
@@ -526,12 +527,13 @@ type CacheServiceServer interface {
 	// POOL_NOT_FOUND, CURSOR_EXPIRED.
 	WatchBlocks(*WatchBlocksRequest, grpc.ServerStreamingServer[WatchBlocksResponse]) error
 	// Counts, for each pool, the first tokens that its prefix cache holds, for
-	// routers. Takes no blocks and changes no eviction order. Reasons:
-	// POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
+	// routers. Takes no blocks and changes no eviction order. Pools that would refuse
+	// the adapter in a plan are left out; INVALID_ARGUMENT if all of them would.
+	// Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	LookupPrefix(context.Context, *LookupPrefixRequest) (*LookupPrefixResponse, error)
 	// Explains why an admission of these tokens would find no more in the prefix
-	// cache. Takes no blocks. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT,
-	// TOKEN_OUT_OF_RANGE.
+	// cache. Takes no blocks. INVALID_ARGUMENT for an adapter that a plan would
+	// refuse. Reasons: POOL_NOT_FOUND, EMPTY_PROMPT, TOKEN_OUT_OF_RANGE.
 	ExplainPrefix(context.Context, *ExplainPrefixRequest) (*ExplainPrefixResponse, error)
 	// Reports, for each pool, the result of an admission as a dry run. Takes no
 	// blocks; the next plan of any client may change the result. Reasons:
