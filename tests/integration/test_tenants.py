@@ -238,7 +238,7 @@ def test_a_tenant_sees_the_adapters_that_it_may_use_and_others_do_not_exist_for_
 
     both = {("sql", "text")}
     assert {name: shown(name) for name in ("olga", "gina", "alice", "bob")} == {
-        **{name: both for name in ("olga", "gina", "alice")},
+        **dict.fromkeys(("olga", "gina", "alice"), both),
         "bob": {("sql",)},
     }
     asked = {"pool": worker.pool, "token_ids": prompt(1, 1)}

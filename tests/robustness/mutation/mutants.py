@@ -46,9 +46,9 @@ import torch  # noqa: F401
 import transformers.masking_utils
 import transformers.modeling_utils  # noqa: F401
 from seeded_bugs import (
+    ADAPTERS_IDEA,
     BUGS,
     CORE,
-    ADAPTERS_IDEA,
     DISK_IDEA,
     GPU_IDEA,
     HOLDER_IDEA,
