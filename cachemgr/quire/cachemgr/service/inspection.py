@@ -293,7 +293,7 @@ def prefix_asked_for(
 
 
 def pools_with_adapter(pools: Sequence[AttachedPool], tenant: str, adapter: bytes) -> list[AttachedPool]:
-    """The pools that take a tenant's admissions with an adapter. Raises CallRefused (INVALID_ARGUMENT) if all refuse."""
+    """The pools that take a tenant's admissions with an adapter. Raises CallRefused (INVALID_ARGUMENT) if none does."""
     found, refused = [], None
     for pool in pools:
         try:
