@@ -40,7 +40,7 @@ def test_schedules_of_fixed_seeds(chunk: int) -> None:
     run_all(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
-@pytest.mark.night
+@pytest.mark.verify
 def test_schedules_of_new_seeds() -> None:
     """A new seed that fails is no failure of the change that is tested: it is printed, for a row of the bug table."""
     first = time.time_ns() // 10**9
