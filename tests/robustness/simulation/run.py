@@ -1,6 +1,7 @@
 """Runs simulated schedules: `make simulate ARGS="--schedules 100000 --seed 1"`.
 
     python tests/robustness/simulation/run.py --schedules 10000 --seed 1 --jobs 2
+    python tests/robustness/simulation/run.py --schedules 100000 --minutes 20   # as many of them as run in this time
     python tests/robustness/simulation/run.py --replay 4711            # the story of one, shrunk if it fails
 
 Seeds are those from --seed on, one schedule each. The same seed is the same run, to the last callback.
@@ -8,6 +9,7 @@ Seeds are those from --seed on, one schedule each. The same seed is the same run
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -31,6 +33,8 @@ from robustness.simulation.running import Outcome, run, run_seed, simulating
 from robustness.simulation.schedule import make_schedule
 from robustness.simulation.shrinking import shrink
 
+CHUNK = 50
+"""Schedules that a process runs before it gives their outcomes."""
 LINE_EVERY = 1_000
 """Schedules between two lines of a log, where no bar is shown."""
 
@@ -86,7 +90,7 @@ def plain(outcome: Outcome) -> Outcome:
 
 
 def outcomes_of(seeds: range, jobs: int) -> Iterator[Outcome]:
-    chunks = [seeds[start : start + 50] for start in range(0, len(seeds), 50)]
+    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     if jobs == 1:
         for chunk in chunks:
             yield from run_chunk(chunk)
@@ -114,13 +118,15 @@ def replay(seed: int, console: Console) -> bool:
 @click.option("--schedules", type=click.IntRange(min=1), default=1000, show_default=True, help="How many.")
 @click.option("--seed", type=int, default=1, show_default=True, help="The first one's seed.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="How many at a time.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop after this time, and sum up.")
 @click.option("--replay", "replayed", type=int, metavar="SEED", help="Only this one: its story.")
-def main(schedules: int, seed: int, jobs: int, replayed: int | None) -> None:
+def main(schedules: int, seed: int, jobs: int, minutes: float | None, replayed: int | None) -> None:
     """Run schedules of the whole control plane in virtual time: every token has to be the right one."""
     console = Console()
     if replayed is not None:
         sys.exit(0 if replay(replayed, console) else 1)
     started, totals = time.monotonic(), Totals()
+    ends_at = started + 60 * minutes if minutes is not None else math.inf
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("schedules", total=schedules)
@@ -132,6 +138,8 @@ def main(schedules: int, seed: int, jobs: int, replayed: int | None) -> None:
                 console.print(f"seed {outcome.seed}: {outcome.failure}", style="red", markup=False, highlight=False)
             if not console.is_terminal and totals.num_schedules % LINE_EVERY == 0:
                 console.print(f"{totals.num_schedules} schedules{failed}", highlight=False)
+            if totals.num_schedules % CHUNK == 0 and time.monotonic() > ends_at:
+                break
     totals.print(console, duration_s=time.monotonic() - started, jobs=jobs)
     sys.exit(1 if totals.failed else 0)
 
