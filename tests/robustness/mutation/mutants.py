@@ -352,7 +352,9 @@ def judge_all(
     """
     packages, ideas = {bug.package for bug in bugs}, {"none", *(bug.idea for bug in bugs)}
     os.environ |= ENVIRONMENT
-    if CORE in packages and num_jobs > 1:  # one job builds them in its own copy, and nothing twice
+    # One job of the crate's tests alone builds them in its own copy, and nothing twice. The build for Python is kept in
+    # core/target: a command that goes on where it was stopped starts from there.
+    if CORE in packages and (num_jobs > 1 or set(core_suites) != {"crate"}):
         build_dependencies(core_suites)
     num_survivors = 0
     context = multiprocessing.get_context("fork")
