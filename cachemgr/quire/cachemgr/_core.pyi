@@ -512,8 +512,12 @@ class Ledger:
         """The number of the last order about the disk."""
 
     @property
+    def num_erasing(self) -> int:
+        """Orders to erase content from the disk that are not reported."""
+
+    @property
     def erasing(self) -> list[str | None]:
-        """The tenants with content that is being erased from the disk; None: all."""
+        """The tenants with content that is to be erased from the disk, also of orders that have failed; None: all."""
 
     def go_on_erasing(self, tenants: list[str | None]) -> None:
         """Has content erased from the disk that was still to be erased in the epoch before."""

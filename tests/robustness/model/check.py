@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-MODEL = FOLDER / "quire.pml"
 NAMES = FOLDER / "faults.pml"
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -57,6 +56,7 @@ class Configuration:
     """The states that the search has to reach."""
     is_cycle_search: bool = False
     """Looks for a run that never ends, instead of for violations."""
+    model: str = "quire.pml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +254,34 @@ CONFIGURATIONS = (
         "STEPS=2 RESTARTS=2 BREAKS=2 QUEUE=8",
         ("CARRIED", "MEMORY_OF_OTHER_BOOKS", "TWO_BOOKS_OF_AN_EPOCH"),
     ),
+    Configuration(
+        "disk",
+        "HOST=1 DISK=1 STEPS=4 MOVES=3 ENDS=1 BREAKS=1 FAILURES=1",
+        "HOST=2 DISK=2",
+        (
+            "HOST_EVICTION",
+            "READ_ORDERED",
+            "READ_FAILED",
+            "COPIED_BACK",
+            "CLOSED_UNREPORTED",
+            "ORDER_REPORTED_AGAIN",
+        ),
+        model="disk.pml",
+    ),
+    Configuration(
+        "disk_resets",
+        "HOST=1 DISK=1 STEPS=3 MOVES=2 RESETS=1 RESTARTS=1 FAILURES=1",
+        "HOST=2 RESETS=2 RESTARTS=2 BREAKS=1",
+        ("RESET_ANSWERED", "ERASE_FAILED", "ERASED_NOT_ENTERED", "KILLED_IN_WRITE"),
+        model="disk.pml",
+    ),
+    Configuration(
+        "disk_crashes",
+        "CONTENTS=2 HOST=1 DISK=1 STEPS=3 MOVES=2 RESTARTS=1 DEATHS=1",
+        "HOST=2 DISK=2 RESETS=1",
+        ("CONTENT_FOUND", "NEW_EPOCH_OF_WORKER", "WRITE_OF_OLD_EPOCH", "WRITTEN_IN_NEW_EPOCH", "READ_OF_OLD_EPOCH"),
+        model="disk.pml",
+    ),
 )
 
 FAULTS = (
@@ -319,9 +347,24 @@ FAULTS = (
     Fault("older_books", "kept_two_managers", "I6"),
     Fault("empty_taken_for_old", "kept_elsewhere", "I6"),
     Fault("two_workers", "kept_elsewhere", "I6", "HOLDER=1 RESTARTS=1 CHANGES=0 QUEUE=8"),
+    Fault("written_unheld", "disk", "I6"),
+    Fault("unreported_kept", "disk", "I6"),
+    Fault("failed_read_found", "disk", "I6"),
+    Fault("read_unchecked", "disk_crashes", "I6", "MOVES=3"),
+    Fault("found_takes_block", "disk_crashes", "I1"),
+    Fault("old_epoch_writes", "disk_crashes", "I6"),
+    Fault("old_epoch_reads", "disk_crashes", "I6"),
+    Fault("read_before_begun", "disk_crashes", "I6"),
+    Fault("reset_keeps_copies", "disk_resets", "I6"),
+    Fault("reset_keeps_files", "disk_resets", "ERASED"),
+    Fault("erase_overtakes", "disk_resets", "ERASED"),
+    Fault("erased_found", "disk_resets", "I6"),
+    Fault("erase_not_carried", "disk_resets", "I6"),
+    Fault("failed_erase_forgotten", "disk_resets", "I6"),
+    Fault("header_left", "disk_resets", "ERASED"),
 )
 
-INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM")
+INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "REPORTS", "TERMS", "PROGRESS", "WARM", "ERASED")
 """By the numbers that ONLY has for them, from 1 on."""
 
 
@@ -350,10 +393,10 @@ def read_sizes(text: str) -> Sizes:
     return {name: int(value) for name, value in (size.split("=") for size in text.split())}
 
 
-def build(folder: Path, sizes: Sizes, options: Iterable[str]) -> None:
+def build(folder: Path, model: str, sizes: Sizes, options: Iterable[str]) -> None:
     """Makes the verifier `pan` in a folder."""
     defines = [f"-D{name}={value}" for name, value in sizes.items()]
-    run(["spin", "-a", *defines, str(MODEL)], folder)
+    run(["spin", "-a", *defines, str(FOLDER / model)], folder)
     run([compiler(), "-w", *options, "-o", "pan", "pan.c"], folder)
 
 
@@ -362,13 +405,19 @@ def compiler() -> str:
 
 
 def search(
-    name: str, sizes: Sizes, *, is_large: bool = False, options: Sequence[str] = (), flags: Sequence[str] = ()
+    name: str,
+    model: str,
+    sizes: Sizes,
+    *,
+    is_large: bool = False,
+    options: Sequence[str] = (),
+    flags: Sequence[str] = (),
 ) -> Search:
     """Compiles and runs one verifier. `options` are the C compiler's, `flags` the verifier's."""
     memory_mb, timeout_s = (LARGE_MEMORY_MB, LARGE_TIMEOUT_S) if is_large else (MEMORY_MB, TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="quire-model-") as scratch:
         folder = Path(scratch)
-        build(folder, sizes, [*options, "-DNOREDUCE", f"-DMEMLIM={memory_mb}", "-DVECTORSZ=4096"])
+        build(folder, model, sizes, [*options, "-DNOREDUCE", f"-DMEMLIM={memory_mb}", "-DVECTORSZ=4096"])
         started = time.monotonic()
         try:
             output = run(["./pan", f"-m{MAX_DEPTH}", *flags], folder, timeout_s)
@@ -420,21 +469,27 @@ def first_number(pattern: str, output: str) -> float:
 
 
 def check_configuration(configuration: Configuration, *, is_large: bool) -> Search:
+    name, model = configuration.name, configuration.model
     sizes = read_sizes(configuration.sizes) | read_sizes(configuration.large if is_large else "")
     if configuration.is_cycle_search:
-        return search(configuration.name, sizes, is_large=is_large, options=["-O1", "-DNP"], flags=["-l"])
-    return search(configuration.name, sizes | {"COVERAGE": 1}, is_large=is_large, options=["-O1", "-DSAFETY"])
+        return search(name, model, sizes, is_large=is_large, options=["-O1", "-DNP"], flags=["-l"])
+    return search(name, model, sizes | {"COVERAGE": 1}, is_large=is_large, options=["-O1", "-DSAFETY"])
 
 
 def check_fault(fault: Fault) -> Search:
     """Stops at the first violation, so it need not be compiled to be fast."""
+    model = configuration_of(fault).model
     if fault.caught_by == CYCLE:
-        return search(fault.name, sizes_of(fault), options=["-O0", "-DNP"], flags=["-l"])
-    return search(fault.name, sizes_of(fault), options=["-O0", "-DSAFETY"])
+        return search(fault.name, model, sizes_of(fault), options=["-O0", "-DNP"], flags=["-l"])
+    return search(fault.name, model, sizes_of(fault), options=["-O0", "-DSAFETY"])
+
+
+def configuration_of(fault: Fault) -> Configuration:
+    return next(known for known in CONFIGURATIONS if known.name == fault.configuration)
 
 
 def sizes_of(fault: Fault) -> Sizes:
-    sizes = next(known.sizes for known in CONFIGURATIONS if known.name == fault.configuration)
+    sizes = configuration_of(fault).sizes
     only = INVARIANTS.index(fault.caught_by) + 1 if fault.caught_by in INVARIANTS else 0
     return (
         read_sizes(sizes) | read_sizes(fault.sizes) | {"FAULT": numbers_of("FAULT")[fault.name.upper()], "ONLY": only}
@@ -475,19 +530,20 @@ FAULT_HEAD = ["fault", "configuration", "violates", "trail", "verdict"]
 def print_trail(name: str) -> int:
     """Finds a short run to the violation and prints its events; 1 if there is none."""
     chosen(name)
-    sizes = next((sizes_of(fault) for fault in FAULTS if fault.name == name), None)
-    if sizes is None:
-        sizes = read_sizes(next(known.sizes for known in CONFIGURATIONS if known.name == name))
+    fault = next((fault for fault in FAULTS if fault.name == name), None)
+    configuration = next(known for known in CONFIGURATIONS if known.name == (fault.configuration if fault else name))
+    model, sizes = configuration.model, sizes_of(fault) if fault else read_sizes(configuration.sizes)
     with tempfile.TemporaryDirectory(prefix="quire-model-") as scratch:
         folder = Path(scratch)
-        build(folder, sizes, ["-O1", "-DSAFETY", "-DNOREDUCE", "-DREACH", f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=4096"])
+        options = ["-O1", "-DSAFETY", "-DNOREDUCE", "-DREACH", f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=4096"]
+        build(folder, model, sizes, options)
         output = run(["./pan", f"-m{MAX_DEPTH}", "-i"], folder)
         result = read_output(name, output, 0.0)
         if not result.violated:
             print(f"{name}: {result.verdict}, there is no trail")
             return 1
         defines = [f"-D{key}={value}" for key, value in sizes.items()]
-        replay = run(["spin", "-t", "-k", f"{MODEL.name}.trail", *defines, str(MODEL)], folder)
+        replay = run(["spin", "-t", "-k", f"{model}.trail", *defines, str(FOLDER / model)], folder)
     for event in filter(None, map(EVENT.match, replay.splitlines())):
         print(re.sub(r"\s{2,}", " ", event[1]).replace(" ,", ",").strip())
     print(f"violated: {result.violated}")

@@ -64,6 +64,22 @@
 #define FAULT_EMPTY_TAKEN_FOR_OLD    61  /* a holder that was started again gives its memory the old identity and header */
 #define FAULT_TWO_WORKERS            62  /* a new worker has the memory while the old one still runs */
 
+#define FAULT_WRITTEN_UNHELD         63  /* a host block is used for another copy while it is written to the disk */
+#define FAULT_UNREPORTED_KEPT        64  /* a copy is found whose step was not reported before its lease ended */
+#define FAULT_FAILED_READ_FOUND      65  /* a copy that could not be read from the disk is found in the host tier */
+#define FAULT_READ_UNCHECKED         66  /* the hash in a file is not compared with that of the order */
+#define FAULT_FOUND_TAKES_BLOCK      67  /* content that the worker has found is entered in a block that is in use */
+#define FAULT_OLD_EPOCH_WRITES       68  /* an order of an epoch that is over reads a host block */
+#define FAULT_OLD_EPOCH_READS        69  /* an order of an epoch that is over writes a host block */
+#define FAULT_READ_BEFORE_BEGUN      70  /* a host block is written while steps of the epoch before still wait */
+#define FAULT_RESET_KEEPS_COPIES     71
+#define FAULT_RESET_KEEPS_FILES      72
+#define FAULT_ERASE_OVERTAKES        73  /* the writes that were ordered before */
+#define FAULT_ERASED_FOUND           74  /* content that is to be erased is entered when the worker tells of it */
+#define FAULT_ERASE_NOT_CARRIED      75  /* what is to be erased is forgotten with the epoch */
+#define FAULT_FAILED_ERASE_FORGOTTEN 76  /* the same when the disk fails it */
+#define FAULT_HEADER_LEFT            77  /* a copy is overwritten under its header */
+
 #define IS_STALE     (FAULT == FAULT_STALE_STATE)
 #define IS_UNCHECKED (FAULT == FAULT_ANSWERED_UNWRITTEN || FAULT == FAULT_SETTLED_UNWRITTEN || \
     FAULT == FAULT_STALE_STATE)
@@ -112,6 +128,24 @@
 #define REACH_CARRIED                39  /* a published block keeps its hash in a new epoch */
 #define REACH_NOT_CARRIED            40  /* a published block is not whole */
 #define REACH_KILLED_IN_STEP         41
+#define REACH_HOST_EVICTION          42
+#define REACH_DISK_EVICTION          43
+#define REACH_LEFT_UNWRITTEN         44
+#define REACH_ERASE_FAILED           45
+#define REACH_RESET_ANSWERED         46
+#define REACH_ERASED_NOT_ENTERED     47
+#define REACH_CONTENT_FOUND          48
+#define REACH_ORDER_REPORTED_AGAIN   49
+#define REACH_ATTACHED_AGAIN         50
+#define REACH_NEW_EPOCH_OF_WORKER    51
+#define REACH_WRITE_OF_OLD_EPOCH     52
+#define REACH_WRITTEN_IN_NEW_EPOCH   53
+#define REACH_READ_FAILED            54
+#define REACH_READ_OF_OLD_EPOCH      55
+#define REACH_COPIED_BACK            56
+#define REACH_KILLED_IN_WRITE        57
+#define REACH_READ_ORDERED           58
+#define REACH_CLOSED_UNREPORTED      59
 
 /* Names that a violated assertion is shown with. They are false; with -DONLY=n all but the n-th are true, so that a
    fault is followed until that one is violated. */
@@ -122,6 +156,7 @@ hidden byte REPORTS = IS_WAIVED(9);    /* what is reported is what was planned, 
 hidden byte TERMS = IS_WAIVED(10);     /* one manager rules, and none comes back after a later one */
 hidden byte PROGRESS = IS_WAIVED(11);  /* in the end: attached, every lease gone, every report acknowledged */
 hidden byte WARM = IS_WAIVED(12);      /* books that are whole are gone on with */
+hidden byte ERASED = IS_WAIVED(13);     /* when a reset is answered, nothing of its content is on the disk, nor later */
 hidden byte BOUND = 0;                 /* a queue of the model is too short for its sizes: QUEUE */
 
 #define REQUIRE(condition, name) assert((condition) || name)

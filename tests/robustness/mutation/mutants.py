@@ -106,7 +106,7 @@ EXAMPLES_OF_IDEA = {
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
     VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }
-"""For the bugs of an idea, in place of those of their package."""
+"""For the bugs of an idea that are not in the core, in place of those of their package."""
 MACHINE = ["unit/cachemgr/test_ledger_machine.py"]
 SIMULATED = {CORE, "cachemgr", "worker", "client", "gateway"}
 """The packages with code that runs in the simulation."""
@@ -321,7 +321,7 @@ def judge_one(job: tuple[Bug, Sequence[str], Path, int]) -> Verdict:
     start = time.monotonic()
     noticed: Noticed | str | None
     try:
-        examples = EXAMPLES_OF_IDEA.get(bug.idea)
+        examples = None if bug.package == CORE else EXAMPLES_OF_IDEA.get(bug.idea)
         noticed = killer_of(
             bug.package,
             bug.seed,

@@ -1001,6 +1001,11 @@ BUGS = [
         "a copy that was found on the disk takes a block that is being written",
         ("enter", "is_free.get(block as usize) == Some(&true)", "is_free.len() > block as usize"),
     ),
+    rust(
+        DISK_IDEA,
+        "content that could not be erased is found again in the next epoch",
+        ("end_erasure", "drop(self.unerased.insert(tenant))", "drop(tenant)"),
+    ),
     worker(
         DISK_IDEA,
         "a copy is used that has changed on the disk",
@@ -1030,6 +1035,21 @@ BUGS = [
         DISK_IDEA,
         "an order of an epoch that is over writes a host block to the disk",
         ("_write", "if epoch != self._epoch:\n                return False", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "an order of an epoch that is over writes to a host block",
+        ("_read", "if epoch != self._epoch:\n                return False", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a copy is read to a host block while steps of the epoch before still copy",
+        ("_read", "begun.wait()", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "content that a process was writing when it died is not erased",
+        ("write", "write_all(file, BEING_WRITTEN, index * HEADER_BYTES)", "pass"),
     ),
     worker(
         DISK_IDEA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
@@ -213,6 +214,34 @@ def test_a_copy_that_could_not_be_overwritten_is_erased_with_its_tenants(open_st
     assert found(store) == {1: 2}
     store.erase("acme")
     assert (found(open_store()), content_of(1) in bytes_of(store.directory)) == ({1: 2}, False)
+
+
+@pytest.mark.parametrize("tenant", ["acme", "other"])
+@pytest.mark.parametrize("num_writes", range(4))
+def test_content_is_erased_with_its_tenants_though_a_process_has_ended_while_it_wrote(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, tenant: str, num_writes: int
+) -> None:
+    """The old content was of one tenant, the new one is of another: half of it is written, and no header after it."""
+    store = open_store()
+    write(store, 0, 1)
+    write(store, 1, 4, tenant="third")
+    numbers, write_all = itertools.count(), store_module.write_all
+
+    def write_some(file: int, data: bytes, offset: int) -> None:
+        number = next(numbers)
+        if number > num_writes:
+            raise SystemExit
+        write_all(file, data[: len(data) // 2] if number == num_writes and len(data) > HEADER_BYTES else data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "write_all", write_some)
+        with contextlib.suppress(SystemExit):
+            write(store, 0, 2, tenant="other")
+    store = open_store()
+    store.erase(tenant)
+    erased = content_of(1 if tenant == "acme" else 2)
+    there = bytes_of(store.directory)
+    assert (erased[:100] in there, erased[-100:] in there, found(store)[1]) == (False, False, 4)
 
 
 def test_a_full_disk_costs_the_copy_that_has_no_room(open_store: OpenStore) -> None:

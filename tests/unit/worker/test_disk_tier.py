@@ -35,6 +35,14 @@ class Host:
         self.blocks[block_id] = content
 
 
+class Begun(threading.Event):
+    """The event that steps of the epochs before have ended: they end when somebody waits for it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.set()
+        return super().wait(timeout)
+
+
 class Disk:
     """A disk tier, and what it reports."""
 
@@ -127,7 +135,7 @@ def test_an_order_of_an_epoch_that_is_over_touches_no_host_block_and_is_not_repo
     disk.obey(write(1, 3, 0))
     disk.run(1)
     disk.obey(read(2, 0, 7, 3), write(3, 4, 1), erase(4, tenant="nobody"))
-    disk.tier.begin_epoch()
+    disk.tier.begin_epoch(Begun())
     before = dict(disk.host.blocks)
     disk.run(3)
     disk.obey(write(1, 5, 2))
@@ -136,11 +144,35 @@ def test_an_order_of_an_epoch_that_is_over_touches_no_host_block_and_is_not_repo
     assert disk.host.blocks in (before, before | {7: before[3]}), "it was done before the epoch began, or not at all"
 
 
+def test_a_read_waits_until_no_step_of_the_epoch_before_copies_to_host_blocks(disk: Disk) -> None:
+    disk.obey(write(1, 3, 0))
+    disk.run(1)
+    begun = Begun()
+    disk.tier.begin_epoch(begun)
+    disk.obey(read(1, 0, 7, 3))
+    assert disk.run(1) == [(1, True)]
+    assert begun.is_set()
+
+
+def test_a_read_of_an_epoch_that_ends_meanwhile_writes_no_host_block(disk: Disk) -> None:
+    class Next(Begun):
+        def wait(self, timeout: float | None = None) -> bool:
+            disk.tier.begin_epoch(Begun())
+            return super().wait(timeout)
+
+    disk.obey(write(1, 3, 0))
+    disk.run(1)
+    disk.tier.begin_epoch(Next())
+    disk.obey(read(1, 0, 7, 3), read(2, 0, 6, 3))
+    before = dict(disk.host.blocks)
+    assert (disk.run(2), disk.host.blocks) == ([], before)
+
+
 def test_an_order_that_waits_for_its_turn_when_the_epoch_ends_is_not_written(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "disk", write_rate=5 * CONTENT_BYTES)
     disk.obey(write(1, 3, 0), write(2, 4, 1))
     disk.run(1)
-    disk.tier.begin_epoch()  # while the second one waits for its rate
+    disk.tier.begin_epoch(Begun())  # while the second one waits for its rate
     disk.obey(erase(1, tenant="nobody"))
     assert disk.run(2) == [(1, True)]
     assert list(disk.store.records) == [0]

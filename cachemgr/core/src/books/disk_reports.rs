@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
-use crate::cache::disk::DiskOrder;
 use crate::cache::prefix::Hash;
 use crate::cache::tier::{Content, TierBlockId};
 use crate::errors::Result;
@@ -42,13 +41,9 @@ impl Books {
         tenants.iter().for_each(|tenant| self.disk.erase(tenant.clone()));
     }
 
-    /// The tenants with content that is being erased; None: all.
+    /// See DiskTier::erasing.
     pub fn erasing(&self) -> Vec<Option<Vec<u8>>> {
-        let tenant_of = |(_, order): (u64, &DiskOrder)| match order {
-            DiskOrder::Erase { tenant } => Some(tenant.clone()),
-            _ => None,
-        };
-        self.disk.orders_after(0).filter_map(tenant_of).collect()
+        self.disk.erasing().cloned().collect()
     }
 }
 
@@ -57,6 +52,7 @@ mod tests {
     use super::*;
     use crate::books::plans::{GrantedStep, StepRequest};
     use crate::books::tests::{Bench, admission};
+    use crate::cache::disk::DiskOrder;
     use crate::errors::Reason;
 
     const PROMPT: [i32; 5] = [1, 2, 3, 4, 5];
@@ -220,6 +216,54 @@ mod tests {
         end(&mut next, &[1], &[]);
         next.0.enter_found_copies(&copies);
         assert_eq!(found(&next), [0, 0, 4]);
+    }
+
+    #[test]
+    fn what_could_not_be_erased_is_not_found_again_and_erased_by_the_next_epoch() {
+        let copies = found_copies(&on_disk());
+        let mut bench = on_disk();
+        bench.0.withhold_for(b"", None);
+        end(&mut bench, &[], &[3]);
+        assert_eq!((bench.0.disk().num_erasing(), bench.0.erasing()), (0, vec![Some(vec![])]));
+        bench.0.enter_found_copies(&copies);
+        assert_eq!(found(&bench), [0; 3]);
+        bench.0.withhold_for(b"other", None);
+        end(&mut bench, &[4], &[]);
+        bench.0.begin_epoch(&[0xff], 0.0).unwrap();
+        assert_eq!(orders(&bench), ["1 erase Some([])"]);
+        end(&mut bench, &[1], &[]);
+        assert_eq!(bench.0.erasing(), vec![]);
+    }
+
+    #[test]
+    fn what_could_not_be_erased_is_when_a_later_order_about_it_is_carried_out() {
+        let name = Some(b"b".to_vec());
+        let copies = found_copies(&on_disk()).into_iter().map(|copy| FoundCopy { tenant: b"b".to_vec(), ..copy });
+        let copies: Vec<_> = copies.collect();
+        for later in [None, name.clone()] {
+            let mut bench = Bench::with_disk(4, 6, 4);
+            bench.0.go_on_erasing(&[name.clone(), Some(b"other".to_vec()), later]);
+            bench.0.enter_found_copies(&copies);
+            end(&mut bench, &[2], &[1]);
+            bench.0.enter_found_copies(&copies);
+            assert_eq!((disk_counts(&bench), bench.0.erasing()[1..].to_vec()), ([4, 0, 0], vec![name.clone()]));
+            end(&mut bench, &[3], &[]);
+            bench.0.enter_found_copies(&copies);
+            assert_eq!((disk_counts(&bench), bench.0.erasing()), ([2, 0, 2], vec![]));
+        }
+    }
+
+    #[test]
+    fn a_host_block_that_has_other_content_when_its_turn_comes_is_not_written_by_its_old_hash() {
+        let mut bench = Bench::with_disk(4, 17, 40);
+        (10..20).for_each(|first| cache_and_evict(&mut bench, &[first; 5]));
+        assert_eq!(orders(&bench).len(), 16, "one host block is left for all other copies");
+        end(&mut bench, &(1..=16).collect::<Vec<_>>(), &[]);
+        for (_, order) in bench.0.disk().orders_after(0) {
+            let DiskOrder::Write { host, content, .. } = order else { panic!("{order:?}") };
+            assert_eq!(bench.0.host.copies().content(*host), Some(*content));
+        }
+        assert_eq!(orders(&bench).len(), 1);
     }
 
     #[test]

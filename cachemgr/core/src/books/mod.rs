@@ -470,7 +470,9 @@ pub(crate) mod tests {
 
         /// With a disk of so many blocks below it.
         pub(crate) fn with_disk(num_usable: usize, host_cached_limit: usize, num_disk_blocks: usize) -> Bench {
-            Bench::of(Geometry { host_cached_limit, num_disk_blocks, ..geometry(num_usable) }, "lru")
+            let with_host = geometry(num_usable);
+            let num_host_blocks = with_host.num_host_blocks.max(host_cached_limit);
+            Bench::of(Geometry { num_host_blocks, host_cached_limit, num_disk_blocks, ..with_host }, "lru")
         }
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {

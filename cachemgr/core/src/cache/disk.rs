@@ -8,7 +8,7 @@
 //! grant depends on one. An order holds its host block and its disk block until it is reported, so that neither is used
 //! for anything else; what is dropped meanwhile is not found afterwards. A copy that could not be written or read is lost.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -60,6 +60,8 @@ pub struct DiskTier {
     /// Not reported, by number.
     orders: BTreeMap<u64, DiskOrder>,
     last_order: u64,
+    /// The tenants of orders to erase that have failed: the next epoch has their content erased. None: all.
+    unerased: BTreeSet<Option<Vec<u8>>>,
     /// Copies that have arrived in the host tier, by host block and hash, in this order.
     to_write: VecDeque<(TierBlockId, Hash)>,
     counters: DiskCounters,
@@ -71,6 +73,7 @@ impl DiskTier {
             pool: TierPool::new(Tier::Disk, num_blocks, num_blocks),
             orders: BTreeMap::new(),
             last_order: 0,
+            unerased: BTreeSet::new(),
             to_write: VecDeque::new(),
             counters: DiskCounters::default(),
         }
@@ -186,23 +189,28 @@ impl DiskTier {
                 host.end_holds(&[target])?;
                 self.pool.end_holds(&[disk])?;
             }
-            DiskOrder::Erase { .. } => return Ok(()),
+            DiskOrder::Erase { tenant } => {
+                self.end_erasure(tenant, is_done);
+                return Ok(());
+            }
         }
         self.counters.lost += u64::from(!is_done);
         Ok(())
     }
 
-    /// Copies that the worker has found on the disk, the ones that were written first in front. Content that is being
-    /// erased is left out.
+    fn end_erasure(&mut self, tenant: Option<Vec<u8>>, is_done: bool) {
+        match tenant {
+            tenant if !is_done => drop(self.unerased.insert(tenant)),
+            None => self.unerased.clear(),
+            tenant => drop(self.unerased.remove(&tenant)),
+        }
+    }
+
+    /// Copies that the worker has found on the disk, the ones that were written first in front. Content that is
+    /// to be erased is left out.
     pub fn enter_found(&mut self, found: impl Iterator<Item = (TierBlockId, Content, Vec<u8>)>, accounts: &Accounts) {
-        let orders = &self.orders;
-        let is_erased = |name: &[u8]| {
-            let erases = |order: &DiskOrder| match order {
-                DiskOrder::Erase { tenant } => tenant.as_ref().is_none_or(|tenant| tenant == name),
-                _ => false,
-            };
-            orders.values().any(erases)
-        };
+        let erasing: Vec<_> = self.erasing().cloned().collect();
+        let is_erased = |name: &[u8]| erasing.iter().any(|tenant| tenant.as_ref().is_none_or(|tenant| tenant == name));
         let left = found.filter(|(_, _, name)| !is_erased(name)).map(|(block, content, _)| (block, content));
         self.counters.found += self.pool.enter(left, accounts) as u64;
     }
@@ -222,16 +230,23 @@ impl DiskTier {
         self.order(DiskOrder::Erase { tenant });
     }
 
+    /// The tenants whose content is to be erased, because of open orders and of those that have failed; None: all.
+    pub fn erasing(&self) -> impl Iterator<Item = &Option<Vec<u8>>> {
+        self.orders.values().filter_map(erased_by).chain(&self.unerased)
+    }
+
+    /// Open orders to erase.
+    pub fn num_erasing(&self) -> usize {
+        self.orders.values().filter_map(erased_by).count()
+    }
+
     /// A new epoch begins: the worker has forgotten its orders, and will say what it finds. What was to be erased still
     /// is. The host tier has no copies any more.
     pub fn begin_epoch(&mut self, host: &mut TierPool) -> Result<()> {
         host.end_holds(&self.host_blocks().0)?;
-        let orders = std::mem::take(&mut self.orders);
+        let erasing: Vec<_> = self.erasing().cloned().collect();
         *self = DiskTier::new(self.len());
-        orders
-            .into_values()
-            .filter(|order| matches!(order, DiskOrder::Erase { .. }))
-            .for_each(|order| self.order(order));
+        erasing.into_iter().for_each(|tenant| self.erase(tenant));
         Ok(())
     }
 
@@ -289,5 +304,12 @@ impl DiskTier {
     /// All that a refusal leaves as it was, as text.
     pub fn state(&self) -> String {
         format!("{} {:?} {:?}", self.pool.state(), self.orders, self.to_write)
+    }
+}
+
+fn erased_by(order: &DiskOrder) -> Option<&Option<Vec<u8>>> {
+    match order {
+        DiskOrder::Erase { tenant } => Some(tenant),
+        _ => None,
     }
 }

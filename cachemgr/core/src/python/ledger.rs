@@ -350,7 +350,13 @@ impl PyLedger {
         self.stored.books().disk().last_order()
     }
 
-    /// The tenants with content that is being erased from the disk; None: all.
+    /// Orders to erase content from the disk that are not reported.
+    #[getter]
+    fn num_erasing(&self) -> usize {
+        self.stored.books().disk().num_erasing()
+    }
+
+    /// The tenants with content that is to be erased from the disk, also of orders that have failed; None: all.
     #[getter]
     fn erasing(&self) -> Vec<Option<String>> {
         let name = |name: Vec<u8>| String::from_utf8_lossy(&name).into_owned();

@@ -112,7 +112,7 @@ class Attachments:
 
         Raises CallRefused (POOL_DETACHED) if the worker goes before, or can't do it: some may be left on the disk.
         """
-        if not pool.ledger.erasing:
+        if not pool.ledger.num_erasing:
             return
         if self._catalog.pool(pool.ledger.pool) is not pool or not pool.is_attached:
             raise not_erased(pool)
@@ -255,9 +255,9 @@ class Attachments:
             stream.orders.put_nowait(attach_pb2.AttachPoolResponse(disk_orders=disk_orders))
 
     def _hear_of_disk(self, pool: AttachedPool, report: attach_pb2.DiskReport) -> None:
-        num_erasing = len(pool.ledger.erasing)
+        num_erasing = pool.ledger.num_erasing
         pool.ledger.enter_disk_report(messages.disk_report(report))
-        num_left = len(pool.ledger.erasing)
+        num_left = pool.ledger.num_erasing
         if num_left < num_erasing and report.failed_order_numbers:
             self._give_up_erasing(pool)
         elif not num_left and (erased := self._erasing.pop(pool.ledger.pool, None)) is not None:

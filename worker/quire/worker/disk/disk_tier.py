@@ -74,6 +74,9 @@ class DiskTier:
         self._lock = threading.Lock()
         """Held while a host block is touched, and while an epoch begins."""
         self._epoch = 0
+        self._begun = threading.Event()
+        """The epoch's: see begin_epoch."""
+        self._begun.set()
         self._ended: dict[int, bool] = {}
         """Orders that have ended, and may be repeated: whether each is done."""
         self.last_order = 0
@@ -109,10 +112,15 @@ class DiskTier:
                 queue = self._reads if order.WhichOneof("order") == "read" else self._writes
                 queue.put((self._epoch, order))
 
-    def begin_epoch(self) -> None:
-        """Forget all orders but those to erase. From here on none of them touches a host block."""
+    def begin_epoch(self, begun: threading.Event) -> None:
+        """Forget all orders but those to erase. From here on none of them touches a host block.
+
+        `begun` is set when no step of the epochs before runs any more: such a step may still copy to any host block.
+        Until then no order of the new epoch writes one.
+        """
         with self._lock:
             self._epoch += 1
+            self._begun = begun
         self._ended, self.last_order = {}, 0
 
     def content(self) -> Iterator[attach_pb2.DiskContent]:
@@ -132,6 +140,7 @@ class DiskTier:
     def close(self) -> None:
         """Let the threads end; one that hangs in the disk is left."""
         self._stopped.set()
+        self._begun.set()
         for queue in (self._writes, self._reads):
             queue.put(None)
         for thread in self._threads:
@@ -193,6 +202,9 @@ class DiskTier:
         started = time.monotonic()
         content = self._store.read(order.disk_block_id, prefix_hash=order.prefix_hash)
         self.counters.read_s += time.monotonic() - started
+        with self._lock:
+            begun = self._begun
+        begun.wait()
         with self._lock:
             if epoch != self._epoch:
                 return False

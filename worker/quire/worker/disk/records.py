@@ -18,6 +18,8 @@ VERSION = 1
 HEADER_BYTES = 256
 MAX_TENANT_BYTES = 128
 """A copy of a tenant with a longer name is not written."""
+BEING_WRITTEN = b"\xff" * HEADER_BYTES
+"""In the place of a header, while the content is being written."""
 HEADER = np.dtype(
     [
         ("magic", "S8"),

@@ -5,7 +5,8 @@
 
 A file is made, with all its bytes reserved, when the first of its blocks is written. Contents are not checked at the
 start, but when they are read. Nothing is flushed to the disk but what removes a copy: one that did not reach the disk
-fails its checksum.
+fails its checksum. A process that dies while it writes leaves a header that is none: at the start the content behind it
+is removed, for it may be of two tenants, and no header names them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire.worker.disk.records import (
+    BEING_WRITTEN,
     HEADER_BYTES,
     MAX_TENANT_BYTES,
     Record,
@@ -98,6 +100,7 @@ class Store:
         self._next_number += 1
         index, offset = self._place(block)
         with self._opened(block // self._blocks_per_file, makes=True) as file:
+            write_all(file, BEING_WRITTEN, index * HEADER_BYTES)
             write_all(file, content, offset)
             write_all(file, record.encode(self._mark), index * HEADER_BYTES)
         self.records[block] = record

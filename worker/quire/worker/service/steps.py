@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -181,8 +182,8 @@ class Steps:
         self._running: deque[AcceptedStep] = deque()
         self._is_draining = False
         self.on_damage: Callable[[], None] = lambda: None
-        self.on_new_epoch: Callable[[], None] = lambda: None
-        """Called before an epoch begins."""
+        self.on_new_epoch: Callable[[threading.Event], None] = lambda begun: None
+        """Called before an epoch begins, with an event that is set when the steps before it have ended."""
         self.on_violation: Callable[[BaseException], None] = lambda error: None
         """Called with an error after which this process must end."""
 
@@ -334,11 +335,12 @@ class Steps:
         """Forgets every sequence and chooses a new epoch. Steps that run or wait are not reported."""
         if self._kept is not None:
             self._kept.epoch_ended()
-        self.on_new_epoch()
+        begun = threading.Event()
+        self.on_new_epoch(begun)
         self.gate.begin_epoch(new_epoch())
         self.reports.begin_epoch()
         self.adapter_users.begin_epoch()
-        self._thread.submit(self._executor.begin_epoch)
+        self._thread.submit(self._executor.begin_epoch).add_done_callback(lambda future: begun.set())
 
     def fence_lease(self, lease_id: str) -> asyncio.Future[None]:
         """Refuses the lease's steps from here on; the future is done when none of them runs any more."""
