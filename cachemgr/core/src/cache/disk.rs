@@ -230,7 +230,7 @@ impl DiskTier {
         self.order(DiskOrder::Erase { tenant });
     }
 
-    /// The tenants whose content is to be erased, because of open orders and of those that have failed; None: all.
+    /// The tenants with content that is to be erased, by open orders and by those that have failed; None: all.
     pub fn erasing(&self) -> impl Iterator<Item = &Option<Vec<u8>>> {
         self.orders.values().filter_map(erased_by).chain(&self.unerased)
     }
