@@ -478,18 +478,18 @@ def check_configuration(configuration: Configuration, *, is_large: bool) -> Sear
 
 def check_fault(fault: Fault) -> Search:
     """Stops at the first violation, so it need not be compiled to be fast."""
-    model = configuration_of(fault).model
+    model = configuration_named(fault.configuration).model
     if fault.caught_by == CYCLE:
         return search(fault.name, model, sizes_of(fault), options=["-O0", "-DNP"], flags=["-l"])
     return search(fault.name, model, sizes_of(fault), options=["-O0", "-DSAFETY"])
 
 
-def configuration_of(fault: Fault) -> Configuration:
-    return next(known for known in CONFIGURATIONS if known.name == fault.configuration)
+def configuration_named(name: str) -> Configuration:
+    return next(known for known in CONFIGURATIONS if known.name == name)
 
 
 def sizes_of(fault: Fault) -> Sizes:
-    sizes = configuration_of(fault).sizes
+    sizes = configuration_named(fault.configuration).sizes
     only = INVARIANTS.index(fault.caught_by) + 1 if fault.caught_by in INVARIANTS else 0
     return (
         read_sizes(sizes) | read_sizes(fault.sizes) | {"FAULT": numbers_of("FAULT")[fault.name.upper()], "ONLY": only}
@@ -531,7 +531,7 @@ def print_trail(name: str) -> int:
     """Finds a short run to the violation and prints its events; 1 if there is none."""
     chosen(name)
     fault = next((fault for fault in FAULTS if fault.name == name), None)
-    configuration = next(known for known in CONFIGURATIONS if known.name == (fault.configuration if fault else name))
+    configuration = configuration_named(fault.configuration if fault else name)
     model, sizes = configuration.model, sizes_of(fault) if fault else read_sizes(configuration.sizes)
     with tempfile.TemporaryDirectory(prefix="quire-model-") as scratch:
         folder = Path(scratch)

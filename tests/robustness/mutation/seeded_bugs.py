@@ -1044,7 +1044,7 @@ BUGS = [
     worker(
         DISK_IDEA,
         "a copy is read to a host block while steps of the epoch before still copy",
-        ("_read", "begun.wait()", "pass"),
+        ("_read", "self._begun.wait()", "pass"),
     ),
     worker(
         DISK_IDEA,
@@ -1867,7 +1867,7 @@ BUGS = [
         "a dry run takes an adapter that a plan would refuse",
         (
             "check_admission",
-            "refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights).or(check.refusal)",
+            "self.adapters.refuse_admission(admission, tenant, &self.adapter_rights).or(check.refusal)",
             "check.refusal",
         ),
     ),

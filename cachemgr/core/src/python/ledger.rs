@@ -449,11 +449,11 @@ impl PyLedger {
     }
 
     /// Refuses an adapter that a plan would refuse the tenant; `field` is the adapter's in the request.
-    fn check_adapter(&mut self, py: Python<'_>, tenant: &str, adapter: &[u8], field: &str) -> PyResult<()> {
-        self.changing(py, |books| match books.refuse_adapter(field, adapter, tenant.as_bytes()) {
-            Some(refusal) => Err(Failure::Refused(refusal)),
+    fn check_adapter(&self, py: Python<'_>, tenant: &str, adapter: &[u8], field: &str) -> PyResult<()> {
+        match self.stored.refuse_adapter(field, adapter, tenant.as_bytes()) {
+            Some(refusal) => Err(to_python(py, Failure::Refused(refusal))),
             None => Ok(()),
-        })
+        }
     }
 
     /// Sets the names of the adapters that tenants may use: a default, and others by tenant. None: all adapters.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::books::plans::Admission;
 use crate::errors::{Refusal, invalid};
 
 /// Adapters that an error names.
@@ -65,6 +66,12 @@ impl Adapters {
             }
         };
         Some(invalid(field, hex(adapter), limit))
+    }
+
+    /// The same for a tenant's admission.
+    pub fn refuse_admission(&self, admission: &Admission, tenant: &[u8], rights: &AdapterRights) -> Option<Refusal> {
+        let refusal = self.refuse("admissions.adapter", &admission.namespace.adapter, tenant, rights)?;
+        Some(refusal.with("sequence_id", admission.seq_id))
     }
 }
 

@@ -213,7 +213,7 @@ impl StoredBooks {
         }
         for admission in &request.admissions {
             let tenant = admission.tenant.as_deref().unwrap_or(&lease.tenant_name);
-            if let Some(refusal) = refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights) {
+            if let Some(refusal) = self.adapters.refuse_admission(admission, tenant, &self.adapter_rights) {
                 return Err(Failure::Refused(refusal));
             }
         }
@@ -261,7 +261,7 @@ impl StoredBooks {
         }
         self.enter_tenant(tenant)?;
         let mut check = self.books.check_admission(tenant, admission, reserve);
-        check.refusal = refuse_adapter(&self.adapters, admission, tenant, &self.adapter_rights).or(check.refusal);
+        check.refusal = self.adapters.refuse_admission(admission, tenant, &self.adapter_rights).or(check.refusal);
         Ok(check)
     }
 
@@ -349,17 +349,6 @@ impl StoredBooks {
 fn epoch_changed(pool: &str, epoch: i64, asked: i64) -> Refusal {
     let message = format!("pool '{pool}' has epoch {epoch}, the call is for {asked}; its sequences are gone");
     Refusal::new(Reason::EpochChanged, message).with("pool", pool).with("epoch", epoch).with("value", asked)
-}
-
-/// The refusal of an admission by its adapter.
-fn refuse_adapter(
-    adapters: &Adapters,
-    admission: &Admission,
-    tenant: &[u8],
-    rights: &AdapterRights,
-) -> Option<Refusal> {
-    let refusal = adapters.refuse("admissions.adapter", &admission.namespace.adapter, tenant, rights)?;
-    Some(refusal.with("sequence_id", admission.seq_id))
 }
 
 #[cfg(test)]

@@ -202,9 +202,7 @@ class DiskTier:
         started = time.monotonic()
         content = self._store.read(order.disk_block_id, prefix_hash=order.prefix_hash)
         self.counters.read_s += time.monotonic() - started
-        with self._lock:
-            begun = self._begun
-        begun.wait()
+        self._begun.wait()
         with self._lock:
             if epoch != self._epoch:
                 return False
