@@ -33,6 +33,12 @@ def _float8_blocks(weight: Tensor) -> Packed:
     return {"weight": values.view(rows, columns), "weight_scale_inv": scale}, expected
 
 
+def _float8_tensor(weight: Tensor) -> Packed:
+    scale = weight.abs().amax() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale_inv": scale}, values.float() * scale
+
+
 def _rows_of_8_bits(dtype: torch.dtype) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
         scale = weight.abs().amax(1, keepdim=True) / (127 if dtype == torch.int8 else 448)
@@ -174,11 +180,21 @@ def _layers(tensors: dict[str, Tensor]) -> set[str]:
 
 # -- mixtures of experts
 
-_FLOAT8_EXPERTS = FORMATS["fp8"][0] | {"modules_to_not_convert": ["lm_head", r".*self_attn"]}
+_PLAIN = {"modules_to_not_convert": ["lm_head", r".*self_attn"]}
+_FLOAT8_EXPERTS = FORMATS["fp8"][0] | _PLAIN
 EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Packed]]] = {
     "qwen3_moe fp8": ("qwen3_moe", _FLOAT8_EXPERTS, _float8_blocks),
     "deepseek_v3 fp8": ("deepseek_v3", _FLOAT8_EXPERTS, _float8_blocks),
     "mixtral int8": ("mixtral", FORMATS["compressed_int8"][0], _rows_of_8_bits(torch.int8)),
+    "mixtral float8": ("mixtral", {"quant_method": "fp8"} | _PLAIN, _float8_tensor),
+    "mixtral fbgemm": ("mixtral", FORMATS["fbgemm_fp8"][0] | _PLAIN, _rows_of_8_bits(torch.float8_e4m3fn)),
+    "qwen3_moe gptq": (
+        "qwen3_moe",
+        FORMATS["gptq"][0] | _PLAIN,
+        _gptq,
+    ),
+    "qwen3_moe awq": ("qwen3_moe", FORMATS["awq"][0] | _PLAIN, _awq),
+    "deepseek_v3 int4": ("deepseek_v3", FORMATS["compressed_int4"][0], _compressed_int4),
     "qwen3_moe float8": (
         "qwen3_moe",
         _compressed("float-quantized", _EIGHT_BITS | {"type": "float", "strategy": "channel"}),

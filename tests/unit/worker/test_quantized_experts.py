@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quire.worker.model.checkpoint import load_model
 from quire.worker.model.modes import Part
-from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts, ScaledExperts
+from quire.worker.quantization.experts import ExpertSizes, LinearExperts, QuantizedExperts
 from quire.worker.quantization.quantized_module import quantized_modules
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.unsupported_model import UnsupportedModel
@@ -73,7 +73,8 @@ def test_gate_and_up_have_scales_of_their_own(block: tuple[int, int]) -> None:
     """Also where a block has rows of gate alone: gate has 24 rows here, so its second block has 8."""
     form = ScaledFormat("test", torch.int8, block)
     sizes = ExpertSizes(3, 2, 48, 40, is_transposed=False, dtype=torch.float32)
-    experts, generator = ScaledExperts(form, sizes), torch.Generator().manual_seed(1)
+    experts = LinearExperts(lambda linear: ScaledLinear(linear, form), sizes)
+    generator = torch.Generator().manual_seed(1)
     layers = [ScaledLinear(nn.Linear(40, 24), form) for _ in range(2)]
     weight = torch.randint(-127, 128, (3, 48, 40), generator=generator, dtype=torch.int8)
     scale = torch.rand(experts.get_buffer(form.scale).shape, generator=generator)
@@ -95,6 +96,13 @@ EXPERT = "model.layers.1.mlp.experts"
         ("qwen3_moe fp8", "2.down_proj.weight_scale_inv", lambda x: x * float("nan"), "down_proj.weight_scale_inv has"),
         ("qwen3_moe fp8", "2.down_proj.weight", lambda x: x[:, :-1], r"experts\.down_proj"),
         ("qwen3_moe float8", "1.gate_proj.weight", lambda x: x.float(), r"gate_up_proj\.weight"),
+        ("qwen3_moe gptq", "2.up_proj.g_idx", lambda x: x + 1, "gate_up_proj.g_idx names groups that are none of"),
+        (
+            "deepseek_v3 int4",
+            "0.down_proj.weight_shape",
+            lambda x: x + 1,
+            r"down_proj\.weight_shape is \[33, 17\] and not",
+        ),
         ("mxfp4", "gate_up_proj_scales", lambda x: None, r"lacks 1 of its weights, .*gate_up_proj\.scales"),
         ("mxfp4", "gate_up_proj_scales", lambda x: x | 255, r"gate_up_proj\.scales has elements that are no finite"),
         ("mxfp4", "down_proj_blocks", lambda x: x[..., :8], r"down_proj\.blocks has the shape \(4, 64, 1, 8\) and not"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -25,10 +26,15 @@ def read_awq(config: Mapping[str, Any]) -> Scheme:
     fields.one_of("zero_point", (True,), True)
     group_size = fields.group_size()
 
-    def make(_: str, linear: nn.Linear) -> AWQLinear:
+    def make(linear: nn.Linear) -> AWQLinear:
         return AWQLinear(linear, group_size=group_size)
 
-    return Scheme("awq, 4 bits", make, fields.get("modules_to_not_convert"))
+    return Scheme(
+        "awq, 4 bits",
+        lambda _, linear: make(linear),
+        fields.get("modules_to_not_convert"),
+        experts=lambda _, sizes: LinearExperts(make, sizes),
+    )
 
 
 class AWQLinear(PackedLinear):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts, ScaledExperts
+from quire.worker.quantization.experts import ExpertSizes, LinearExperts, QuantizedExperts
 from quire.worker.quantization.inputs import KEEP, InputRounding
 from quire.worker.quantization.kv_cache import check_kv_scheme
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
@@ -33,8 +33,8 @@ class _Group:
 
     targets: Sequence[str]
     make: _Maker
-    scaled: ScaledFormat | None
-    """The format of its weights, if they are of 8 bits."""
+    make_expert: _Maker
+    """Of an expert's layer, with inputs as they are."""
 
     def has(self, name: str) -> bool:
         return any(_names(target, name) for target in self.targets)
@@ -63,11 +63,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
     def make_experts(name: str, sizes: ExpertSizes) -> QuantizedExperts | None:
         group = find(name)
-        if group is None:
-            return None
-        if group.scaled is None:
-            raise ValueError(f"its experts are {PACKED_FORMAT}, and not one of {', '.join(SCALED_FORMATS)}")
-        return ScaledExperts(group.scaled, sizes)
+        return None if group is None else LinearExperts(group.make_expert, sizes)
 
     formats = {_format_of(fields, group) for group in fields.get("config_groups").values()}
     return Scheme(f"{NAME} {', '.join(sorted(formats))}", make, kept=(), experts=make_experts)
@@ -94,9 +90,14 @@ def _read_group(fields: Fields, group: Mapping[str, Any]) -> _Group:
         raise fields.unsupported("output_activations", group["output_activations"], "null")
     targets = group.get("targets", ())
     if form == PACKED_FORMAT:
-        return _Group(targets, _read_packed(form, weights, inputs), None)
+        make = _read_packed(form, weights, inputs)
+        return _Group(targets, make, make)
     scaled, rounding = _read_scaled(form, weights), _read_inputs(inputs)
-    return _Group(targets, lambda linear: ScaledLinear(linear, scaled, rounding), scaled)
+    return _Group(
+        targets,
+        lambda linear: ScaledLinear(linear, scaled, rounding),
+        lambda linear: ScaledLinear(linear, scaled),
+    )
 
 
 def _read_scaled(form: str, weights: Fields) -> ScaledFormat:

@@ -9,15 +9,16 @@ Inputs stay as they are, as they do in transformers' own forward of such a check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.worker.quantization.quantized_linear import QuantizedLinear
 from quire.worker.quantization.quantized_module import QuantizedModule
-from quire.worker.quantization.scaled_linear import ScaledFormat, expand_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +69,39 @@ class QuantizedExperts(QuantizedModule):
         return weight.t() if self.sizes.is_transposed else weight
 
 
-class ScaledExperts(QuantizedExperts):
-    """Weights of 8 bits times scales.
+class LinearExperts(QuantizedExperts):
+    """Weights as a format has them in linear layers.
 
-    weight  [E, N, K]                                       the format's dtype
-    scale   [E, parts of the format's scale_shape, ...]     float32
+    A buffer of a layer, [n, ...] or a scalar, is here that of all layers, [E, parts * n, ...]: so do transformers' own
+    conversions merge the checkpoint's tensors.
     """
 
-    def __init__(self, form: ScaledFormat, sizes: ExpertSizes) -> None:
-        super().__init__(form.name, sizes)
+    def __init__(self, make: Callable[[nn.Linear], QuantizedLinear], sizes: ExpertSizes) -> None:
+        """make returns the layer in place of a linear one: of one expert, and of gate and up one of both."""
         if sizes.is_transposed:
             raise ValueError("its experts have transposed weights")
-        if form.is_scalar and not form.block[0]:
-            raise ValueError("its experts have one scale for each tensor")
-        self.form = form
-        self._part = (sizes.num_rows // sizes.num_parts, sizes.num_columns)
-        num_scales, *rest = form.scale_shape(*self._part)
-        self.hold_packed(form.weight, (sizes.num_experts, sizes.num_rows, sizes.num_columns), form.dtype)
-        self.hold(form.scale, (sizes.num_experts, sizes.num_parts * num_scales, *rest), torch.float32)
+        layer = make(nn.Linear(sizes.num_columns, sizes.num_rows // sizes.num_parts, bias=False))
+        super().__init__(layer.dequantizer, sizes)
+        self._pattern = (layer,)  # in a tuple it is no layer of the model
+        for name, buffer in layer.named_buffers():
+            length, *rest = buffer.shape or (1,)
+            hold = self.hold_packed if layer.is_packed(name) else self.hold
+            hold(name, (sizes.num_experts, sizes.num_parts * length, *rest), buffer.dtype)
+
+    def layers(self, expert: int | Tensor) -> Iterator[QuantizedLinear]:
+        """The layers of one expert: gate and up, or down. Their buffers are views."""
+        parts = {name: buffer[expert].chunk(self.sizes.num_parts) for name, buffer in self.named_buffers()}
+        for number in range(self.sizes.num_parts):
+            layer = copy.copy(self._pattern[0])
+            layer._buffers = {name: part[number] for name, part in parts.items()}
+            yield layer
 
     def dequantized(self, expert: int | Tensor) -> Tensor:
-        scales = self.get_buffer(self.form.scale)[expert].chunk(self.sizes.num_parts)
-        parts = self.get_buffer(self.form.weight)[expert].to(torch.float32).chunk(self.sizes.num_parts)
-        return torch.cat(
-            [part * expand_scale(scale, self.form.block, self._part) for part, scale in zip(parts, scales, strict=True)]
-        )
+        return torch.cat([layer.dequantized(torch.float32) for layer in self.layers(expert)])
+
+    def find_fault(self) -> str | None:
+        every = (layer.find_fault() for expert in range(self.sizes.num_experts) for layer in self.layers(expert))
+        return next((fault for fault in every if fault is not None), None)
 
 
 def expert_projections(model: Any) -> Iterator[tuple[str, nn.Module, str]]:

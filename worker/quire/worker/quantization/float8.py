@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from quire.worker.quantization.experts import ScaledExperts
+from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -23,12 +24,18 @@ def read_finegrained(config: Mapping[str, Any]) -> Scheme:
     block = _block(fields)
     form = ScaledFormat("fp8", torch.float8_e4m3fn, block, scale="weight_scale_inv", is_scalar=True)
     name = f"fp8, blocks of {block[0]} x {block[1]}" if block[0] else "fp8, a scale for each tensor"
-    kept = fields.get("modules_to_not_convert")
+    return _scheme(name, form, fields)
+
+
+def _scheme(name: str, form: ScaledFormat, fields: Fields) -> Scheme:
+    def make(linear: nn.Linear) -> ScaledLinear:
+        return ScaledLinear(linear, form)
+
     return Scheme(
         name,
-        lambda _, linear: ScaledLinear(linear, form),
-        kept,
-        experts=lambda _, sizes: ScaledExperts(form, sizes),
+        lambda _, linear: make(linear),
+        fields.get("modules_to_not_convert"),
+        experts=lambda _, sizes: LinearExperts(make, sizes),
     )
 
 
@@ -44,5 +51,4 @@ def _block(fields: Fields) -> tuple[int, int]:
 def read_fbgemm(config: Mapping[str, Any]) -> Scheme:
     """Read the format `fbgemm_fp8`: e4m3 with a scale for each row."""
     form = ScaledFormat("fbgemm_fp8", torch.float8_e4m3fn)
-    kept = Fields("fbgemm_fp8", config).get("modules_to_not_convert")
-    return Scheme("fbgemm_fp8", lambda _, linear: ScaledLinear(linear, form), kept)
+    return _scheme("fbgemm_fp8", form, Fields("fbgemm_fp8", config))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -28,10 +29,15 @@ def read_gptq(config: Mapping[str, Any]) -> Scheme:
         raise fields.unsupported("lm_head", True, "false")
     name = f"gptq, {bits} bits"
 
-    def make(_: str, linear: nn.Linear) -> GPTQLinear:
+    def make(linear: nn.Linear) -> GPTQLinear:
         return GPTQLinear(linear, name, bits=bits, group_size=group_size, zero_offset=zero_offset)
 
-    return Scheme(name, make, fields.get("modules_to_not_convert"))
+    return Scheme(
+        name,
+        lambda _, linear: make(linear),
+        fields.get("modules_to_not_convert"),
+        experts=lambda _, sizes: LinearExperts(make, sizes),
+    )
 
 
 class GPTQLinear(PackedLinear):

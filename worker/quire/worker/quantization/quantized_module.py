@@ -44,6 +44,10 @@ class QuantizedModule(nn.Module):
         self._packed_dtypes[name] = dtype
         self.hold(name, shape, dtype)
 
+    def is_packed(self, name: str) -> bool:
+        """True for a buffer of hold_packed()."""
+        return name in self._packed_dtypes
+
 
 def quantized_modules(model: Any) -> Iterator[tuple[str, QuantizedModule]]:
     """The quantized layers and experts of a model, with their names."""

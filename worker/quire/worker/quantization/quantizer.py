@@ -157,7 +157,9 @@ class _RequireAlike(ConversionOps):
             name = str(kwargs["full_layer_name"])
             self.faults.append(name)
             raise ValueError(name)
-        return input_dict
+        return {  # a scalar has nothing along which it could be merged
+            name: [tensor.reshape(tensor.shape or (1,)) for tensor in tensors] for name, tensors in input_dict.items()
+        }
 
 
 def _replace_experts(model: Any, scheme: Scheme) -> None:
