@@ -128,7 +128,7 @@ def quire() -> None:
 @option(
     "--keep-cache",
     is_flag=True,
-    help="Keep cached prefixes over restarts of the worker: starts a `quire holder` too. Linux, and a pool on a CPU.",
+    help="Keep cached prefixes over restarts of the worker: starts a `quire holder` too. Linux; on a GPU with --num-blocks.",
 )
 @option(
     "--logs",

@@ -2092,7 +2092,22 @@ BUGS = [
     worker(
         HOLDER_IDEA,
         "a block that was being written counts as whole",
-        ("begin_writing", "self._records[list(block_ids)] = 0", "pass"),
+        ("begin_writing", "self._records[changed] = 0", "pass"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "a step that ends late records a block that the next one writes",
+        ("end_writing", "same = self._num_written[filled] == before", "same = before == before"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "memory of which the deposit was never made is taken over",
+        ("__init__", "is_complete = not deposits or borrowed.deposit is not None", "is_complete = True"),
+    ),
+    worker(
+        HOLDER_IDEA,
+        "blocks that a warm-up writes keep their records",
+        ("__init__", "self.begin_writing = kept.begin_writing", "self.begin_writing = lambda block_ids: None"),
     ),
     # -- numbers with scales
     worker(

@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deadlines import DEADLINE_S
+from running_holder import RunningHolder
 
 from quire.serving.addresses import AddressInUseError, is_answered
 from quire.worker.holder import borrowing
@@ -19,24 +19,6 @@ from quire.worker.holder.borrowing import Borrowed, HolderError
 from quire.worker.holder.holder import Holder, listen_at
 
 SIZE = 8_192
-
-
-class RunningHolder:
-    """A holder on a thread."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._listener = listen_at(path)
-        self._stop_read, self._stop_write = os.pipe()
-        self._thread = threading.Thread(target=Holder(self._listener).serve, args=(self._stop_read,))
-        self._thread.start()
-
-    def stop(self) -> None:
-        os.write(self._stop_write, b".")
-        self._thread.join(DEADLINE_S)
-        self._listener.close()
-        for end in (self._stop_read, self._stop_write):
-            os.close(end)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from layers import UNEVEN_LAYERS
 
 from quire.worker.holder.borrowing import Borrowed
 from quire.worker.memory import kept_pool
-from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory
+from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory, size_of_tensors
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block
 
 NUM_BLOCKS, BLOCK_SIZE = 70, 4
@@ -32,7 +32,8 @@ class Memory:
 
 def make_memory(dtype: torch.dtype = torch.float32) -> Memory:
     num_bytes = bytes_per_block(UNEVEN_LAYERS, BLOCK_SIZE, dtype)
-    return Memory(size_of_memory(num_blocks=NUM_BLOCKS, bytes_per_block=num_bytes, num_tensors=4))
+    tensors = size_of_tensors(num_blocks=NUM_BLOCKS, bytes_per_block=num_bytes, num_tensors=4)
+    return Memory(size_of_memory(num_blocks=NUM_BLOCKS) + tensors)
 
 
 def start(memory: Memory, *parts: object, dtype: torch.dtype = torch.float32) -> tuple[KeptPool, KVPool]:
@@ -50,7 +51,7 @@ def fill(kept: KeptPool, pool: KVPool, block_ids: Sequence[int]) -> None:
     for block_id in block_ids:
         for tensor in pool.tensors():
             tensor[block_id] = torch.full_like(tensor[block_id], block_id)
-    kept.end_writing(block_ids)
+    kept.end_writing(block_ids)()
 
 
 def bits(whole: bytes) -> list[int]:

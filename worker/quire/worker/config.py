@@ -89,9 +89,7 @@ class WorkerConfig:
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             return "--num-blocks and --kv-cache-memory exclude each other."
         if self.holder is not None and self.has_ranks:
-            return f"--holder excludes {self._ranks}: it keeps one pool on a CPU."
-        if self.holder is not None and self.device not in ("auto", "cpu"):
-            return f"--holder excludes --device {self.device}: it keeps the memory of a pool on a CPU only."
+            return f"--holder excludes {self._ranks}: it keeps the memory of one process."
         if self.quantization is not None and self.has_ranks:
             return f"--quantization excludes {self._ranks}: quantized weights are not divided among ranks."
         if self.verify_kept_blocks and self.holder is None:

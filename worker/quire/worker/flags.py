@@ -163,7 +163,7 @@ OWN_FLAGS: list[Flag] = [
         type=UNIX_ADDRESS,
         show_default="the pool ends with the worker",
         metavar="unix:PATH",
-        help="Keep the pool of a CPU beyond this process: the address of a running `quire holder`.",
+        help="Keep the pool beyond this process: the address of a running `quire holder`. On a GPU needs --num-blocks.",
     ),
     option(
         "--verify-kept-blocks",

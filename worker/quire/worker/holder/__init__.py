@@ -4,7 +4,8 @@
     borrowing.py    the worker's side: asks for the memory
     __main__.py     `quire holder`
 
-A memory is an anonymous file (memfd). The holder passes its descriptor over a unix socket. It knows the size of the
-memory and an identity that it chose, and never looks into it. The memory is lent to a connection: the kernel closes
-that when the worker is dead, and no earlier. Nothing here imports torch or gRPC.
+A memory is an anonymous file (memfd), and on a GPU also the descriptor of memory that the worker made there: the
+deposit. The holder passes the descriptors over a unix socket. It knows the size of the memory and an identity that it
+chose, and never looks into it; it has no context on the GPU. The memory is lent to a connection: the kernel closes that
+when the worker is dead, and no earlier. Nothing here imports torch or gRPC.
 """

@@ -29,7 +29,7 @@ log = logging.getLogger("quire.holder")
     help="Address at which a worker asks for its memory; for this user only.",
 )
 def main(listen: UnixAddress) -> None:
-    """Keep the pool of a worker on a CPU beyond the worker's death (Linux).
+    """Keep the pool of a worker beyond the worker's death (Linux).
 
     Start it before the worker, and the worker with --holder. One worker at a time has the memory. A worker that comes
     after it finds what was published, unless its model or pool is another one: then it begins with an empty pool. The

@@ -31,6 +31,8 @@ class Borrowed:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(ANSWER_TIMEOUT_S)
         self._lock = -1
+        self.deposit: int | None = None
+        """The descriptor of the deposit, if an earlier borrower has left one."""
         try:
             self._connect()
             self.memory_id, self.buffer = self._borrow(is_fresh=False)
@@ -48,8 +50,18 @@ class Borrowed:
         except OSError as error:
             raise HolderError(f"holder {self._path}: {error.strerror or error}") from error
 
+    def leave(self, descriptor: int) -> None:
+        """Have the holder keep a descriptor with the memory: its deposit. Raises HolderError."""
+        request = json.dumps({"deposit": self.memory_id}).encode()
+        try:
+            socket.send_fds(self._connection, [request], [descriptor])
+            self._receive()
+        except OSError as error:
+            raise HolderError(f"holder {self._path}: {error.strerror or error}") from error
+
     def close(self) -> None:
         """Give the memory back. No mapping of it may be used after that."""
+        self._forget_deposit()
         self._connection.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -67,18 +79,30 @@ class Borrowed:
                 time.sleep(CONNECT_INTERVAL_S)
 
     def _borrow(self, *, is_fresh: bool) -> tuple[str, mmap.mmap]:
+        self._forget_deposit()
         self._connection.send(json.dumps({"bytes": self._num_bytes, "fresh": is_fresh}).encode())
-        message, descriptors, _, _ = socket.recv_fds(self._connection, MAX_ANSWER_BYTES, 1)
+        memory_id, (descriptor, *deposits) = self._receive()
+        self.deposit = deposits[0] if deposits else None
+        try:
+            self._take_lock(descriptor)
+            return memory_id, mmap.mmap(descriptor, self._num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _receive(self) -> tuple[str, list[int]]:
+        """Return the identity of the memory, and its descriptors if it was asked for. Raises HolderError, OSError."""
+        message, descriptors, _, _ = socket.recv_fds(self._connection, MAX_ANSWER_BYTES, 2)
         if not message:
             raise HolderError(f"holder {self._path} has ended")
         answer = json.loads(message)
         if "refused" in answer:
             raise HolderError(f"holder {self._path}: {answer['refused']}")
-        try:
-            self._take_lock(descriptors[0])
-            return answer["memory_id"], mmap.mmap(descriptors[0], self._num_bytes)
-        finally:
-            os.close(descriptors[0])
+        return answer["memory_id"], descriptors
+
+    def _forget_deposit(self) -> None:
+        if self.deposit is not None:
+            os.close(self.deposit)
+            self.deposit = None
 
     def _take_lock(self, descriptor: int) -> None:
         """Lock the memory against other workers, whatever the holder says; the kernel ends it with this process.

@@ -1,4 +1,12 @@
-"""The holder's side: one memory, one borrower."""
+"""The holder's side: one memory, one borrower.
+
+    request                                 answer
+    bytes, fresh                            memory_id, with the descriptor of the memory, and that of its deposit
+    deposit, a memory_id, with a descriptor memory_id
+
+A deposit is memory that the holder can't make, such as that of a GPU: the borrower makes it, and the holder keeps its
+descriptor as long as the memory. With the descriptor the driver keeps what it is of.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ import secrets
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +34,24 @@ SOCKET_MODE = 0o600
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Memory:
     """Zeros at first. `memory_id` is random: it never names another memory."""
 
     memory_id: str
     num_bytes: int
     descriptor: int
+    deposit: int | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those that a borrower gets."""
+        return [self.descriptor, *([] if self.deposit is None else [self.deposit])]
+
+    def close(self) -> None:
+        """Let the memory go, when its borrower has let it go, too."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 def make_memory(num_bytes: int) -> Memory:
@@ -44,6 +64,22 @@ def make_memory(num_bytes: int) -> Memory:
         os.close(descriptor)
         raise
     return Memory(secrets.token_hex(16), num_bytes, descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request for memory of this size; is_fresh: for zeros."""
+
+    num_bytes: int
+    is_fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deposit:
+    """A borrower's descriptor, to be kept with its memory."""
+
+    memory_id: str
+    descriptor: int
 
 
 class Holder:
@@ -89,53 +125,75 @@ class Holder:
 
     def _answer(self, connection: socket.socket) -> bool:
         """Answer one request. False if there is none: the connection is to be closed."""
+        received: list[int] = []
         try:
-            request = read_request(connection.recv(MAX_REQUEST_BYTES))
+            message, received, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 1)
+            request = read_request(message, received)
             if request is None:
                 return False
             if self._borrower is not None and self._borrower is not connection:
                 raise ValueError(f"the memory is lent to process {pid_of(self._borrower)}, which is alive")
-            memory = self._find(*request)
-            send(connection, {"memory_id": memory.memory_id}, descriptor=memory.descriptor)
+            if isinstance(request, Deposit):
+                self._take(request, connection)
+                received = []
+                send(connection, {"memory_id": request.memory_id})
+            else:
+                memory = self._find(request)
+                send(connection, {"memory_id": memory.memory_id}, descriptors=memory.descriptors)
         except OSError as error:
             log.warning("request not answered error=%s", error)
             return False
         except ValueError as error:
             send(connection, {"refused": str(error)})
             return False
+        finally:
+            for descriptor in received:
+                os.close(descriptor)
         return True
 
-    def _find(self, num_bytes: int, is_fresh: bool) -> Memory:
+    def _take(self, deposit: Deposit, connection: socket.socket) -> None:
+        """Keep a borrower's descriptor with the memory. Raises ValueError if it has none, or one already."""
+        memory = self._memory
+        if memory is None or self._borrower is not connection or memory.memory_id != deposit.memory_id:
+            raise ValueError(f"memory {deposit.memory_id} is not lent to this process")
+        if memory.deposit is not None:
+            raise ValueError(f"memory {deposit.memory_id} has a deposit already")
+        memory.deposit = deposit.descriptor
+        log.info("deposit taken pid=%d", pid_of(connection))
+
+    def _find(self, wanted: Wanted) -> Memory:
         """Return the memory of this size; a new one if there is none, or if it is to be fresh. Raises OSError."""
         known = self._memory
-        if known is not None and known.num_bytes == num_bytes and not is_fresh:
+        if known is not None and known.num_bytes == wanted.num_bytes and not wanted.is_fresh:
             return known
         if known is not None:
-            os.close(known.descriptor)
+            known.close()
             self._memory = None
-        self._memory = make_memory(num_bytes)
-        log.info("memory made bytes=%d", num_bytes)
+        self._memory = make_memory(wanted.num_bytes)
+        log.info("memory made bytes=%d", wanted.num_bytes)
         return self._memory
 
 
-def read_request(message: bytes) -> tuple[int, bool] | None:
-    """Return the wanted size in bytes, and True if the memory is to be fresh. None if the caller is gone.
-
-    Raises ValueError for anything else.
-    """
+def read_request(message: bytes, descriptors: Sequence[int]) -> Wanted | Deposit | None:
+    """Return what a caller wants. None if it is gone. Raises ValueError for anything else."""
     if not message:
         return None
     request = json.loads(message)
-    num_bytes, is_fresh = (request.get(field) for field in ("bytes", "fresh")) if isinstance(request, dict) else (0, 0)
+    fields = request if isinstance(request, dict) else {}
+    if "deposit" in fields:
+        if not isinstance(fields["deposit"], str) or len(descriptors) != 1:
+            raise ValueError("a deposit has the memory_id, and a descriptor")
+        return Deposit(fields["deposit"], descriptors[0])
+    num_bytes, is_fresh = fields.get("bytes"), fields.get("fresh")
     if type(num_bytes) is not int or num_bytes <= 0 or type(is_fresh) is not bool:
         raise ValueError("a request has bytes, a number above 0, and fresh, true or false")
-    return num_bytes, is_fresh
+    return Wanted(num_bytes, is_fresh)
 
 
-def send(connection: socket.socket, answer: dict[str, str], *, descriptor: int | None = None) -> None:
-    """Send an answer, with a descriptor if there is one. Nothing happens if the caller is gone."""
+def send(connection: socket.socket, answer: dict[str, str], *, descriptors: Sequence[int] = ()) -> None:
+    """Send an answer, with descriptors. Nothing happens if the caller is gone."""
     try:
-        socket.send_fds(connection, [json.dumps(answer).encode()], [] if descriptor is None else [descriptor])
+        socket.send_fds(connection, [json.dumps(answer).encode()], list(descriptors))
     except OSError as error:
         log.warning("answer not sent error=%s", error)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,6 @@ NULL_BLOCK = 0
 
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns a tensor of this shape on the pool's device: zeros, or what an earlier pool has left."""
-BlockBytes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +227,6 @@ def kernels_run_on(device: torch.device) -> bool:
 def indexable(tensor: Tensor) -> Tensor:
     """The tensor, or a view of float8 as uint8: torch does not index it on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def bytes_of_blocks(pool: KVPool) -> list[BlockBytes]:
-    """Return views of a pool on a CPU, [num_blocks, n] each: together all bytes of each block."""
-    return [tensor.view(torch.uint8).view(pool.num_blocks, -1).numpy() for tensor in pool.tensors()]
 
 
 def _have_one_geometry(specs: Mapping[int, KeptPerToken]) -> bool:

@@ -26,7 +26,7 @@ from quire.worker.device.profiling import StepProfiler, phase
 from quire.worker.device.transfer import Moment, Readback, indices
 from quire.worker.grant.decoding import AcceptedStep, adapter_of, num_drafts
 from quire.worker.memory.host_pool import HostCopies, HostPool, make_host_pool
-from quire.worker.memory.kept_pool import KeptPool
+from quire.worker.memory.kept_pool import KeptPool, Overwritten
 from quire.worker.memory.kv_pool import KVPool
 from quire.worker.memory.sequence_table import NO_TOKEN, Int64s, SequenceTable
 from quire.worker.memory.step_batch import (
@@ -174,6 +174,8 @@ class LaunchedStep:
         """Those of the host tier, and the number of blocks copied within the pool."""
         self.await_ranks: Callable[[], None] = lambda: None
         """Waits for the worker's other ranks to be past the step."""
+        self.record_blocks: Callable[[], None] = lambda: None
+        """Records the checksums of the blocks that the step fills, if their memory is kept."""
         self.on_collected: Callable[[StepResult], None] = lambda result: None
         """Called with the result of a step that sampled."""
         self._sampling = sampling
@@ -187,6 +189,7 @@ class LaunchedStep:
         try:
             with phase("read tokens"):
                 arrived = self._readback.wait()
+            self.record_blocks()
         except torch.AcceleratorError as error:
             raise DeviceLostError(f"step {self.result.step_number}: {error!r}") from error
         with phase("await ranks"):
@@ -305,7 +308,7 @@ class Executor:
         host_pool: HostPool | None = None,
         ranks: OneRank = ONE_RANK,
         spins: bool = False,
-        kept: KeptPool | None = None,
+        kept: KeptPool | Overwritten | None = None,
     ) -> None:
         """`decode` and `prompts` run the steps that they take, the model the others. There is no host tier without a
         pool for it.
@@ -313,7 +316,7 @@ class Executor:
         With `spins` the thread that collects a step of `decode` keeps its core busy until the device has ended, if the
         last one took less than MAX_SPIN_S.
 
-        `kept` is the memory that the pool lies in, if it outlives this process: on a CPU.
+        `kept` is the memory that the pool lies in, if it outlives this process.
 
         `ranks` is this process's place among those that share the model. A StaticDecode is for as many sequences, and
         belongs to one executor: its table holds the executor's sequences.
@@ -407,7 +410,8 @@ class Executor:
         num_copied = len(grant.copy_source_block_ids)
         launched.copies = (self._host_pool.finish(), num_copied)
         if self._kept is not None:
-            self._kept.end_writing(self._filled_blocks(lease, grant, launched.result.outcome))
+            filled = self._filled_blocks(lease, grant, launched.result.outcome)
+            launched.record_blocks = self._kept.end_writing(filled)
         launched.await_ranks = self._ranks.launched(step, self._table_digest)
         if self._spins and self._is_decode(step):
             launched.on_collected = self._note_decode

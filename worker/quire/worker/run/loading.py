@@ -37,7 +37,7 @@ from quire.worker.fusion.steps import (
 )
 from quire.worker.holder.borrowing import Borrowed
 from quire.worker.memory.host_pool import HostPool, count_host_blocks, make_host_pool
-from quire.worker.memory.kept_pool import KeptPool, mark_of, size_of_memory
+from quire.worker.memory.kept_pool import KeptPool, Overwritten, mark_of, size_of_memory, size_of_tensors
 from quire.worker.memory.kv_pool import KVPool, bytes_per_block, kernels_run_on
 from quire.worker.memory.layer_groups import describe_groups, registers_groups, specs_of_places
 from quire.worker.model.adapter_check import check_adapter
@@ -132,7 +132,14 @@ def warm_up_loaded(config: WorkerConfig, loaded: Loaded) -> None:
     graphs are.
     """
     model, pool, host_pool = loaded.model, loaded.pool, loaded.host_pool
-    executor = Executor(model, pool, max_num_seqs=config.max_num_seqs, decode=loaded.decode, host_pool=host_pool)
+    executor = Executor(
+        model,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        decode=loaded.decode,
+        host_pool=host_pool,
+        kept=None if loaded.kept is None else Overwritten(loaded.kept),
+    )
     sizes = StepSizes(
         config.max_step_tokens,
         config.max_num_seqs,
@@ -204,7 +211,11 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
     model.allocate_states(config.max_num_seqs)
     has_graphs = device.type == "cuda" and uses_graphs(config)
     graphs = choose_graphs(config, model, kv_dtype) if has_graphs else NO_GRAPHS
-    size = size_of_pool(config, model, kv_dtype, ranks, graphs=graphs)
+    kept = None
+    if config.holder is not None and config.num_blocks is not None:
+        kept = borrow(config, model, kv_dtype, num_blocks=config.num_blocks)
+    held_bytes = 0 if kept is None else kept.held_bytes
+    size = size_of_pool(config, model, kv_dtype, ranks, graphs=graphs, held_bytes=held_bytes)
     log.info("model %s (%s), %s on %s", config.model_name, model.architecture, dtype_name(model.dtype), device)
     log.info("attention: %s", model.describe_attention())
     log.info("pool: %s", size.explanation)
@@ -213,7 +224,8 @@ def load(config: WorkerConfig, ranks: OneRank = ONE_RANK) -> Loaded:
         log.info("layer groups: %s", describe_groups(model.layer_groups, layer_bytes=bytes_of_one))
     if model.has_recurrent_state:
         log.info("states: %d bytes for %d sequences", model.states.statistics().num_bytes, config.max_num_seqs)
-    kept = None if config.holder is None else borrow(config, model, kv_dtype, num_blocks=size.num_blocks)
+    if config.holder is not None and kept is None:
+        kept = borrow(config, model, kv_dtype, num_blocks=size.num_blocks)
     pool = model.make_pool(
         num_blocks=size.num_blocks,
         block_size=config.block_size,
@@ -296,19 +308,27 @@ def why_no_adapters(config: WorkerConfig, model: PagedModel) -> str | None:
 
 
 def borrow(config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, *, num_blocks: int) -> KeptPool:
-    """Have the pool's memory from the holder. Raises ValueError if it can't be had, or the pool is not on a CPU."""
+    """Have the pool's memory from the holder. Raises ValueError if it can't be had."""
     assert config.holder is not None, "the caller has looked"
-    if model.device.type != "cpu":
-        raise ValueError(f"--holder: it keeps the memory of a pool on a CPU only, and the device is {model.device}")
+    if model.device.type != "cpu" and config.num_blocks is None:
+        reason = "on a GPU the number of blocks follows from what is free, and the next worker would have another one"
+        raise ValueError(f"--holder needs --num-blocks: {reason}")
     places = specs_of_places(model.specs, model.layer_groups)
     num_bytes = bytes_per_block(places, config.block_size, kv_dtype)
     evidence = evidence_bytes(config.block_size) if verifies() else 0
     how = (config.deterministic, evidence, num_blocks, config.block_size, kv_dtype, num_bytes)
     mark = mark_of(model.fingerprint, *how, sorted(places.items()), [group.mask for group in model.layer_groups])
-    size = size_of_memory(
-        num_blocks=num_blocks, bytes_per_block=num_bytes, num_tensors=2 * len(places), evidence_bytes=evidence
+    tensor_bytes = size_of_tensors(num_blocks=num_blocks, bytes_per_block=num_bytes, num_tensors=2 * len(places))
+    beside = tensor_bytes if model.device.type == "cpu" else 0
+    kept = KeptPool(
+        Borrowed(Path(config.holder.path), size_of_memory(num_blocks=num_blocks, evidence_bytes=evidence) + beside),
+        mark=mark,
+        num_blocks=num_blocks,
+        evidence_bytes=evidence,
+        device=model.device,
+        tensor_bytes=tensor_bytes,
+        deposits=model.device.type != "cpu",
     )
-    kept = KeptPool(Borrowed(Path(config.holder.path), size), mark=mark, num_blocks=num_blocks, evidence_bytes=evidence)
     if kept.is_foreign:
         log.warning("memory not kept: it is of another model, dtype, pool or layout; the pool begins empty")
     return kept

@@ -29,9 +29,13 @@ def size_of_pool(
     ranks: OneRank,
     *,
     graphs: GraphLimit = NO_GRAPHS,
+    held_bytes: int = 0,
 ) -> PoolSize:
-    """The size that all ranks have room for, beside the graphs. Raises what size_pool raises."""
-    size = size_own_pool(config, model, kv_dtype, ranks, graphs=graphs)
+    """The size that all ranks have room for, beside the graphs. Raises what size_pool raises.
+
+    held_bytes are in use for the pool already.
+    """
+    size = size_own_pool(config, model, kv_dtype, ranks, graphs=graphs, held_bytes=held_bytes)
     num_blocks = ranks.least(size.num_blocks)
     if num_blocks == size.num_blocks:
         return size
@@ -39,7 +43,13 @@ def size_of_pool(
 
 
 def size_own_pool(
-    config: WorkerConfig, model: PagedModel, kv_dtype: torch.dtype, ranks: OneRank, *, graphs: GraphLimit
+    config: WorkerConfig,
+    model: PagedModel,
+    kv_dtype: torch.dtype,
+    ranks: OneRank,
+    *,
+    graphs: GraphLimit,
+    held_bytes: int = 0,
 ) -> PoolSize:
     """The size that this rank has room for; flags that give bytes give them for all ranks together."""
     block_bytes = bytes_per_block(specs_of_places(model.specs, model.layer_groups), config.block_size, kv_dtype)
@@ -51,7 +61,7 @@ def size_own_pool(
         budget = limit_budget(budget, config, model, block_bytes)
     return size_pool(
         bytes_per_block=block_bytes,
-        free_memory_bytes=free_bytes,
+        free_memory_bytes=free_bytes + held_bytes,
         num_blocks=config.num_blocks,
         kv_cache_memory_bytes=None if given_bytes is None else given_bytes // ranks.size,
         default=budget,
