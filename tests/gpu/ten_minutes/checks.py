@@ -32,6 +32,7 @@ from shapes import LLAMA_1B
 from quire.cli.launch import LocalServices
 from quire.cli.service_process import LaunchError
 from quire.client import Engine, SamplingParams
+from quire.client.cache_client import CacheClient
 from quire.client.worker_client import WorkerClient
 from quire.worker.run.executor import Outcome
 from quire.worker.run.loading import Loaded
@@ -69,10 +70,18 @@ PROMPTS = draw_prompts([3, 7, 40, 1, 200, 33, 64, 500])
 
 
 @contextlib.contextmanager
-def served(*worker_args: str, model: Path = MODEL, target: str = "quire.worker") -> Iterator[LocalServices]:
+def served(
+    *worker_args: str, model: Path = MODEL, target: str = "quire.worker", keeps_memory: bool = False
+) -> Iterator[LocalServices]:
     """Both services on the default device. Afterwards their logs lie in the output's folder."""
     with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        services = LocalServices(model=model, extra_worker_args=worker_args, runtime_dir=folder, worker_target=target)
+        services = LocalServices(
+            model=model,
+            extra_worker_args=worker_args,
+            runtime_dir=folder,
+            worker_target=target,
+            keeps_memory=keeps_memory,
+        )
         started = time.monotonic()
         try:
             with services:
@@ -302,6 +311,15 @@ def check_host_tier() -> None:
     assert share > (0.9 if HAS_GPU else 0.99)
 
 
+async def cached_tokens(services: LocalServices) -> int:
+    """Tokens that prompts of this epoch have found."""
+    cache = CacheClient(services.cachemgr_address)
+    try:
+        return (await cache.get_statistics())[0].cached_token_count
+    finally:
+        await cache.close()
+
+
 async def statistics(services: LocalServices) -> object:
     client = WorkerClient(services.worker_address)
     try:
@@ -338,6 +356,21 @@ def check_device_loss() -> None:
                 say(line.split(" ", 3)[-1])
 
 
+def check_kept_memory() -> None:
+    """A worker that is killed, and finds its prefixes again when it is started."""
+    run_gpu_tests("test_kept_pool.py")
+    prompts = draw_prompts([400] * 4)
+    with served("--dtype", "float32", "--num-blocks", "512", keeps_memory=True) as services:
+        before = asyncio.run(complete(services, prompts))
+        services.worker.kill()
+        services.worker.restart()
+        share = share_of_equal(asyncio.run(complete(services, prompts)), before)
+        num_found = asyncio.run(cached_tokens(services))
+    say(f"{num_found} of {sum(map(len, prompts))} tokens found after the kill; {share:.1%} of tokens equal")
+    assert num_found > 0.8 * sum(map(len, prompts)), num_found
+    assert share > 0.9, share
+
+
 CHECKS = {
     "start": check_start,
     "sync": check_sync,
@@ -347,6 +380,7 @@ CHECKS = {
     "compilations": check_compilations,
     "memory": check_memory,
     "host-tier": check_host_tier,
+    "kept-memory": check_kept_memory,
     "device-loss": check_device_loss,
 }
 
