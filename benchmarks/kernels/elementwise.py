@@ -18,6 +18,7 @@ from workload import BF16, Cell, Heads, Tensors, uniform
 from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.block_copy import block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
+from quire.kernels.int4_linear import MAX_ROWS, Int4Weight, int4_dequantize, int4_linear
 from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
@@ -25,6 +26,7 @@ from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, sample
 from quire.kernels.silu_mul import silu_mul
+from quire.kernels.skinny_linear import SkinnyWorkspace
 
 NUM_ADAPTERS, RANK = 8, 16
 
@@ -188,6 +190,27 @@ class Jobs:
             call = partial(add_updates, out, x, slots, adapters)
             yield Job("add_updates", f"{tokens} tokens, {num_adapters} of rank {RANK}", num_bytes, [call])
 
+    def int4_products(self) -> Iterator[Job]:
+        """The MLP's way back with a weight of 4 bits."""
+        num_outputs, num_inputs, group = self._sizes.hidden, self._sizes.intermediate, min(128, self._sizes.hidden)
+        shape = (num_inputs // group, num_outputs)
+        weight = Int4Weight(
+            torch.randint(256, (num_outputs, num_inputs // 2), device=self._device).to(torch.uint8),
+            torch.rand(shape, device=self._device),
+            torch.full(shape, 8, dtype=torch.uint8, device=self._device),
+            None,
+            group,
+        )
+        weights = [weight.copy() for _ in self._turns(weight.num_bytes)]
+        workspace = SkinnyWorkspace.allocate(self._device)
+        for tokens in [each for each in self._sizes.tokens if each <= MAX_ROWS]:
+            x = self._random(tokens, num_inputs)
+            num_bytes = weight.num_bytes + x.nbytes + tokens * num_outputs * self._dtype.itemsize
+            calls = [partial(int4_linear, x, each, workspace=workspace) for each in weights]
+            yield Job("int4_linear", f"{tokens} tokens", num_bytes, calls)
+        num_bytes = weight.num_bytes + num_outputs * num_inputs * self._dtype.itemsize
+        yield Job("int4_dequantize", "", num_bytes, [partial(int4_dequantize, each, self._dtype) for each in weights])
+
     def samples(self) -> Iterator[Job]:
         for count in self._sizes.num_seqs:
             num_bytes = count * self._sizes.vocab_size * self._dtype.itemsize
@@ -264,6 +287,7 @@ def jobs(device: torch.device, *, dry: bool) -> list[Job]:
         made.prologues,
         made.merges,
         made.updates,
+        made.int4_products,
         made.samples,
         made.block_moves,
         made.plans,

@@ -17,6 +17,7 @@ from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.block_copy import BlockRuns, block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.int4_linear import Int4Weight, int4_dequantize, int4_linear
 from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
@@ -27,6 +28,7 @@ from quire.kernels.reference import paged_attention
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, draw, sample
 from quire.kernels.silu_mul import silu_mul
+from quire.kernels.skinny_linear import SkinnyWorkspace
 
 LAYOUTS = ("interleaved", "heads first", "tokens first")
 
@@ -328,6 +330,24 @@ class Batch:
         )
         slots.ranks.fill_(max_rank)
         add_updates(self.qkv.clone(), x, slots, torch.arange(len(x), device=self.device) % 4)
+
+    def int4_weight(self, *, is_reordered: bool = False) -> Int4Weight:
+        """The MLP's way back with a weight of 4 bits, in groups of 128."""
+        hidden, intermediate, device = self.shape.hidden, self.shape.intermediate, self.device
+        return Int4Weight(
+            torch.zeros(hidden, intermediate // 2, dtype=torch.uint8, device=device),
+            torch.ones(intermediate // 128, hidden, device=device),
+            torch.zeros(intermediate // 128, hidden, dtype=torch.uint8, device=device),
+            torch.arange(intermediate, dtype=torch.int32, device=device) if is_reordered else None,
+            128,
+        )
+
+    def int4_product(self, *, is_reordered: bool = False) -> Tensor:
+        x, weight = self.gate_up[:, : self.shape.intermediate], self.int4_weight(is_reordered=is_reordered)
+        return int4_linear(x, weight, workspace=SkinnyWorkspace.allocate(self.device))
+
+    def int4_dequantized(self) -> Tensor:
+        return int4_dequantize(self.int4_weight(), self.shape.dtype)
 
     def activation(self) -> Tensor:
         gate, up = self.gate_up.chunk(2, -1)

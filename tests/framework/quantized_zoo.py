@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 GROUP = 16
+COLUMNS = 32
+"""Columns of a group of packed integers: the fewest that have a kernel on a GPU."""
 Packed = tuple[dict[str, Tensor], Tensor]
 """The tensors of a layer in the checkpoint, and the weight that they stand for."""
 
@@ -51,7 +53,7 @@ def _rows_of_8_bits(dtype: torch.dtype) -> Callable[[Tensor], Packed]:
 
 def _groups(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numbers [N, K] of 4 bits, scales and zero points [N, G], and the weight that they stand for."""
-    parts = weight[:, order.argsort(stable=True)].view(weight.shape[0], -1, GROUP)
+    parts = weight[:, order.argsort(stable=True)].view(weight.shape[0], -1, COLUMNS)
     scale = ((parts.amax(-1) - parts.amin(-1)) / 14).clamp_min(1e-4)
     zero = (-parts.amin(-1) / scale).round().clamp(1, 15)
     numbers = (weight / scale[:, order] + zero[:, order]).round().clamp(0, 15)
@@ -67,7 +69,7 @@ def _words(numbers: Tensor) -> Tensor:
 
 
 def _gptq(weight: Tensor) -> Packed:
-    order = torch.arange(weight.shape[1]) // GROUP
+    order = torch.arange(weight.shape[1]) // COLUMNS
     order = order[torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))]
     numbers, scale, zero, expected = _groups(weight, order)
     tensors = {
@@ -80,7 +82,7 @@ def _gptq(weight: Tensor) -> Packed:
 
 
 def _awq(weight: Tensor) -> Packed:
-    numbers, scale, zero, expected = _groups(weight, torch.arange(weight.shape[1]) // GROUP)
+    numbers, scale, zero, expected = _groups(weight, torch.arange(weight.shape[1]) // COLUMNS)
 
     def words(columns: Tensor) -> Tensor:
         return _words(columns.reshape(columns.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
@@ -89,7 +91,7 @@ def _awq(weight: Tensor) -> Packed:
 
 
 def _compressed_int4(weight: Tensor) -> Packed:
-    parts = weight.view(weight.shape[0], -1, GROUP)
+    parts = weight.view(weight.shape[0], -1, COLUMNS)
     scale = parts.abs().amax(-1) / 7.5
     numbers = (parts / scale[..., None]).round().clamp(-8, 7)
     expected = (numbers * scale[..., None]).view(weight.shape)
@@ -122,10 +124,10 @@ _EIGHT_BITS: dict[str, Any] = {"num_bits": 8, "symmetric": True}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _float8_blocks),
     "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, _rows_of_8_bits(torch.float8_e4m3fn)),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, _gptq),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": COLUMNS, "desc_act": True}, _gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": COLUMNS, "version": "gemm"}, _awq),
     "compressed_int4": (
-        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}),
+        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": COLUMNS}),
         _compressed_int4,
     ),
     "compressed_int8": (

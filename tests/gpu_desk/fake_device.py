@@ -35,12 +35,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from quire.kernels import launching
+from quire.kernels import int4_linear, launching
 from quire.kernels.ring_layout import TAGS
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
 from quire.worker.model import checkpoint, paged_model, probe, self_check
-from quire.worker.quantization import scaled_linear
+from quire.worker.quantization import int4_product, scaled_linear
 from quire.worker.run import graphs
 
 TOTAL_BYTES = 80 << 30
@@ -477,6 +477,9 @@ class FakeGPU:
         yield capture, "_line_of", _line_outside
         yield checkpoint, "find_fault", lambda model: None
         yield scaled_linear, "agree", _agree_in_kind
+        yield int4_product, "agree", _agree_in_kind
+        yield int4_linear, "has_equal_groups", lambda groups, num_groups: True
+        yield int4_linear, "is_reordered", lambda groups: True
         yield fusion_trial.FusionTrial, "differ", _differ_in_kind
 
 

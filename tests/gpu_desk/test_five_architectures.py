@@ -41,6 +41,8 @@ def attention_matrix() -> Iterator[tuple[GPU, Shape]]:
 def name(value: object) -> str:
     if isinstance(value, GPU):
         return value.arch
+    if isinstance(value, bool):
+        return "reordered" if value else "in-order"
     if isinstance(value, int):
         return f"d{value}"
     assert isinstance(value, Shape)
@@ -128,3 +130,32 @@ def test_small_kernels_do_not_spill(kernels: str, gpu: GPU) -> None:
 def test_rows_of_a_head_dim_that_16_does_not_divide_are_moved_in_pieces_of_16_bytes(kernels: str) -> None:
     batch = Batch(replace(LLAMA, head_dim=120), (1,) * 8, (1000,) * 8, META)
     check_small(lambda: SMALL[kernels](batch), H100)
+
+
+INT4 = [(gpu, num_rows, is_reordered) for gpu in GPUS for num_rows in (1, 32) for is_reordered in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_rows", "is_reordered"),
+    others_at_night(INT4, [(RTX_5090, 1, False), (H100, 32, False), (A100, 1, True)]),
+    ids=name,
+)
+def test_products_of_4_bits_keep_weights_in_flight_and_use_matrix_instructions(
+    gpu: GPU, num_rows: int, is_reordered: bool
+) -> None:
+    batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,) * num_rows, (100,) * num_rows, META)
+    (launch,) = recorded(lambda: batch.int4_product(is_reordered=is_reordered), gpu)
+    assert launch.constant("SPLIT") > 1
+    code = compile_launch(launch)
+    check_fits(code)
+    assert code.spills <= 2, code.summary()
+    assert code.count("HMMA") > 0, code.summary()
+    (loop,) = code.copy_loops
+    assert (loop.copies_outstanding or 0) >= 4, code.summary()
+    assert code.count(r"LDGSTS.*\.128") > 0, code.summary()
+
+
+@pytest.mark.parametrize("gpu", others_at_night(GPUS, [A100]), ids=name)
+def test_a_weight_of_4_bits_is_dequantized_without_spills(gpu: GPU) -> None:
+    batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,), (100,), META)
+    check_small(batch.int4_dequantized, gpu)

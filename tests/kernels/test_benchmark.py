@@ -40,7 +40,8 @@ def test_a_quick_run_measures_every_row_and_writes_what_it_measured(tmp_path: Pa
         assert cell["errors"].keys() == cell["taken_us"].keys()
         assert all(error < 1e-5 for error in cell["errors"].values())
     kernels = {timing["kernel"] for timing in results["elementwise"]}
-    assert {"add_rmsnorm", "copy_blocks", "qkv_prologue", "add_updates", "argmax", "build_decode_plan"} <= kernels
+    some = {"add_rmsnorm", "copy_blocks", "qkv_prologue", "add_updates", "int4_linear", "argmax", "build_decode_plan"}
+    assert some <= kernels
     everyone = {"Quire", "tutorial", "FlashInfer", "FlashInfer, CUDA cores", "vLLM Triton", "dense SDPA"}
     assert set(results["absent"]) <= everyone - {"Quire", "tutorial", "dense SDPA"}
     assert (tmp_path / "kernels_decode.svg").stat().st_size > 0

@@ -58,6 +58,18 @@ def add_updates(out: Tensor, x: Tensor, updates: Sequence[tuple[Tensor, Tensor] 
     return total
 
 
+def int4_linear(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor, groups: Sequence[int]) -> Tensor:
+    """Return x [M, K] times a weight of integers, in float64.
+
+    numbers [N, K], scales and zeros [N, G], groups [K]: column k is scales[:, groups[k]] * (numbers[:, k] - zeros).
+    """
+    total = torch.zeros(len(x), len(numbers), dtype=torch.float64, device=x.device)
+    for column, group in enumerate(groups):
+        weights = scales[:, group].double() * (numbers[:, column].double() - zeros[:, group].double())
+        total += x[:, column, None].double() * weights
+    return total
+
+
 def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:
     """Return one block's bytes of all tensors [B, ...], in the order in which they lie in memory: [n] uint8.
 

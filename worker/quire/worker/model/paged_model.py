@@ -27,7 +27,7 @@ from quire.worker.model.modes import Modes, Part
 from quire.worker.model.past_positions import PastPositions
 from quire.worker.model.self_check import Disagreement, eager_reference, find_disagreement, rounded_otherwise
 from quire.worker.quantization.kv_cache import find_kv_scales
-from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantized_linear import dequantizing, quantized_linears
 from quire.worker.quantization.quantized_module import count_layer_weights
 from quire.worker.unsupported_model import UnsupportedModel
 
@@ -261,7 +261,8 @@ class PagedModel:
         def reference(token_ids: Tensor) -> Tensor:
             self._model.set_attn_implementation("eager")
             try:
-                return own_attention(token_ids)
+                with dequantizing():
+                    return own_attention(token_ids)
             finally:
                 self._model.set_attn_implementation(implementation)
 

@@ -43,7 +43,7 @@ from quire.worker.model.tiled_model import TiledModel
 from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
 from quire.worker.quantization.experts import QuantizedExperts
-from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.packed_linear import PackedLinear
 from quire.worker.quantization.quantized_module import quantized_modules
 from quire.worker.quantization.scaled_linear import ScaledLinear, Way, try_float8
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
@@ -95,7 +95,6 @@ def prepare_model(
     pin_rope(model, max_model_len)
     arithmetic = Arithmetic.of(deterministic=deterministic, is_fused=fused_steps is not None)
     experts = _choose_experts_implementation(model, arithmetic)
-    without_float8 = _choose_float8(model, arithmetic)
     paged = _prepare(
         model,
         max_model_len=max_model_len,
@@ -105,7 +104,6 @@ def prepare_model(
         layer_groups=layer_groups,
         arithmetic=arithmetic,
     )
-    _note_weights(paged, model, without_float8)
     if experts is not None:
         how, reason = experts
         paged.modes.note(Part.EXPERTS, how, degraded=reason if paged.device.type == "cuda" else "")
@@ -118,25 +116,32 @@ def prepare_model(
     return paged
 
 
-def _choose_float8(model: Any, arithmetic: Arithmetic) -> str:
-    """Let quantized layers multiply in float8 on a GPU that can. Returns why not; "" if they do, or none could."""
-    linears = (layer for _, layer in quantized_linears(model))
-    layers = [layer for layer in linears if isinstance(layer, ScaledLinear) and layer.way is Way.FLOAT8]
-    if not layers or model.device.type != "cuda":
-        return ""
-    return "--deterministic" if arithmetic is not Arithmetic.ANY else try_float8(layers) or ""
+def _choose_products(paged: PagedModel, model: Any, arithmetic: Arithmetic) -> None:
+    """Let quantized layers multiply without a dequantized weight on a GPU that can, and note how weights are used.
 
-
-def _note_weights(paged: PagedModel, model: Any, without_float8: str) -> None:
-    """Note the formats of quantized weights, if there are any, and whether products dequantize them on a GPU."""
-    layers = [layer for _, layer in quantized_modules(model)]
-    if not layers:
+    To be called when the model's fingerprint is there, which is of the weights as they were loaded.
+    """
+    modules = [module for _, module in quantized_modules(model)]
+    if not modules:
         return
-    reason = ""
-    if paged.device.type == "cuda" and not all(getattr(layer, "multiplies_float8", False) for layer in layers):
-        reason = "each product dequantizes its weight" + (f": {without_float8}" if without_float8 else "")
-    formats = sorted({layer.dequantizer for layer in layers})
-    paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=reason)
+    degraded = ""
+    if model.device.type == "cuda":
+        float8 = [each for each in modules if isinstance(each, ScaledLinear) and each.way is Way.FLOAT8]
+        packed = [each for each in modules if isinstance(each, PackedLinear)]
+        if arithmetic is Arithmetic.ANY:
+            reasons = [try_float8(float8), _try_int4(packed, model.dtype)]
+        else:
+            reasons = ["--deterministic" if float8 or packed else None]
+        if not all(each.multiplies_packed for each in modules):
+            degraded = ": ".join(["each product dequantizes its weight", *filter(None, reasons)])
+    formats = sorted({each.dequantizer for each in modules})
+    paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=degraded)
+
+
+def _try_int4(layers: list[PackedLinear], dtype: torch.dtype) -> str | None:
+    from quire.worker.quantization.int4_product import try_int4  # it imports Triton, which a CPU does not need
+
+    return try_int4(layers, dtype)
 
 
 def _prepare(
@@ -226,6 +231,7 @@ def _prepare_paged(
     )
     if arithmetic is Arithmetic.KERNELS:
         _make_fixed(paged)
+    _choose_products(paged, model, arithmetic)
     packing = Packing(0)
     if expanded is None and fused_steps is None:
         # After the fingerprint, which is of the weights as they were loaded.
@@ -312,6 +318,7 @@ def _prepare_cached(model: Any, why: str, *, max_model_len: int, arithmetic: Ari
         layout = probe_cache(model)
         kind = TiledCachedModel if arithmetic is Arithmetic.TILES else CachedModel
         cached = kind(model, layout=layout, max_model_len=max_model_len, eos_token_ids=end_token_ids(model))
+        _choose_products(cached, model, arithmetic)
         cached.modes.note(Part.MODULES, "the model's own")
         _check_against_own_attention(cached)
     except UnsupportedModel as refused:

@@ -13,6 +13,7 @@ The files, in that order:
     products            products with them that write no dequantized weight
     kv_cache            scales of keys and values that a checkpoint has
     packed_linear       weights of 2, 4 or 8 bits in words of 32
+    int4_product        those of 4 bits packed anew for the kernels of a GPU
     mxfp4               experts of 4 bits
     experts             the weights of a mixture's experts, one at a time
     quantized_linear    the linear layer that all formats have in common

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from quire.worker.quantization.quantized_linear import QuantizedLinear
+from quire.worker.quantization.quantized_linear import QuantizedLinear, is_dequantizing
 
 WORD_BITS = 32
+
+
+class PackedProduct(Protocol):
+    """A weight as kernels take it, and products with it."""
+
+    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product [..., N] with an input [..., K]."""
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, [N, K]."""
 
 
 class PackedLinear(QuantizedLinear):
@@ -15,6 +27,9 @@ class PackedLinear(QuantizedLinear):
 
     weight[n, k] = scale[n, g] * (number[n, k] - zero[n, g]), with g the group of column k
     """
+
+    product: PackedProduct | None = None
+    """The weight as kernels of a GPU take it, in place of the checkpoint's tensors: see use_kernel()."""
 
     def __init__(self, linear: nn.Linear, name: str, *, bits: int, group_size: int) -> None:
         """group_size: columns of a group; -1: all of them.
@@ -56,7 +71,23 @@ class PackedLinear(QuantizedLinear):
         """Return the group of each column, [K]; None if groups are of neighbours."""
         return None
 
+    def use_kernel(self, product: PackedProduct) -> None:
+        """Multiply by a product with the same weight from here on, and free the checkpoint's tensors."""
+        self.product = product
+        self._buffers.clear()
+
+    @property
+    def multiplies_packed(self) -> bool:
+        return self.product is not None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.product is None or is_dequantizing():
+            return super().forward(input)
+        return self.product.multiply(input, self.bias)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
+        if self.product is not None:
+            return self.product.dequantized(dtype)
         numbers, scales, zeros, groups = self.numbers(), self.group_scales(), self.zero_points(), self.groups()
         if groups is not None:
             zeros = zeros[:, groups] if isinstance(zeros, Tensor) else zeros

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +13,23 @@ from torch import Tensor, nn
 
 from quire.worker.quantization.inputs import KEEP, InputRounding
 from quire.worker.quantization.quantized_module import QuantizedModule
+
+_dequantizing: ContextVar[bool] = ContextVar("dequantizing", default=False)
+
+
+@contextmanager
+def dequantizing() -> Iterator[None]:
+    """Let layers with weights of 4 bits multiply by the dequantized weight: what kernels are compared with."""
+    token = _dequantizing.set(True)
+    try:
+        yield
+    finally:
+        _dequantizing.reset(token)
+
+
+def is_dequantizing() -> bool:
+    """True within dequantizing()."""
+    return _dequantizing.get()
 
 
 class QuantizedLinear(QuantizedModule):

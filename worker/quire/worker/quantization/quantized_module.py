@@ -20,6 +20,11 @@ class QuantizedModule(nn.Module):
         self._packed_dtypes: dict[str, torch.dtype] = {}
 
     @property
+    def multiplies_packed(self) -> bool:
+        """True if products on a GPU don't dequantize the weight for each step of few tokens."""
+        return False
+
+    @property
     def num_weights(self) -> int:
         """The elements of the weight, however many bytes they take."""
         raise NotImplementedError

@@ -82,6 +82,10 @@ class ScaledLinear(QuantizedLinear):
         if inputs.scales == "layer":
             self.hold(INPUT_SCALE, (1,), torch.float32)
 
+    @property
+    def multiplies_packed(self) -> bool:
+        return self.multiplies_float8
+
     def quantize(self, weight: Tensor) -> None:
         """Take the numbers nearest to a weight [N, K], on its device. The format has a scale for each row."""
         rows = weight.float()
