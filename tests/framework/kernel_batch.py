@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.add_rmsnorm import add_rmsnorm
+from quire.kernels.add_rmsnorm import add_rmsnorm, add_rmsnorm_float8
 from quire.kernels.block_copy import BlockRuns, block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
 from quire.kernels.decode_plan import DecodePlan, build_decode_plan
+from quire.kernels.float8_rows import float8_rows
 from quire.kernels.int4_linear import Int4Weight, int4_dequantize, int4_linear
 from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
@@ -27,7 +28,7 @@ from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.reference import paged_attention
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, draw, sample
-from quire.kernels.silu_mul import silu_mul
+from quire.kernels.silu_mul import silu_mul, silu_mul_float8
 from quire.kernels.skinny_linear import SkinnyWorkspace
 
 LAYOUTS = ("interleaved", "heads first", "tokens first")
@@ -352,6 +353,13 @@ class Batch:
     def activation(self) -> Tensor:
         gate, up = self.gate_up.chunk(2, -1)
         return silu_mul(gate, up)
+
+    def write_float8(self) -> None:
+        """Rows for products in float8: of a norm, of an activation, and of any other."""
+        x, residual, weight = self.hidden
+        add_rmsnorm_float8(x, weight, eps=1e-6, residual=residual.clone())
+        silu_mul_float8(*self.gate_up.chunk(2, -1))
+        float8_rows(x)
 
     def draw(self, *, filtered: bool = True) -> Tensor:
         """A token per sequence, drawn from what is above a threshold."""

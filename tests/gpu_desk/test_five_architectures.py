@@ -159,3 +159,11 @@ def test_products_of_4_bits_keep_weights_in_flight_and_use_matrix_instructions(
 def test_a_weight_of_4_bits_is_dequantized_without_spills(gpu: GPU) -> None:
     batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,), (100,), META)
     check_small(batch.int4_dequantized, gpu)
+
+
+@pytest.mark.parametrize("gpu", others_at_night([L4, H100, B200, RTX_5090], [L4]), ids=name)
+def test_rows_in_float8_are_written_without_spills(gpu: GPU) -> None:
+    """An A100 has neither the type nor products of it."""
+    batch = Batch(LLAMA, (1,) * 8, (1000,) * 8, META)
+    assert len(recorded(batch.write_float8, gpu)) == 3
+    check_small(batch.write_float8, gpu)

@@ -7,11 +7,13 @@ A program takes whole rows: one if they are long, several if they are as short a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.dependent_launch import dependent_options, wait_for_earlier_kernels
+from quire.kernels.float8_rows import as_float8, empty_rows
 from quire.kernels.launching import (
     FLOAT_DTYPES,
     Launch,
@@ -43,6 +45,7 @@ def add_rmsnorm_kernel(
     residual_ptr,  # [N, C]
     weight_ptr,  # [C]
     out_ptr,  # [N, C]
+    scales_ptr,  # [N] float32, if out is in float8
     num_rows,
     num_columns,
     eps,
@@ -69,7 +72,11 @@ def add_rmsnorm_kernel(
         x = total.to(tl.float32)
     mean_square = tl.sum(x * x, 1, keep_dims=True) / num_columns
     y = x * tl.rsqrt(mean_square + eps) * (weight + weight_offset)
-    tl.store(out_ptr + rows * stride_out + columns, round_to(y, out_ptr.dtype.element_ty), mask=inside)
+    y = round_to(y, x_ptr.dtype.element_ty)
+    if out_ptr.dtype.element_ty == tl.float8e4nv:
+        y, scale = as_float8(y.to(tl.float32), x_ptr.dtype.element_ty)
+        tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+    tl.store(out_ptr + rows * stride_out + columns, y, mask=inside)
 
 
 def plan_launch(num_columns: int, *, has_residual: bool) -> tuple[dict[str, int | bool], int, int]:
@@ -102,21 +109,47 @@ def add_rmsnorm(
     Raises ValueError if a shape, stride, dtype or device is another. No sync.
     Cost: one launch; reads and writes every row once, (4 with a residual, else 2) * N * C * itemsize bytes.
     """
-    launch = _prepare(*layouts(x, weight, residual, out))
-    num_rows, num_columns = x.shape
+    launch = _prepare(x.dtype, *layouts(x, weight, residual, out))
     out = x.new_empty(x.shape) if out is None else out
-    if num_rows == 0:
-        return out
-    launch.run(
-        add_rmsnorm_kernel,
-        x, x if residual is None else residual, weight, out,
-        num_rows, num_columns, float(eps), float(weight_offset),
-    )  # fmt: skip
+    _run(launch, x, weight, residual, out, out, eps, weight_offset)
     return out
 
 
+def add_rmsnorm_float8(
+    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The same with the norm as rows in float8: numbers [N, C] and scales [N, 1], see float8_rows().
+
+    Cost: one launch; writes a byte for each element of the norm.
+    """
+    launch = _prepare(torch.float8_e4m3fn, *layouts(x, weight, residual, None))
+    numbers, scales = empty_rows(x, x.shape[1])
+    _run(launch, x, weight, residual, numbers, scales, eps, weight_offset)
+    return numbers, scales
+
+
+def _run(
+    launch: Launch,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    scales: Tensor,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    num_rows, num_columns = x.shape
+    if num_rows:
+        launch.run(
+            add_rmsnorm_kernel,
+            x, x if residual is None else residual, weight, out, scales,
+            num_rows, num_columns, float(eps), float(weight_offset),
+        )  # fmt: skip
+
+
 @prepared_once
-def _prepare(x: Layout, weight: Layout, residual: Layout | None, out: Layout | None) -> Launch:
+def _prepare(dtype: torch.dtype, x: Layout, weight: Layout, residual: Layout | None, out: Layout | None) -> Launch:
+    """The launch for a norm of this dtype; the layout of `out` has that of x."""
     out = out or contiguous(x.shape, x)
     _check(x, weight, residual, out)
     constexprs, num_warps, num_stages = plan_launch(x.shape[1], has_residual=residual is not None)

@@ -41,11 +41,12 @@ from quire.worker.fusion.modules import (
     has_own_forward,
     swap,
 )
-from quire.worker.fusion.projection import Projection
+from quire.worker.fusion.projection import Linear, Projection
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 from quire.worker.fusion.trial import COMPARED, LARGE, FusionTrial, Recording, own_attention_replaced, record
 from quire.worker.memory.layer_spec import LayerSpec
 from quire.worker.quantization.quantized_linear import QuantizedLinear
+from quire.worker.quantization.scaled_linear import ScaledLinear
 
 # Norms of a layer, by name: before and after attention, before and after the MLP.
 LAYOUTS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -68,6 +69,8 @@ MLP_PROJECTIONS = (
     ("c_fc", "c_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
+MAX_FLOAT8_COLUMNS = 32768
+"""As MAX_COLUMNS in quire.kernels.float8_rows, which only a process with Triton can import."""
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
 _TRIAL_FAILED = "its trial failed with"
 
@@ -153,7 +156,7 @@ class _Fusion:
         try:
             if not has_own_forward(module):
                 raise Unmatched("its forward is not that of its class")
-            if any(isinstance(child, QuantizedLinear) for child in module.children()):
+            if any(isinstance(each, QuantizedLinear) and not self._takes(each) for each in module.children()):
                 raise Unmatched("its weights are quantized")
             swap(module, match(module))
             self._swapped[kind] += 1
@@ -190,13 +193,13 @@ class _Fusion:
         return list(dict.fromkeys([*found, *(mlp for layer in layers if (mlp := _mlp_of(layer)) is not None)]))
 
     def _mlp(self, module: Any) -> FusedMLP:
-        names = next((names for names in MLP_PROJECTIONS if _linears(module, names)), None)
+        names = next((names for names in MLP_PROJECTIONS if self._linears(module, names)), None)
         if names is None:
             raise Unmatched("it has no gate_proj, up_proj and down_proj, and no two projections without a gate")
         activation = _activation(module)
         if activation is None:
             raise Unmatched(f"its activation is none of {', '.join(ACTIVATIONS)}")
-        *up, down = _linears(module, names)
+        *up, down = self._linears(module, names)
         parts = MLPParts(Projection(up), Projection([down]), activation, is_gated=names[0].startswith("gate"))
         rows = self._trial.rows(parts.up.weight.shape[1])
         with torch.inference_mode():
@@ -208,8 +211,8 @@ class _Fusion:
 
     def _attention(self, layer_idx: int, recording: Recording, module: Any) -> FusedAttention:
         spec = self._specs[layer_idx]
-        qkv = _linears(module, ("qkv_proj",)) or _linears(module, ("q_proj", "k_proj", "v_proj"))
-        output = _linears(module, ("o_proj",))
+        qkv = self._linears(module, ("qkv_proj",)) or self._linears(module, ("q_proj", "k_proj", "v_proj"))
+        output = self._linears(module, ("o_proj",))
         if not qkv or not output:
             raise Unmatched("it has no q_proj, k_proj, v_proj and o_proj")
         if spec.k_head_dim != spec.v_head_dim:
@@ -239,6 +242,19 @@ class _Fusion:
                 return fused
             reasons.append(different)
         raise Unmatched(f"its {max(reasons, key=COMPARED.index)} are other than projections, norms and a rope give")
+
+    def _linears(self, module: nn.Module, names: Sequence[str]) -> list[Linear]:
+        """The children of these names, if all are there and are linear layers, either plain or in float8."""
+        found = [getattr(module, name, None) for name in names]
+        plain: list[Linear] = [each for each in found if type(each) is nn.Linear or type(each) is Conv1D]
+        plain = [each for each in plain if has_own_forward(each)]
+        float8: list[Linear] = [each for each in found if isinstance(each, ScaledLinear) and self._takes(each)]
+        return next((each for each in (plain, float8) if len(each) == len(names)), [])
+
+    def _takes(self, layer: QuantizedLinear) -> bool:
+        """True if the steps run its product: in float8, with rows that fit the kernels which write them."""
+        is_float8 = isinstance(layer, ScaledLinear) and layer.multiplies_float8 and has_own_forward(layer)
+        return is_float8 and self._steps.takes_float8 and layer.in_features <= MAX_FLOAT8_COLUMNS
 
     def _head_norms(self, module: Any, spec: LayerSpec) -> tuple[Norm, Norm] | None:
         modules = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
@@ -329,13 +345,6 @@ def _eps(module: nn.Module) -> float | None:
     shapes = {name: parameter.dim() for name, parameter in module.named_parameters()}
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return eps if shapes == {"weight": 1} and isinstance(eps, float) else None
-
-
-def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear | Conv1D]:
-    """The children of these names, if all are there and are nn.Linear or Conv1D and nothing else."""
-    found = [getattr(module, name, None) for name in names]
-    plain = [each for each in found if (type(each) is nn.Linear or type(each) is Conv1D) and has_own_forward(each)]
-    return plain if len(plain) == len(names) else []
 
 
 def _activation(module: nn.Module) -> Activation | None:

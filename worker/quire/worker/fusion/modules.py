@@ -16,6 +16,9 @@ own, with the norm in front and the residual behind (quire.worker.fusion.product
     silu_mul        SiLU or GELU of the gate, times up
     linear          down projection; added by the next norm                                 and the residual
 
+Where products are in float8, add_rmsnorm and silu_mul write their results so, with a scale for each row; only the
+result of attention is rounded in a launch of its own.
+
 So between layers there may be two tensors where transformers has one: see ResidualStream.
 """
 
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 from quire.worker.attention.torch_attention import running_step
 from quire.worker.device.profiling import phase
 from quire.worker.fusion.activations import Activation
-from quire.worker.fusion.projection import Projection
+from quire.worker.fusion.projection import Projection, Rows
 from quire.worker.fusion.steps import FusedSteps, Norm, Rope
 
 
@@ -105,18 +108,19 @@ class FusedMLP:
         result = self.apply(_rows(hidden_states), None)
         return result.view(*hidden_states.shape[:-1], -1)
 
-    def apply(self, rows: Tensor, norm: Norm | None) -> Tensor:
+    def apply(self, rows: Rows, norm: Norm | None) -> Tensor:
         """The result [T, C] of rows [T, C], or of their norm."""
         return self._steps.linear(self._middle(rows, norm), self._parts.down)
 
-    def add_to(self, residual: Tensor, rows: Tensor, norm: Norm | None) -> Tensor | None:
+    def add_to(self, residual: Tensor, rows: Rows, norm: Norm | None) -> Tensor | None:
         """Add apply() to the residual [T, C], in place, and return None; or return it, for the next norm to add."""
         return self._steps.add_linear(residual, self._middle(rows, norm), self._parts.down)
 
-    def _middle(self, rows: Tensor, norm: Norm | None) -> Tensor:
+    def _middle(self, rows: Rows, norm: Norm | None) -> Rows:
         parts = self._parts
-        product = self._steps.gated if parts.is_gated else self._steps.linear
-        return product(rows, parts.up, norm, parts.activation)
+        if parts.is_gated:
+            return self._steps.gated(rows, parts.up, parts.down, norm, parts.activation)
+        return self._steps.linear(rows, parts.up, norm, parts.activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +155,17 @@ class FusedAttention:
             return self._own(hidden_states, *arguments, **keywords)
         return self.apply(_rows(hidden_states), None).view(*hidden_states.shape[:-1], -1), None
 
-    def apply(self, rows: Tensor, norm: Norm | None) -> Tensor:
+    def apply(self, rows: Rows, norm: Norm | None) -> Tensor:
         """The result [T, C] of rows [T, C], or of their norm; within a step."""
         with phase(f"attention {self._parts.layer_idx}"):
             return self._steps.linear(self._attend(rows, norm), self._parts.output)
 
-    def add_to(self, residual: Tensor, rows: Tensor, norm: Norm | None) -> Tensor | None:
+    def add_to(self, residual: Tensor, rows: Rows, norm: Norm | None) -> Tensor | None:
         """Add apply() to the residual [T, C], in place, and return None; or return it, for the next norm to add."""
         with phase(f"attention {self._parts.layer_idx}"):
             return self._steps.add_linear(residual, self._attend(rows, norm), self._parts.output)
 
-    def _attend(self, rows: Tensor, norm: Norm | None) -> Tensor:
+    def _attend(self, rows: Rows, norm: Norm | None) -> Tensor:
         step = running_step()
         if step is None:
             raise RuntimeError("fused attention runs within a step alone")
@@ -237,7 +241,11 @@ class FusedLayer:
                 result = result[0]
             return self._leave(half, result.view(residual.shape))
         norm = half.before if left is None else None  # in front of the product, where nothing has to be added
-        rows = _rows(residual if norm is not None else self._enter(half, left, residual))
+        if half.before is not None and left is not None:
+            product = fused.projections[0]
+            rows = self._steps.input_of(product, _rows(left), half.before, _rows(residual))
+        else:
+            rows = _rows(residual if norm is not None else self._enter(half, left, residual))
         if half.after is None:
             own = fused.add_to(_rows(residual), rows, norm)
         else:

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quire.worker.quantization.scaled_linear import ScaledLinear
+
+Linear = nn.Linear | Conv1D | ScaledLinear
+
+Rows = Tensor | tuple[Tensor, Tensor]
+"""The input of a product: rows [T, C], or their numbers [T, C] in float8 and their scales [T, 1]."""
+
 
 class Updates(Protocol):
     """Updates of adapters behind a product."""
@@ -25,30 +32,39 @@ class Projection:
     """Several linear modules over one input as one matrix product: rows [N, C] of the weights one after the other.
 
     The modules' parameters become views of the rows, so that nothing is held twice; that of a Conv1D, which is [C, N],
-    a transposed one. A module without a bias beside one that has it gets zeros here and none of its own. Cost: for its
-    duration, a copy of the weights that are merged or transposed.
+    a transposed one. A module without a bias beside one that has it gets zeros here and none of its own. Modules that
+    multiply in float8 have a scale for each row of the weight too. Cost: for its duration, a copy of the weights that
+    are merged or transposed.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
+    def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         self.updates: Updates | None = None
         """Those of adapters, which AdaptedSteps add; None in a model without slots for adapters."""
-        self.weight: Tensor = linears[0].weight
+        self.weight: Tensor = _weight(linears[0])
+        self.weight_scale: Tensor | None = None
+        """[N, 1] float32, if the product is in float8."""
         self.bias: Tensor | None = linears[0].bias
+        if isinstance(linears[0], ScaledLinear):
+            self.weight_scale = torch.cat([_scale(linear) for linear in linears])
         if len(linears) > 1 or isinstance(linears[0], Conv1D):
             self._merge(linears)
 
-    def _merge(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
-        parts = [_rows(linear) for linear in linears]
+    def _merge(self, linears: Sequence[Linear]) -> None:
+        parts = [_weight(linear) for linear in linears]
         sizes = [part.shape[0] for part in parts]
         self.weight = torch.cat(parts)
         for linear, rows in zip(linears, torch.split(self.weight, sizes), strict=True):
-            linear.weight.data = rows.t() if isinstance(linear, Conv1D) else rows
+            if isinstance(linear, ScaledLinear):
+                linear.register_buffer(linear.form.weight, rows)
+            else:
+                linear.weight.data = rows.t() if isinstance(linear, Conv1D) else rows
         if len(linears) == 1 or all(linear.bias is None for linear in linears):
             return
+        dtype = next(linear.bias.dtype for linear in linears if linear.bias is not None)
         self.bias = torch.cat(
             [
-                self.weight.new_zeros(size) if linear.bias is None else linear.bias
+                torch.zeros(size, dtype=dtype, device=self.weight.device) if linear.bias is None else linear.bias
                 for linear, size in zip(linears, sizes, strict=True)
             ]
         ).detach()
@@ -57,7 +73,13 @@ class Projection:
                 linear.bias.data = bias
 
 
-def _rows(linear: nn.Linear | Conv1D) -> Tensor:
+def _weight(linear: Linear) -> Tensor:
     """The weight as [N, C]."""
-    weight = linear.weight.detach()
-    return weight.t() if isinstance(linear, Conv1D) else weight
+    if isinstance(linear, ScaledLinear):
+        return linear.get_buffer(linear.form.weight)
+    return linear.weight.detach().t() if isinstance(linear, Conv1D) else linear.weight.detach()
+
+
+def _scale(linear: Linear) -> Tensor:
+    assert isinstance(linear, ScaledLinear), "one product is in float8 as a whole"
+    return linear.get_buffer(linear.form.scale)

@@ -18,7 +18,8 @@ from torch import Tensor
 from quire.worker.attention.torch_attention import Slots, write_kv
 from quire.worker.fusion.activations import ACTIVATIONS, Activation
 from quire.worker.fusion.product_table import ProductKind, read_table
-from quire.worker.fusion.projection import Projection
+from quire.worker.fusion.projection import Projection, Rows
+from quire.worker.quantization.products import float8_product
 
 if TYPE_CHECKING:  # it imports Triton
     from quire.worker.fusion.fixed_products import FixedProducts
@@ -60,21 +61,27 @@ class FusedSteps(Protocol):
     name: str
     min_block_size: int
     """The least block size of a pool for it."""
+    takes_float8: bool
+    """True if it runs products with weights in float8."""
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
 
+    def input_of(self, projection: Projection, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Rows:
+        """The same as the product with a projection takes it, which alone reads the norm."""
+
     def linear(
-        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+        self, x: Rows, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
     ) -> Tensor:
         """The product [T, N] of x [T, C], or of its norm, with a weight [N, C], and the bias; or its activation."""
 
-    def gated(
-        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
-    ) -> Tensor:
-        """activation(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up."""
+    def gated(self, x: Rows, gate_up: Projection, down: Projection, norm: Norm | None, activation: Activation) -> Rows:
+        """activation(gate) * up, [T, I], of such a product [T, 2 * I]: all of gate, then all of up.
 
-    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+        As the product with `down` takes it, which alone reads it.
+        """
+
+    def add_linear(self, residual: Tensor, x: Rows, projection: Projection) -> Tensor | None:
         """Add the product to the residual [T, N], in place, and return None; or return it, for the next norm to add."""
 
     def qkv_prologue(
@@ -110,19 +117,32 @@ class LibraryProducts(ABC):
     def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up, [T, I], of [T, 2 * I]: all of gate, then all of up."""
 
+    def input_of(self, projection: Projection, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Rows:
+        return self.add_rmsnorm(x, norm, residual)
+
     def linear(
-        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+        self, x: Rows, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
     ) -> Tensor:
-        result = F.linear(x if norm is None else self.add_rmsnorm(x, norm), projection.weight, projection.bias)
+        if norm is not None:
+            x = self.input_of(projection, as_tensor(x), norm)
+        result = self.multiply(x, projection)
         return result if activation is None else ACTIVATIONS[activation](result)
 
-    def gated(
-        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
-    ) -> Tensor:
+    def multiply(self, x: Rows, projection: Projection) -> Tensor:
+        """The product, and the bias."""
+        return F.linear(as_tensor(x), projection.weight, projection.bias)
+
+    def gated(self, x: Rows, gate_up: Projection, down: Projection, norm: Norm | None, activation: Activation) -> Rows:
         return self.apply_gate(self.linear(x, gate_up, norm), activation)
 
-    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
+    def add_linear(self, residual: Tensor, x: Rows, projection: Projection) -> Tensor | None:
         return self.linear(x, projection)
+
+
+def as_tensor(x: Rows) -> Tensor:
+    """The rows of a product that is not in float8."""
+    assert isinstance(x, Tensor), "rows in float8 are for a product in float8"
+    return x
 
 
 class TorchSteps(LibraryProducts):
@@ -130,6 +150,7 @@ class TorchSteps(LibraryProducts):
 
     name = "torch"
     min_block_size = 1
+    takes_float8 = False
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return _rmsnorm(x if residual is None else residual.add_(x), norm)
@@ -169,33 +190,49 @@ class KernelSteps(LibraryProducts):
     """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
     min_block_size = KERNEL_BLOCK_SIZES[0]
+    takes_float8 = True
 
     def __init__(self, products: OwnProducts | FixedProducts | None = None) -> None:
         """products: those that run in kernels of our own; None for none."""
         # Here and not above: TRITON_INTERPRET is read when triton is imported, and a CPU needs no Triton.
-        from quire.kernels.add_rmsnorm import add_rmsnorm
+        from quire.kernels.add_rmsnorm import add_rmsnorm, add_rmsnorm_float8
+        from quire.kernels.float8_rows import float8_rows
         from quire.kernels.qkv_prologue import qkv_prologue
-        from quire.kernels.silu_mul import silu_mul
+        from quire.kernels.silu_mul import silu_mul, silu_mul_float8
 
         self.name = "kernels" if products is None else f"kernels, {products.name}"
         self._add_rmsnorm = add_rmsnorm
+        self._add_rmsnorm_float8 = add_rmsnorm_float8
+        self._float8_rows = float8_rows
         self._qkv_prologue = qkv_prologue
         self._silu_mul = silu_mul
+        self._silu_mul_float8 = silu_mul_float8
         self._products = products
 
     def linear(
-        self, x: Tensor, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
+        self, x: Rows, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
     ) -> Tensor:
-        done, x, norm = self._own(x, projection, norm, activation, _PLAIN)
+        if projection.weight_scale is not None:
+            return super().linear(x, projection, norm, activation)
+        done, x, norm = self._own(as_tensor(x), projection, norm, activation, _PLAIN)
         return super().linear(x, projection, norm, activation) if done is None else done
 
-    def gated(
-        self, x: Tensor, gate_up: Projection, norm: Norm | None = None, activation: Activation = "silu"
-    ) -> Tensor:
-        done, x, norm = self._own(x, gate_up, norm, activation, _GATED)
-        if done is not None:
-            return done
-        return self.apply_gate(super().linear(x, gate_up, norm), activation)
+    def multiply(self, x: Rows, projection: Projection) -> Tensor:
+        if projection.weight_scale is None:
+            return super().multiply(x, projection)
+        numbers, scale = self._float8_rows(x) if isinstance(x, Tensor) else x
+        result = float8_product(numbers, scale, projection.weight, projection.weight_scale)
+        return result if projection.bias is None else result.add_(projection.bias)
+
+    def gated(self, x: Rows, gate_up: Projection, down: Projection, norm: Norm | None, activation: Activation) -> Rows:
+        if gate_up.weight_scale is None:
+            done, x, norm = self._own(as_tensor(x), gate_up, norm, activation, _GATED)
+            if done is not None:
+                return done
+        product = super().linear(x, gate_up, norm)
+        if down.weight_scale is None:
+            return self.apply_gate(product, activation)
+        return self._silu_mul_float8(*product.chunk(2, -1), activation=activation)
 
     def _own(
         self,
@@ -217,15 +254,20 @@ class KernelSteps(LibraryProducts):
             x = self.add_rmsnorm(x, norm)
         return self._products.run(kind, x, projection, activation=activation), x, None
 
-    def add_linear(self, residual: Tensor, x: Tensor, projection: Projection) -> Tensor | None:
-        if self._products is not None and (
-            self._products.run(ProductKind.RESIDUAL, x, projection, residual=residual) is not None
-        ):
-            return None
+    def add_linear(self, residual: Tensor, x: Rows, projection: Projection) -> Tensor | None:
+        if self._products is not None and projection.weight_scale is None:
+            x = as_tensor(x)
+            if self._products.run(ProductKind.RESIDUAL, x, projection, residual=residual) is not None:
+                return None
         return self.linear(x, projection)
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return self._add_rmsnorm(x, norm.weight, eps=norm.eps, residual=residual)
+
+    def input_of(self, projection: Projection, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Rows:
+        if projection.weight_scale is None:
+            return self.add_rmsnorm(x, norm, residual)
+        return self._add_rmsnorm_float8(x, norm.weight, eps=norm.eps, residual=residual)
 
     def apply_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return self._silu_mul(*gate_up.chunk(2, -1), activation=activation)
