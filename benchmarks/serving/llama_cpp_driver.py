@@ -1,13 +1,15 @@
 """llama.cpp as a peer: runs under a Python of its own, see llama_cpp_requirements.txt. Without torch.
 
-    python llama_cpp_driver.py FOLDER THREADS SLOTS
+    python llama_cpp_driver.py FOLDER THREADS SLOTS KIND [plain]
 
 FOLDER has config.json and weights.npz of a Llama. The first answer is {"version": v}. Then, on standard input, one JSON
 object a line, {"prompts": [[token]], "num_new": [count]}; each answer is {"seconds": s, "tokens": [[token]]}.
 
 llama.cpp has no scheduler in its library, so this is one: SLOTS sequences at a time, each step one llama_decode of a
-token of each that runs and of the prompts that were given a slot, which begins when another one has ended. Greedy;
-weights and KV in float32, as the other rows have them.
+token of each that runs and of the prompts that were given a slot, which begins when another one has ended. Greedy; KV
+in float32. KIND is that of the linear layers' weights, F32 or Q8_0: int8 with a scale for 32 neighbours. All others are
+float32, as the other rows have them. With "plain" weights stay in their order: no AMX, which some machines name and do
+not let a process use.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf.quants
 import llama_cpp
 import numpy as np
 
@@ -28,12 +31,13 @@ SLOT_TOKENS = 512
 F32 = 0
 
 
-def write_gguf(folder: Path) -> Path:
+def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType) -> Path:
     """The checkpoint as llama.cpp reads it, without a tokenizer."""
     config = json.loads((folder / "config.json").read_text())
     weights = np.load(folder / "weights.npz")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    path = folder / f"{kind.name}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -50,12 +54,14 @@ def write_gguf(folder: Path) -> Path:
         tensor = weights[name]
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleaved(tensor, heads if "q_proj" in name else kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+        own_kind = kind if name.endswith("_proj.weight") else gguf.GGMLQuantizationType.F32
+        place = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(place, gguf.quants.quantize(tensor, own_kind), raw_dtype=own_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return folder / "model.gguf"
+    return path
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -67,10 +73,12 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
 class Llama:
     """A model and a context with room for `slots` sequences."""
 
-    def __init__(self, path: Path, threads: int, slots: int) -> None:
+    def __init__(self, path: Path, threads: int, slots: int, *, is_plain: bool) -> None:
         llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_extra_bufts = not is_plain
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_seq_max = slots * SLOT_TOKENS, MAX_BATCH_TOKENS, slots
         params.n_threads = params.n_threads_batch = threads
@@ -139,7 +147,10 @@ def quiet(level: int, text: bytes, data: Any) -> None:
 
 def main() -> None:
     folder, threads, slots = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    llama = Llama(write_gguf(folder), threads, slots)
+    llama = Llama(
+        write_gguf(folder, gguf.GGMLQuantizationType[sys.argv[4]]), threads, slots, is_plain="plain" in sys.argv[5:]
+    )
+    llama.generate([[1] * 32], [2])  # before the first answer: where an instruction is missing, the process ends here
     print(json.dumps({"version": llama_cpp.__version__}), flush=True)
     for line in sys.stdin:
         work = json.loads(line)

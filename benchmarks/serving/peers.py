@@ -6,7 +6,11 @@ Rows: transformers' `generate` on static batches of 16, its continuous batching,
 the two real processes, and Quire with both services in this process (the difference is the cost of the process
 boundary). The rows take turns in every round, so that other load of the machine hits all of them; medians of the
 rounds. Greedy, float32, random weights, 16 sequences at a time; prefix caches are emptied before each run; every
-row's tokens are compared with the first row's. Then Quire's time in one process is told by part, beside bounds.
+row's tokens are compared with the first row's.
+
+Three more rows have the linear layers in 8 bits, and no others: llama.cpp's Q8_0, which rounds the inputs of products
+to 8 bits too; Quire's `--quantization int8`, which does the same; and int8 weights with inputs in bfloat16, as they
+are. Their tokens are those of other weights. Then Quire's time in one process is told by part, beside bounds.
 
 llama.cpp needs an environment of its own:
 
@@ -44,7 +48,10 @@ from roofline import Ceilings
 from shapes import LLAMA_56M
 from transformers import LlamaForCausalLM
 
+from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
+from quire.worker.quantization.at_load import quantize_at_load
+from quire.worker.quantization.inputs import KEEP, InputRounding
 
 BATCH = 16
 BLOCK_SIZE = 16
@@ -52,6 +59,8 @@ NUM_BLOCKS = 512
 MAX_STEP_TOKENS = 2048
 ROUNDS, QUICK_ROUNDS = 3, 1
 LLAMA_CPP_PYTHON = python_of("llama_cpp")
+QUANTIZED = {"Q8_0"}
+"""Of llama.cpp's kinds of weights."""
 
 Tokens = list[list[int]]
 
@@ -154,23 +163,35 @@ def batched_continuously(model: LlamaForCausalLM) -> Row:
     return Row("transformers, continuous batching", run)
 
 
+def write_weights(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write the weights as LlamaCpp reads them."""
+    np.savez(folder / "weights.npz", **{name: tensor.float().numpy() for name, tensor in model.state_dict().items()})
+
+
 class LlamaCpp:
     """The driver's process, with the same weights."""
 
-    def __init__(self, model: LlamaForCausalLM, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, kind: str, *options: str) -> None:
         """Raises RuntimeError if it does not start."""
-        weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
-        np.savez(folder / "weights.npz", **weights)
         driver = Path(__file__).with_name("llama_cpp_driver.py")
-        command = [*map(str, (LLAMA_CPP_PYTHON, driver, folder, threads, BATCH))]
+        command = [*map(str, (LLAMA_CPP_PYTHON, driver, folder, threads, BATCH, kind, *options))]
+        self._kind, self.options = kind, options
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.version: str = self._hear()["version"]
+
+    @classmethod
+    def started(cls, folder: Path, threads: int, kind: str) -> Self:
+        """The driver; without AMX if it does not start with it."""
+        try:
+            return cls(folder, threads, kind)
+        except RuntimeError:
+            return cls(folder, threads, kind, "plain")
 
     def row(self) -> Row:
         async def run(work: Workload) -> Tokens:
             return await asyncio.to_thread(self._run, work)
 
-        return Row("llama.cpp, 16 slots", run)
+        return Row("llama.cpp, 16 slots" + (f", {self._kind}" if self._kind in QUANTIZED else ""), run)
 
     def _run(self, work: Workload) -> Tokens:
         assert self._process.stdin is not None
@@ -200,6 +221,22 @@ def engine_row(name: str, running: Running) -> Row:
         return await generate(running.engine, work.prompts, work.num_new)
 
     return Row(name, run, running.forget)
+
+
+def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def prepared(model: LlamaForCausalLM) -> PagedModel:
+    return prepare_model(model, max_model_len=LLAMA_56M.config.max_position_embeddings)
+
+
+def load_int8(folder: Path, dtype: torch.dtype, inputs: InputRounding | None = None) -> PagedModel:
+    """A model with int8 in its linear layers, as the worker quantizes it, or with these inputs."""
+    model = load_plain(folder, dtype)
+    quantize_at_load(model, "int8", inputs)
+    return prepared(model)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -257,13 +294,24 @@ async def run(*, quick: bool, progress: Progress) -> Results:
             rows = [static_batches(model), batched_continuously(model)]
             llama_cpp = f"absent: there is no {LLAMA_CPP_PYTHON.relative_to(ENVIRONMENTS.parent)}"
             if LLAMA_CPP_PYTHON.exists():
-                driver = stack.enter_context(LlamaCpp(model, directory, NUM_CORES))
-                llama_cpp = driver.version
-                rows.append(driver.row())
+                write_weights(model, directory)
+                drivers = [
+                    stack.enter_context(LlamaCpp.started(directory, NUM_CORES, kind))
+                    for kind in ("F32", *sorted(QUANTIZED))
+                ]
+                without_amx = (
+                    " without AMX, which ends its process here" if any(each.options for each in drivers) else ""
+                )
+                llama_cpp = drivers[0].version + without_amx
+                rows += [driver.row() for driver in drivers]
             rows.append(engine_row("Quire, two services", await stack.enter_async_context(two_processes(setup))))
-            own = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
-            paged = prepare_model(own, max_model_len=LLAMA_56M.config.max_position_embeddings)
-            running = await stack.enter_async_context(one_process(setup, model=paged))
+            for row, int8 in (
+                ("Quire, in one process, int8", load_int8(directory, torch.float32)),
+                ("Quire, in one process, int8 weights", load_int8(directory, torch.bfloat16, KEEP)),
+            ):
+                rows.append(engine_row(row, await stack.enter_async_context(one_process(setup, model=int8))))
+            own = load_plain(directory)
+            running = await stack.enter_async_context(one_process(setup, model=prepared(own)))
             rows.append(engine_row("Quire, in one process", running))
             works = workloads(model.config.vocab_size, quick=quick)
             rounds = QUICK_ROUNDS if quick else ROUNDS
@@ -312,7 +360,7 @@ def measure(quick: bool, progress: Progress) -> Findings:
 
 def plot(measurements: Sequence[Measurement]) -> Figure:
     """Bars of the medians with the range of the rounds, one group per workload."""
-    figure, axes = pyplot.subplots(figsize=(9, 4.2))
+    figure, axes = pyplot.subplots(figsize=(11, 4.2))
     works = list(dict.fromkeys(measured.workload for measured in measurements))
     rows = list(dict.fromkeys(measured.row for measured in measurements))
     for number, row in enumerate(rows):
@@ -320,12 +368,12 @@ def plot(measurements: Sequence[Measurement]) -> Figure:
         heights = [measured.median for measured in chosen]
         low = [measured.median - min(measured.tokens_per_s) for measured in chosen]
         high = [max(measured.tokens_per_s) - measured.median for measured in chosen]
-        places = [index + (number - (len(rows) - 1) / 2) * 0.17 for index in range(len(works))]
-        bars = axes.bar(places, heights, 0.16, yerr=[low, high], label=row, error_kw={"linewidth": 0.8})
+        places = [index + (number - (len(rows) - 1) / 2) * 0.1 for index in range(len(works))]
+        bars = axes.bar(places, heights, 0.095, yerr=[low, high], label=row, error_kw={"linewidth": 0.8})
         axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     axes.set_xticks(range(len(works)), works)
     axes.set_ylabel("generated tokens per second")
-    axes.set_title("56 M-parameter Llama, float32, on a CPU: medians and ranges", fontsize=10)
+    axes.set_title("56 M-parameter Llama on a CPU, float32 but for rows in 8 bits: medians and ranges", fontsize=10)
     axes.margins(y=0.3)
     axes.legend(fontsize=8, ncols=2, loc="upper right")
     plain(axes)

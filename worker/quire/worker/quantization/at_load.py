@@ -20,14 +20,15 @@ LEAST_SHARE = 0.5
 """Part of a model's weights, embeddings left out, that linear layers must have."""
 
 
-def quantize_at_load(model: Any, kind: str) -> None:
+def quantize_at_load(model: Any, kind: str, inputs: InputRounding | None = None) -> None:
     """Quantize the linear layers of a model to 8 bits, in place, but for the output layer.
 
-    Each weight is freed when its layer is quantized. Raises UnsupportedFormat if most weights are not in linear layers,
-    as those of experts; the model can't be used then.
+    inputs None: those of products are rounded too, with a scale for each token. Each weight is freed when its layer is
+    quantized. Raises UnsupportedFormat if most weights are not in linear layers, as those of experts; the model can't
+    be used then.
     """
     form = ScaledFormat(f"{kind} at load", DTYPES[kind])
-    rounding = InputRounding(form.dtype)
+    rounding = inputs or InputRounding(form.dtype)
 
     def quantized(_: str, linear: nn.Linear) -> ScaledLinear:
         layer = ScaledLinear(linear, form, rounding)
