@@ -102,7 +102,7 @@ EXAMPLES_OF_IDEA = {
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
     DISK_IDEA: ["unit/worker/test_disk_store.py", "unit/worker/test_disk_tier.py"],
     HOLDER_IDEA: [f"unit/worker/test_{name}.py" for name in ("holder", "kept_pool", "deposits")],
-    QUANTIZED_IDEA: ["unit/worker/test_kv_scales.py", "unit/worker/test_quantized_experts.py"],
+    QUANTIZED_IDEA: [f"unit/worker/test_{name}.py" for name in ("kv_scales", "quantized_experts", "int4_weights")],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
     VERIFIED_IDEA: [f"unit/worker/test_{name}.py" for name in ("grants", "verify", "draft_grammars", "drafts")],
 }

@@ -2134,6 +2134,16 @@ BUGS = [
             "torch.stack((packed >> 4, packed & 15), dim=-1)",
         ),
     ),
+    worker(
+        QUANTIZED_IDEA,
+        "the zero points of 4 bits are lost when they are packed for a GPU",
+        ("_pack", "layer.zero_points()", "8"),
+    ),
+    worker(
+        QUANTIZED_IDEA,
+        "columns of 4 bits are packed for a GPU in the groups of their neighbours",
+        ("_pack", "group_of_column=layer.groups()", "group_of_column=None"),
+    ),
 ]
 
 _NEW_EPOCH = frozenset({"damage", "kill", "terminate", "power loss", "full disk", "oversleep", "clock"})
