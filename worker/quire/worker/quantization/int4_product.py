@@ -56,7 +56,7 @@ def fits_kernel(layer: PackedLinear) -> bool:
 
 
 def try_int4(layers: Sequence[PackedLinear], dtype: torch.dtype) -> str | None:
-    """Let layers whose weight is on a GPU multiply it as it is packed; their inputs have this dtype.
+    """Let layers with a weight on a GPU multiply it as it is packed; their inputs have this dtype.
 
     A product of each size is compared with the layer's own, which also compiles the kernels. Then each layer is packed
     anew, and its weight must stay the same in each bit. Returns the reason if a layer goes on dequantizing; None if all
