@@ -53,7 +53,7 @@ def _rows_of_8_bits(dtype: torch.dtype) -> Callable[[Tensor], Packed]:
 
 def _groups(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numbers [N, K] of 4 bits, scales and zero points [N, G], and the weight that they stand for."""
-    parts = weight[:, order.argsort(stable=True)].view(weight.shape[0], -1, COLUMNS)
+    parts = weight[:, order.argsort(stable=True)].view(weight.shape[0], int(order.max()) + 1, -1)
     scale = ((parts.amax(-1) - parts.amin(-1)) / 14).clamp_min(1e-4)
     zero = (-parts.amin(-1) / scale).round().clamp(1, 15)
     numbers = (weight / scale[:, order] + zero[:, order]).round().clamp(0, 15)
@@ -68,8 +68,8 @@ def _words(numbers: Tensor) -> Tensor:
     return (words - ((words >> 31) << 32)).to(torch.int32)
 
 
-def _gptq(weight: Tensor) -> Packed:
-    order = torch.arange(weight.shape[1]) // COLUMNS
+def _gptq(weight: Tensor, columns: int = COLUMNS) -> Packed:
+    order = torch.arange(weight.shape[1]) // columns
     order = order[torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))]
     numbers, scale, zero, expected = _groups(weight, order)
     tensors = {
@@ -81,17 +81,17 @@ def _gptq(weight: Tensor) -> Packed:
     return tensors, expected
 
 
-def _awq(weight: Tensor) -> Packed:
-    numbers, scale, zero, expected = _groups(weight, torch.arange(weight.shape[1]) // COLUMNS)
+def _awq(weight: Tensor, columns: int = COLUMNS) -> Packed:
+    numbers, scale, zero, expected = _groups(weight, torch.arange(weight.shape[1]) // columns)
 
-    def words(columns: Tensor) -> Tensor:
-        return _words(columns.reshape(columns.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
+    def words(rows: Tensor) -> Tensor:
+        return _words(rows.reshape(rows.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
 
     return {"qweight": words(numbers.t()), "qzeros": words(zero.t()), "scales": scale.t()}, expected
 
 
-def _compressed_int4(weight: Tensor) -> Packed:
-    parts = weight.view(weight.shape[0], -1, COLUMNS)
+def _compressed_int4(weight: Tensor, columns: int = COLUMNS) -> Packed:
+    parts = weight.view(weight.shape[0], -1, columns)
     scale = parts.abs().amax(-1) / 7.5
     numbers = (parts / scale[..., None]).round().clamp(-8, 7)
     expected = (numbers * scale[..., None]).view(weight.shape)
@@ -192,11 +192,19 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Packed]]] = {
     "mixtral fbgemm": ("mixtral", FORMATS["fbgemm_fp8"][0] | _PLAIN, _rows_of_8_bits(torch.float8_e4m3fn)),
     "qwen3_moe gptq": (
         "qwen3_moe",
-        FORMATS["gptq"][0] | _PLAIN,
-        _gptq,
+        FORMATS["gptq"][0] | {"group_size": GROUP} | _PLAIN,
+        lambda weight: _gptq(weight, GROUP),
     ),
-    "qwen3_moe awq": ("qwen3_moe", FORMATS["awq"][0] | _PLAIN, _awq),
-    "deepseek_v3 int4": ("deepseek_v3", FORMATS["compressed_int4"][0], _compressed_int4),
+    "qwen3_moe awq": (
+        "qwen3_moe",
+        FORMATS["awq"][0] | {"group_size": GROUP} | _PLAIN,
+        lambda weight: _awq(weight, GROUP),
+    ),
+    "deepseek_v3 int4": (
+        "deepseek_v3",
+        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}),
+        lambda weight: _compressed_int4(weight, GROUP),
+    ),
     "qwen3_moe float8": (
         "qwen3_moe",
         _compressed("float-quantized", _EIGHT_BITS | {"type": "float", "strategy": "channel"}),
