@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import lt
 from typing import Any
 
 from quire.cache.v1 import attach_pb2
@@ -28,8 +29,14 @@ from quire.cache.v1 import cache_service_pb2 as pb
 FREE = pb.BLOCK_STATE_FREE
 STORED, REMOVED, CHANGED = pb.BLOCK_EVENT_KIND_STORED, pb.BLOCK_EVENT_KIND_REMOVED, pb.BLOCK_EVENT_KIND_CHANGED
 
-HasChanged = Callable[[int, int], bool]
-"""Returns True if a block has changed since a number of changes of its pool."""
+HOST, DISK = pb.MEDIUM_HOST, pb.MEDIUM_DISK
+IN_POOL = pb.MEDIUM_UNSPECIFIED
+"""The medium of events of the pool's blocks."""
+
+Place = tuple[int, int]
+"""A medium and a block there."""
+HasChanged = Callable[[Place, int], bool]
+"""Returns True if a block has changed since a number of changes of its medium."""
 
 
 class BrokenPromise(AssertionError):
@@ -49,9 +56,9 @@ class Content:
     parent_hash: bytes
 
 
-def number_of(cursor: str) -> int:
-    """Return the number of changes before a cursor."""
-    return int(cursor[16:], 16)
+def numbers_of(cursor: str) -> list[int]:
+    """Return the numbers of changes before a cursor, of the pool and of each medium of copies."""
+    return [int(cursor[begin : begin + 16], 16) for begin in range(16, len(cursor), 16)]
 
 
 @dataclass
@@ -155,16 +162,21 @@ def without_counts(pool: pb.Pool) -> pb.Pool:
 class BlockReplica:
     """The copy, through any number of watches: `begin` each one with `cursor`, then `apply` its answers in order."""
 
+    media: Sequence[int] = (IN_POOL,)
+    """Of its watches, in the order of their cursors' numbers."""
     blocks: dict[int, pb.Block] = field(default_factory=dict)
+    copies: dict[Place, pb.Block] = field(default_factory=dict)
+    """Copies of evicted blocks."""
     contents: dict[int, Content] = field(default_factory=dict)
     cursor: str = ""
     epoch: int | None = None
     num_answers: int = 0
     _past_epochs: set[int] = field(default_factory=set)
     _is_first: bool = True
-    _told_until: dict[int, int] = field(default_factory=dict)
+    _told_until: dict[Place, int] = field(default_factory=dict)
     """Of the blocks that were told since the last cursor: the number of changes then."""
     _comparison: Comparison = field(default_factory=lambda: Comparison("blocks"))
+    _comparison_of_copies: Comparison = field(default_factory=lambda: Comparison("copies"))
 
     def begin(self) -> str:
         """Return the cursor of a new watch: that of the last answer which had one."""
@@ -177,25 +189,34 @@ class BlockReplica:
         self.cursor = ""
 
     def apply(
-        self, answer: pb.WatchBlocksResponse, *, num_changes: int | None = None, has_changed: HasChanged | None = None
+        self,
+        answer: pb.WatchBlocksResponse,
+        *,
+        num_changes: Mapping[int, int] | None = None,
+        has_changed: HasChanged | None = None,
     ) -> None:
         """Apply an answer. Raises BrokenPromise.
 
-        num_changes   of the pool, when the answer was made
+        num_changes   by medium, when the answer was made
         has_changed   finds events about nothing; without it and num_changes only a block that is told twice at once
         """
         self._begin_epoch(answer)
         self._is_first = False
         self.num_answers += 1
-        told = [event.block.block_id for event in answer.events]
+        told = [(event.medium, event.block.block_id) for event in answer.events]
         if len(set(told)) < len(told):
             raise BrokenPromise("unique", f"an answer has a block twice: {sorted(told)}")
-        for event in answer.events:
+        for place, event in zip(told, answer.events, strict=True):
+            if place[0] not in self.media:
+                raise BrokenPromise("reliable", f"an event is about medium {place[0]}, asked for were {self.media}")
             if has_changed is not None:
-                self._check_is_news(event.block.block_id, has_changed, cleared=answer.cleared)
-            self._apply_event(event)
+                self._check_is_news(place, has_changed, cleared=answer.cleared)
+            if event.medium == IN_POOL:
+                self._apply_event(event)
+            else:
+                self._apply_copy(place, event)
         if num_changes is not None:
-            self._told_until.update(dict.fromkeys(told, num_changes))
+            self._told_until.update({place: num_changes[place[0]] for place in told})
         if answer.cursor:
             self._end_moment(answer.cursor)
 
@@ -211,18 +232,30 @@ class BlockReplica:
         if self.epoch not in (None, answer.epoch):
             self._past_epochs.add(self.epoch or 0)
         self.epoch, self.cursor = answer.epoch, ""
-        for each in (self.blocks, self.contents, self._told_until, self._comparison.wrong):
+        for each in (self.blocks, self.contents, self.copies, self._told_until):
             each.clear()
+        for comparison in (self._comparison, self._comparison_of_copies):
+            comparison.wrong.clear()
 
-    def _check_is_news(self, block_id: int, has_changed: HasChanged, *, cleared: bool) -> None:
-        if block_id in self._told_until:
-            since = self._told_until[block_id]
+    def _check_is_news(self, place: Place, has_changed: HasChanged, *, cleared: bool) -> None:
+        if place in self._told_until:
+            since = self._told_until[place]
         elif self.cursor and not cleared:
-            since = number_of(self.cursor)
+            since = numbers_of(self.cursor)[self.media.index(place[0])]
         else:
             return  # of a snapshot
-        if not has_changed(block_id, since):
-            raise BrokenPromise("unique", f"block {block_id} has not changed since it was told")
+        if not has_changed(place, since):
+            raise BrokenPromise("unique", f"block {place[1]} of medium {place[0]} has not changed since it was told")
+
+    def _apply_copy(self, place: Place, event: pb.BlockEvent) -> None:
+        block = event.block
+        is_gone = event.kind == REMOVED and block == pb.Block(block_id=block.block_id, state=FREE)
+        is_there = event.kind == STORED and block.state == pb.BLOCK_STATE_CACHED and block.prefix_hash
+        if not (is_gone or is_there) or event.token_ids:
+            raise BrokenPromise("reliable", f"event {event.kind} of a copy in {place}, which is {block}")
+        self.copies.pop(place, None)
+        if is_there:
+            self.copies[place] = block
 
     def _apply_event(self, event: pb.BlockEvent) -> None:
         block = event.block
@@ -248,14 +281,20 @@ class BlockReplica:
             self.blocks[block_id] = block
 
     def _end_moment(self, cursor: str) -> None:
-        if self.cursor and number_of(cursor) <= number_of(self.cursor):
+        numbers, before = numbers_of(cursor), numbers_of(self.cursor)
+        if len(numbers) != len(self.media):
+            raise BrokenPromise("resumable", f"cursor {cursor} is not one of {len(self.media)} media")
+        if self.cursor and (numbers == before or any(map(lt, numbers, before))):
             raise BrokenPromise("ordered", f"cursor {cursor} after {self.cursor}")
         self.cursor = cursor
         self._told_until.clear()
 
-    def check(self, listed: Mapping[int, pb.Block], *, is_last: bool = False) -> None:
-        """Compare with ListBlocks at the moment of the last cursor. Raises BrokenPromise."""
+    def check(
+        self, listed: Mapping[int, pb.Block], copies: Mapping[Place, pb.Block] | None = None, *, is_last: bool = False
+    ) -> None:
+        """Compare with ListBlocks, and with the tiers' copies, at the moment of the last cursor. Raises BrokenPromise."""
         self._comparison.check(self.blocks, listed, is_last=is_last)
+        self._comparison_of_copies.check(self.copies, copies or {}, is_last=is_last)
 
     def find(self, token_ids: Sequence[int], *, tenant: str, salt: bytes, geometry: attach_pb2.PoolGeometry) -> int:
         """Return what LookupPrefix finds of a prompt, in tokens."""

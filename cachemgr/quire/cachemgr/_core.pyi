@@ -669,24 +669,37 @@ class Inspector:
         """
 
     def snapshot(
-        self, first: int, most: int, known: Known | None = None, *, tenant: str | None, with_content: bool
+        self,
+        first: int,
+        most: int,
+        known: Known | None = None,
+        *,
+        tenant: str | None,
+        with_content: bool,
+        medium: str = "device",
     ) -> tuple[bytes, int | None]:
         """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse.
 
-        A reader's `known` has their present state then.
+        A reader's `known` has their present state then. With the medium "host" or "disk": the copies there, which have no
+        content, and a `known` of their own.
         """
 
-    def changes(self, known: Known, most: int, *, tenant: str | None, with_content: bool) -> bytes | None:
+    def changes(
+        self, known: Known, most: int, *, tenant: str | None, with_content: bool, medium: str = "device"
+    ) -> bytes | None:
         """The next changes that are not in `known`, of at most `most` blocks. They are in it then.
 
         Events of a WatchBlocksResponse, serialised: the blocks in their present state; a tenant sees blocks that it
-        has lost as free. None if the next change is not kept any more: `num_changes_kept` changes are.
+        has lost as free. None if the next change is not kept any more: `num_changes_kept` changes are. A medium as in
+        `snapshot`.
         """
 
-    def num_changes(self) -> int:
-        """Changes of blocks in this epoch."""
+    def num_changes(self, medium: str = "device") -> int:
+        """Changes of blocks, or of the copies in a tier, in this epoch."""
 
-    def num_changes_kept(self) -> int: ...
+    def num_changes_kept(self, medium: str = "device") -> int:
+        """0 if the pool has no copies there."""
+
     def contents_are_kept(self) -> bool: ...
     def explain(
         self, tokens: bytes, *, salt: bytes, tenant: str, with_other_tenants: bool, adapter: bytes = b""

@@ -173,14 +173,24 @@ class CacheClient:
         return [each async for page in pages for each in page.blocks]
 
     async def watch_blocks(
-        self, pool: str = "", *, cursor: str = "", tenant: str | None = None, include_content: bool = False
+        self,
+        pool: str = "",
+        *,
+        cursor: str = "",
+        tenant: str | None = None,
+        include_content: bool = False,
+        copy_media: Iterable[pb.Medium.ValueType] = (),
     ) -> AsyncGenerator[pb.WatchBlocksResponse, None]:
         """See CacheService.WatchBlocks; goes on until it is closed, of a tenant's blocks or of all.
+
+        With copy_media also of the copies in the host tier, on the disk, or both.
 
         With each answer that has a cursor, a copy of the blocks is whole. Others are parts of a larger change.
         Raises NotFound, CursorExpired, Unavailable, AccessDenied, and InvalidRequest for content that is not kept.
         """
-        request = pb.WatchBlocksRequest(pool=pool, cursor=cursor, tenant=tenant, include_content=include_content)
+        request = pb.WatchBlocksRequest(
+            pool=pool, cursor=cursor, tenant=tenant, include_content=include_content, copy_media=copy_media
+        )
         async with contextlib.aclosing(answers(self._stub.WatchBlocks(request))) as changes:
             async for answer in changes:
                 yield answer

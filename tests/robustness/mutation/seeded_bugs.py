@@ -1658,8 +1658,10 @@ BUGS = [
         "ordered: an answer has the cursor of the answer before it",
         (
             "_ended",
-            "self._told_number = self._known.number\nresponse.cursor = Place(self.epoch, self._known.number).cursor",
-            "response.cursor = Place(self.epoch, self._told_number).cursor\nself._told_number = self._known.number",
+            "self._told_numbers = tuple(known.number for known in self._known.values())\n"
+            "response.cursor = Place(self.epoch, self._told_numbers).cursor",
+            "response.cursor = Place(self.epoch, self._told_numbers).cursor\n"
+            "self._told_numbers = tuple(known.number for known in self._known.values())",
         ),
     ),
     manager(
@@ -1689,12 +1691,44 @@ BUGS = [
     manager(
         PROMISE_IDEA,
         "atomic: a snapshot has a cursor though blocks changed since it began",
-        ("snapshot", "is_whole=following is None and not self._num_waiting()", "is_whole=following is None"),
+        ("snapshot", "is_whole=is_end and not self._num_waiting()", "is_whole=is_end"),
     ),
     manager(
         PROMISE_IDEA,
         "atomic: a moment that ends with changes of other tenants has no cursor",
-        ("_owes_cursor", "return self._is_in_part or num_unseen", "return num_unseen"),
+        ("_owes_cursor", "return self._is_in_part or any(", "return any("),
+    ),
+    rust(
+        PROMISE_IDEA,
+        "reliable: nothing is told of a copy that is evicted from its tier",
+        (
+            "remove",
+            "self.index.forget(block + 1); self.journal.touch_content(block, copy.tenant);",
+            "self.index.forget(block + 1);",
+        ),
+    ),
+    rust(
+        PROMISE_IDEA,
+        "reliable: a tenant is not told that its copy made room for another tenant's",
+        ("changes_of_copies", "let is_told = tenant.is_none() || was_own;", "let is_told = tenant.is_none();"),
+    ),
+    rust(
+        PROMISE_IDEA,
+        "reliable: a page of a snapshot ends with a copy that the next page leaves out",
+        (
+            "snapshot_of_copies",
+            "let following = stored.next().map(|event| event.block.unwrap_or_default().block_id as TierBlockId);",
+            "let following = stored.next().map(|event| event.block.unwrap_or_default().block_id as TierBlockId + 1);",
+        ),
+    ),
+    manager(
+        PROMISE_IDEA,
+        "atomic: an answer has a cursor while changes of copies wait",
+        (
+            "_num_waiting",
+            "for medium, known in self._known.items()",
+            'for medium, known in self._known.items() if medium == "device"',
+        ),
     ),
     manager(
         PROMISE_IDEA,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from functools import lru_cache
 
-from replica import BlockReplica, BrokenPromise, PoolReplica, chain_of, num_found
+from replica import BlockReplica, BrokenPromise, PoolReplica, chain_of, num_found, numbers_of
 from robustness.simulation.cachemgr import ADDRESS, SimulatedCachemgr
 from robustness.simulation.workload import requests
 from robustness.simulation.world import Process
@@ -80,7 +80,7 @@ class SimulatedWatcher:
         replica, inspector = self._replicas[pool.ledger.pool], pool.ledger.inspector
         if replica.epoch != pool.ledger.epoch or not replica.cursor:
             return ["a copy of another epoch"]
-        if int(replica.cursor[16:], 16) < inspector.num_changes():
+        if numbers_of(replica.cursor) != [inspector.num_changes()]:
             return ["changes that a watcher was not told"]
         page, _ = inspector.list_blocks(0, 10_000, state=None, tenant=None, lease_id=None)
         blocks = cache_service_pb2.ListBlocksResponse.FromString(page).blocks

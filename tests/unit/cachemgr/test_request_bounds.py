@@ -261,6 +261,10 @@ LISTS: dict[str, Beyond] = {
     "LoadAdapterRequest.path": (lambda: check_path("x" * (MAX_PATH_LENGTH + 1)), "path"),
     "UnloadAdapterRequest.name": (lambda: check_name("x" * 129), "name"),
     "PlanStepRequest.request_id": plan(request_id="x" * 65),
+    "WatchBlocksRequest.copy_media": (
+        lambda: messages.decode_copy_media([cache_service_pb2.MEDIUM_HOST] * 3),
+        "copy_media",
+    ),
     "CreateLeaseRequest.request_id": (lambda: messages.check_request_id("x" * 65), "request_id"),
 }
 """By message and field: a request that is beyond the bound."""

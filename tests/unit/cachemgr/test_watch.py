@@ -81,7 +81,7 @@ def test_a_snapshot_then_changes_each_with_a_cursor_behind_it(catalog: Catalog, 
             admit(pool.ledger, "b", 1, 4)
             second = await soon(answers)
             assert (second.epoch, second.cleared, told(second)) == (EPOCH, False, [(3, 2, 3)])
-            assert Place.of(second.cursor) == Place(EPOCH, pool.ledger.inspector.num_changes())
+            assert Place.of(second.cursor) == Place(EPOCH, (pool.ledger.inspector.num_changes(),))
         async with watching(catalog, cursor=first.cursor) as answers:
             assert await soon(answers) == second
 
@@ -90,7 +90,7 @@ def test_a_snapshot_then_changes_each_with_a_cursor_behind_it(catalog: Catalog, 
 
 def test_changes_that_are_lost_are_not_passed_over(catalog: Catalog, pool: AttachedPool) -> None:
     async def test() -> None:
-        changes = Changes(pool.ledger, ALL, 0)
+        changes = Changes(pool.ledger, ALL, (0,))
         while pool.ledger.inspector.num_changes() <= pool.ledger.inspector.num_changes_kept():
             churn(pool.ledger)
         with pytest.raises(CallRefused) as refused:
@@ -155,7 +155,7 @@ def test_a_watch_is_told_of_a_pin_that_ends_though_nobody_calls(catalog: Catalog
 
 def test_what_was_looked_at_is_not_looked_at_again(pool: AttachedPool) -> None:
     async def test() -> None:
-        changed, changes = asyncio.Event(), Changes(pool.ledger, View(None, with_content=False), 0)
+        changed, changes = asyncio.Event(), Changes(pool.ledger, View(None, with_content=False), (0,))
         assert changes.next() is None
         changed.set()
         await changes.pause(changed, lambda: 0.0)
@@ -212,7 +212,7 @@ def test_who_sees_nothing_gets_a_new_cursor_now_and_then(catalog: Catalog, pool:
             assert (list(answer.events), answer.cleared) == ([], False)
             place = Place.of(answer.cursor)
             assert place is not None
-            assert place.number >= pool.ledger.inspector.num_changes_kept() // 4
+            assert place.numbers[0] > pool.ledger.inspector.num_changes_kept() // 4
 
     run(test)
 
@@ -249,8 +249,10 @@ def test_nothing_is_left_of_a_watch_that_ended(catalog: Catalog, pool: AttachedP
 
 
 def test_a_cursor_is_as_it_was_given() -> None:
-    for place in (Place(-(2**63), 0), Place(2**63 - 1, 2**64 - 1)):
-        assert Place.of(place.cursor) == place
+    for place in (Place(-(2**63), (0,)), Place(2**63 - 1, (2**64 - 1,)), Place(5, (1, 2, 3))):
+        assert Place.of(place.cursor, num_media=len(place.numbers)) == place
+    with pytest.raises(CallRefused, match="an earlier answer to the same question"):
+        Place.of(Place(5, (1, 2)).cursor)
     assert Place.of("") is None
     with pytest.raises(CallRefused):
         Place.of("0")

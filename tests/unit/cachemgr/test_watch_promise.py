@@ -2,13 +2,14 @@
 
 The books, the catalog and WatchBlocks are the real ones, in this process. `framework/replica.py` says which word is
 broken. Watchers read slowly, stop, and go on from their cursors; there are tenants, pins, advice, resets, epochs, a
-host tier, and pools with every kind of layer group.
+host tier, copies of evicted blocks there and on a disk, and pools with every kind of layer group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -34,9 +35,10 @@ from planning import (
     report_of,
     sequences_of,
 )
-from replica import BlockReplica, BrokenPromise, number_of
+from replica import DISK, HOST, IN_POOL, BlockReplica, BrokenPromise, Place, numbers_of
 from virtual_time import run_in_virtual_time
 
+from quire.cache.v1 import attach_pb2
 from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.cachemgr._core import Known, Ledger
@@ -52,6 +54,8 @@ BLOCK_SIZE, MAX_TOKENS, VOCAB = 2, 24, 2
 MAX_EVENTS = 5
 """Of one answer: most moments have several."""
 NUM_STEPS = 700
+MEDIA = ("device", "host", "disk")
+MEDIUM_NUMBERS = dict(zip(MEDIA, (IN_POOL, HOST, DISK), strict=True))
 TTL_S = 1e9
 REST_S = 30.0
 """Virtual. In this time slow watchers read all that waits, and all pins and advice end."""
@@ -88,6 +92,7 @@ def geometry_of(groups: Sequence[LayerGroup], *, num_blocks: int, num_host_block
         model_fingerprint="f",
         num_host_blocks=num_host_blocks,
         layer_groups=tuple(groups),
+        **({} if groups else {"host_cached_limit": 8, "num_disk_blocks": 10}),
     )
 
 
@@ -99,11 +104,28 @@ def listed(ledger: Ledger, tenant: str | None) -> dict[int, pb.Block]:
     return {block.block_id: block for block in blocks if block.state != pb.BLOCK_STATE_FREE}
 
 
-def changed_since(ledger: Ledger, number: int) -> set[int]:
+def copies_of(ledger: Ledger, tenant: str | None, media: Sequence[str]) -> dict[Place, pb.Block]:
+    """The copies of evicted blocks in these media, as the books have them."""
+    probe = ledger.probe
+    of_media = {"host": (HOST, probe.host_copies), "disk": (DISK, probe.disk_copies)}
+    return {
+        (number, block_id): pb.Block(block_id=block_id, state=pb.BLOCK_STATE_CACHED, prefix_hash=each, tenant=owner)
+        for number, copies in (of_media[medium] for medium in media[1:])
+        for block_id, each, owner, is_arriving in copies()
+        if not is_arriving and tenant in (None, owner)
+    }
+
+
+def changed_since(ledger: Ledger, medium: str, number: int) -> set[int]:
     """The blocks that changed since a number of changes."""
-    events = ledger.inspector.changes(Known(number), 1 << 24, tenant=None, with_content=False)
+    events = ledger.inspector.changes(Known(number), 1 << 24, tenant=None, with_content=False, medium=medium)
     assert events is not None
     return {event.block.block_id for event in pb.WatchBlocksResponse.FromString(events).events}
+
+
+def numbers_now(ledger: Ledger, media: Sequence[str] = MEDIA) -> list[int]:
+    """The changes so far, by medium."""
+    return [ledger.inspector.num_changes(medium) for medium in media]
 
 
 @dataclass
@@ -119,8 +141,8 @@ class World:
     """Nothing happens any more."""
     num_sequences: int = 0
     prompts: list[tuple[str, bytes, list[int]]] = field(default_factory=list)
-    changes: list[tuple[float, int]] = field(default_factory=list)
-    """The time of each change of the present epoch, and the number of changes after it."""
+    changes: list[tuple[float, list[int]]] = field(default_factory=list)
+    """The time of each change of the present epoch, and the numbers of changes after it."""
 
     def __post_init__(self) -> None:
         policy = self.draw.choice(["lru", "lineage"])
@@ -151,6 +173,19 @@ class World:
         self.changes.clear()
         for planned in self.in_flight.values():
             planned.clear()
+        if self.geometry.num_disk_blocks:
+            self.find_disk()
+
+    def find_disk(self) -> None:
+        """The worker of a new epoch says what is on its disk."""
+        blocks = self.draw.sample(range(self.geometry.num_disk_blocks), 4)
+        content = attach_pb2.DiskContent(
+            disk_block_ids=blocks,
+            prefix_hashes=self.draw.randbytes(32 * len(blocks)),
+            tenants=TENANTS,
+            tenant_indexes=[self.draw.randrange(len(TENANTS)) for _ in blocks],
+        )
+        self.ledger.enter_disk_content(content.SerializeToString())
 
     def step(self) -> None:
         """One thing happens."""
@@ -160,14 +195,23 @@ class World:
             self.pin: 3,
             self.unpin: 1,
             self.reset: int(self.has_resets),
+            self.obey: 20 if self.geometry.num_disk_blocks else 0,
         }
-        before = self.ledger.inspector.num_changes()
+        before = numbers_now(self.ledger)
         self.draw.choices(list(happens), list(happens.values()))[0]()
         self.note(before)
 
-    def note(self, before: int) -> None:
-        if (number := self.ledger.inspector.num_changes()) > before:
-            self.changes.append((self.now(), number))
+    def note(self, before: list[int]) -> None:
+        if (numbers := numbers_now(self.ledger)) != before:
+            self.changes.append((self.now(), numbers))
+
+    def obey(self) -> None:
+        """The worker carries out an order about the disk, or fails."""
+        if orders := attach_pb2.DiskOrders.FromString(self.ledger.disk_orders(0) or b"").orders:
+            number = [self.draw.choice(orders).order_number]
+            is_done = self.draw.random() < 0.9
+            report = attach_pb2.DiskReport(**{"done_order_numbers" if is_done else "failed_order_numbers": number})
+            self.ledger.enter_disk_report(report.SerializeToString())
 
     def plan(self) -> None:
         draw, tenant = self.draw, self.draw.choice(TENANTS)
@@ -210,6 +254,7 @@ class World:
             int32_bytes(tokens),
             max_compute=draw.choice([0, 0, 3]),
             salt=salt,
+            waits_for_prefix=bool(self.geometry.num_disk_blocks) and draw.random() < 0.5,
             retention=draw.choice([[], ranges]),
             cache_use=draw.choice([CacheUse.READ_AND_WRITE] * 5 + [CacheUse.WRITE_ONLY, CacheUse.NONE]),
         )
@@ -286,13 +331,25 @@ class Watcher:
     with_content: bool = True
     is_prompt: bool = True
     """It reads each answer at once, and never stops. Others read slowly, stop, and go on."""
-    replica: BlockReplica = field(default_factory=BlockReplica)
-    num_told: int = 0
-    """Changes of the epoch that it was told of."""
+    media: tuple[str, ...] = MEDIA[:1]
+    replica: BlockReplica = field(init=False)
+    num_told: list[int] = field(init=False)
+    """Changes of the epoch that it was told of, by medium."""
     num_resumed: int = 0
     num_expired: int = 0
     num_parts: int = 0
     num_found: int = 0
+    copies_seen: Counter[int] = field(default_factory=Counter)
+    """By medium, at the ends of moments."""
+
+    def __post_init__(self) -> None:
+        self.replica = BlockReplica(media=[MEDIUM_NUMBERS[medium] for medium in self.media])
+        self.num_told = [0] * len(self.media)
+
+    def check(self, *, is_last: bool = False) -> None:
+        """The copy is what is listed."""
+        ledger = self.world.ledger
+        self.replica.check(listed(ledger, self.tenant), copies_of(ledger, self.tenant, self.media), is_last=is_last)
 
     async def run(self) -> None:
         while True:
@@ -314,7 +371,7 @@ class Watcher:
         world, draw = self.world, self.world.draw
         num_answers = 1 << 60 if self.is_prompt or world.is_over else draw.randint(1, 6)
         self.num_resumed += bool(self.replica.cursor)
-        view, clock = View(self.tenant, self.with_content), world.now
+        view, clock = View(self.tenant, self.with_content, self.media), world.now
         answers = watch_blocks(
             world.catalog, POOL, view, cursor=self.replica.begin(), clock=clock, max_events=MAX_EVENTS
         )
@@ -334,19 +391,23 @@ class Watcher:
             self.replica.apply(answer)
             return
         if answer.epoch != self.replica.epoch:
-            self.num_told = 0
-        num_changes = ledger.inspector.num_changes()
+            self.num_told = [0] * len(self.media)
+        numbers = numbers_now(ledger, self.media)
+        names = dict(zip(self.replica.media, self.media, strict=True))
         changed = cache(partial(changed_since, ledger))
         self.replica.apply(
-            answer, num_changes=num_changes, has_changed=lambda block_id, number: block_id in changed(number)
+            answer,
+            num_changes=dict(zip(self.replica.media, numbers, strict=True)),
+            has_changed=lambda place, number: place[1] in changed(names[place[0]], number),
         )
         self.check_contents()
         if not answer.cursor:
             self.num_parts += 1
             return
-        self.replica.check(listed(ledger, self.tenant))
+        self.check()
+        self.copies_seen.update(medium for medium, _ in self.replica.copies)
         if self.is_prompt and self.tenant is None:
-            self.check_delay(num_changes)
+            self.check_delay(numbers)
         if self.tenant is None:
             self.check_prefixes()
 
@@ -355,12 +416,15 @@ class Watcher:
         findable = {each for each, block in self.replica.blocks.items() if block.prefix_hash}
         assert self.replica.contents.keys() == (findable if self.with_content else set())
 
-    def check_delay(self, num_changes: int) -> None:
+    def check_delay(self, numbers: list[int]) -> None:
         now = self.world.now()
-        for time, number in self.world.changes:
-            if self.num_told < number <= num_changes and now - time > INTERVAL_S + TOLERANCE_S:
-                raise BrokenPromise("bounded delay", f"change {number} was told {now - time:.3f} s after it was made")
-        self.num_told = num_changes
+        for time, made in self.world.changes:
+            is_news = any(before < number <= last for before, number, last in zip(self.num_told, made, numbers))
+            if is_news and now - time > INTERVAL_S + TOLERANCE_S:
+                raise BrokenPromise(
+                    "bounded delay", f"changes {made} were told {now - time:.3f} s after they were made"
+                )
+        self.num_told = numbers
 
     def check_prefixes(self) -> None:
         """The copy finds what LookupPrefix finds."""
@@ -368,7 +432,7 @@ class Watcher:
         for tenant, salt, tokens in self.world.prompts[-4:]:
             asked = [*tokens, 0, 1]
             found = self.replica.find(asked, tenant=tenant, salt=salt, geometry=geometry)
-            assert found == ledger.inspector.num_cached_tokens(int32_bytes(asked), salt=salt, tenant=tenant)
+            assert found == ledger.inspector.cached_tokens(int32_bytes(asked), salt=salt, tenant=tenant)[0]
             self.num_found += found
 
 
@@ -381,7 +445,7 @@ async def live(world: World, watchers: Sequence[Watcher], happen: Callable[[], A
         await asyncio.sleep(REST_S)
         world.ledger.advance(world.now())
         for watcher in watchers:
-            watcher.replica.check(listed(world.ledger, watcher.tenant), is_last=True)
+            watcher.check(is_last=True)
 
     tasks = [asyncio.create_task(coroutine) for coroutine in (all_things(), *(watcher.run() for watcher in watchers))]
     try:
@@ -396,8 +460,11 @@ async def live(world: World, watchers: Sequence[Watcher], happen: Callable[[], A
 
 def all_watchers(world: World) -> list[Watcher]:
     views = [(None, True), (None, False), ("alice", True), ("bob", False)]
+    media = MEDIA if world.geometry.num_disk_blocks else MEDIA[:1]
     return [
-        Watcher(world, tenant, with_content, is_prompt) for tenant, with_content in views for is_prompt in (True, False)
+        Watcher(world, tenant, with_content, is_prompt, media if with_content else MEDIA[:1])
+        for tenant, with_content in views
+        for is_prompt in (True, False)
     ]
 
 
@@ -422,6 +489,8 @@ def test_all_words_hold_whatever_happens(groups: str, seed: int) -> None:
         assert sum(watcher.num_resumed for watcher in watchers) > 50
         assert sum(watcher.num_parts for watcher in watchers) > 50
         assert sum(watcher.num_found for watcher in watchers) > 100
+        with_copies = [watcher.copies_seen for watcher in watchers if len(watcher.media) > 1 and watcher.is_prompt]
+        assert all(min(seen[HOST], seen[DISK]) > 100 for seen in with_copies), with_copies
 
     run_in_virtual_time(test())
 
@@ -453,7 +522,7 @@ def test_a_copy_that_falls_behind_the_journal_begins_again() -> None:
 
 def is_behind(world: World, replica: BlockReplica) -> bool:
     """True if a watch with the copy's cursor would get an answer."""
-    return not replica.cursor or number_of(replica.cursor) < world.ledger.inspector.num_changes()
+    return not replica.cursor or numbers_of(replica.cursor) != numbers_now(world.ledger, MEDIA[:1])
 
 
 async def read_all(world: World, replica: BlockReplica, tenant: str | None = None) -> list[pb.WatchBlocksResponse]:
@@ -463,7 +532,7 @@ async def read_all(world: World, replica: BlockReplica, tenant: str | None = Non
     answers = watch_blocks(world.catalog, POOL, view, cursor=replica.begin(), clock=world.now, max_events=MAX_EVENTS)
     async with aclosing(answers):
         async for answer in answers:
-            replica.apply(answer, num_changes=world.ledger.inspector.num_changes())
+            replica.apply(answer, num_changes={IN_POOL: world.ledger.inspector.num_changes()})
             told.append(answer)
             if answer.cursor:
                 return told
@@ -598,7 +667,7 @@ def test_the_page_finds_what_lookup_finds(groups: str) -> None:
             tenant, salt, tokens = world.prompts[-1] if world.prompts else ("alice", b"", [1])
             found = names["find"](listed(world.ledger, None), [*tokens, 0, 1], geometry, tenant, salt)
             asked = int32_bytes([*tokens, 0, 1])
-            assert found == world.ledger.inspector.num_cached_tokens(asked, salt=salt, tenant=tenant)
+            assert found == world.ledger.inspector.cached_tokens(asked, salt=salt, tenant=tenant)[0]
             num_found += found
         assert num_found > 100
 
@@ -641,7 +710,7 @@ def compared(*moments: tuple[pb.WatchBlocksResponse, dict[int, pb.Block]], is_la
 def news_of(answer: pb.WatchBlocksResponse, *, has_changed: bool) -> Judged:
     def judge(replica: BlockReplica) -> None:
         replica.apply(BEGUN)
-        replica.apply(answer, num_changes=2, has_changed=lambda block_id, number: has_changed)
+        replica.apply(answer, num_changes={IN_POOL: 2}, has_changed=lambda place, number: has_changed)
 
     return judge
 

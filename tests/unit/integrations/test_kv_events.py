@@ -15,6 +15,8 @@ import pytest
 import zmq.asyncio
 from deadlines import DEADLINE_S
 
+from quire.cache.v1 import cache_service_pb2 as pb
+from quire.integrations.kv_events.copies import CopiesRemoved, CopiesStored, CopyChange
 from quire.integrations.kv_events.encoding import encode_batch, namespace_of, parts_of
 from quire.integrations.kv_events.publisher import MAX_KEPT_BATCHES, PoolPublisher, ReplayBuffer
 from quire.integrations.kv_events.replica import ROOT, AllCleared, BlocksRemoved, BlocksStored, CachedBlock, Change
@@ -25,7 +27,7 @@ ONE_64, TWO_64 = 0x0001020304050607, 2**64 - 1
 BLOCKS = (CachedBlock(ONE, array("i", [5, 6])), CachedBlock(TWO, array("i", [7, 8])))
 
 
-def decoded(*changes: Change) -> Any:
+def decoded(*changes: Change | CopyChange) -> Any:
     return msgspec.msgpack.decode(encode_batch(changes, now=12.5))
 
 
@@ -34,6 +36,12 @@ def test_a_batch_has_the_time_the_events_and_the_rank() -> None:
     removed = ["BlockRemoved", [TWO_64, ONE_64], "GPU"]
     changes = (AllCleared(), BlocksStored(ROOT, BLOCKS, "", b""), BlocksRemoved((TWO, ONE)))
     assert decoded(*changes) == [12.5, [["AllBlocksCleared"], stored, removed], 0]
+
+
+def test_a_copy_has_its_hash_and_its_medium_alone() -> None:
+    changes = (CopiesStored(pb.MEDIUM_HOST, (ONE, TWO)), CopiesRemoved(pb.MEDIUM_DISK, (TWO,)))
+    stored = ["BlockStored", [ONE_64, TWO_64], None, [], 0, None, "CPU", None, None]
+    assert decoded(*changes)[1] == [stored, ["BlockRemoved", [TWO_64], "STORAGE"]]
 
 
 def test_a_chain_names_its_parent_and_its_namespace() -> None:
@@ -61,6 +69,8 @@ def test_many_changes_are_divided_and_stay_in_order() -> None:
     assert list(parts_of(changes, max_blocks=3)) == [[AllCleared(), stored, stored], [stored]]
     assert list(parts_of(changes, max_blocks=4096)) == [changes]
     assert list(parts_of([AllCleared()], max_blocks=1)) == [[AllCleared()]]
+    copies = CopiesStored(pb.MEDIUM_HOST, (ONE, TWO))
+    assert list(parts_of([copies, copies, stored], max_blocks=3)) == [[copies, copies], [stored]]
 
 
 def test_batches_are_had_again_from_a_number_on() -> None:
@@ -114,7 +124,7 @@ def test_all_is_published_again_for_a_consumer_whose_batches_are_gone() -> None:
 
     async def main() -> tuple[list[bytes], list[Any]]:
         context = zmq.asyncio.Context()
-        publisher = PoolPublisher(context, here, replay_addresses=here, chains=lambda: iter([chain]))
+        publisher = PoolPublisher(context, here, replay_addresses=here, everything=lambda: iter([chain]))
         serving = asyncio.create_task(publisher.serve())
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -53,7 +53,11 @@ mod tests {
     use crate::books::plans::{GrantedStep, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::disk::DiskOrder;
+    use crate::cache::journal::Known;
+    use crate::cache::tier::Tier;
     use crate::errors::Reason;
+    use crate::wire::messages::BlockEventKind::{Removed, Stored};
+    use crate::wire::messages::{BlockEvent, Medium};
 
     const PROMPT: [i32; 5] = [1, 2, 3, 4, 5];
 
@@ -155,6 +159,47 @@ mod tests {
         let plan = admit_waiting(&mut bench);
         assert_eq!((plan.admitted_cached_counts, plan.restore_sources), (vec![4], vec![0, 1]));
         assert_eq!((bench.0.disk().counters().read, disk_counts(&bench)), (2, [2, 0, 2]), "they stay on the disk");
+    }
+
+    /// Kind and block of events about copies in a tier.
+    fn kinds(tier: Tier, events: Vec<BlockEvent>) -> Vec<(i32, i32)> {
+        let medium = if tier == Tier::Host { Medium::Host } else { Medium::Disk };
+        assert!(events.iter().all(|event| event.medium == medium as i32), "{events:?}");
+        events.into_iter().map(|event| (event.kind, event.block.unwrap().block_id)).collect()
+    }
+
+    #[test]
+    fn a_watch_is_told_of_copies_that_arrive_and_of_those_that_are_gone() {
+        let told = |bench: &Bench, tier, known: &mut Known, tenant| {
+            kinds(tier, bench.0.listing().changes_of_copies(tier, known, 9, tenant).unwrap())
+        };
+        let (stored, removed) = (Stored as i32, Removed as i32);
+        let mut bench = written(2, 4);
+        let [mut of_host, mut of_disk] = [Known::before(0), Known::before(0)];
+        assert_eq!(told(&bench, Tier::Host, &mut of_host, None), [(stored, 0), (stored, 1)]);
+        assert_eq!(told(&bench, Tier::Disk, &mut of_disk, None), [], "they are being written");
+        end(&mut bench, &[1, 2], &[]);
+        assert_eq!(told(&bench, Tier::Disk, &mut of_disk, None), [(stored, 0), (stored, 1)]);
+        bench.0.host.drop_copies(&[1]);
+        let [mut of_owner, mut of_other] = [of_host.clone(), of_host.clone()];
+        assert_eq!(told(&bench, Tier::Host, &mut of_host, None), [(removed, 1)]);
+        assert_eq!(told(&bench, Tier::Host, &mut of_owner, Some(b"")), [(removed, 1)]);
+        assert_eq!(told(&bench, Tier::Host, &mut of_other, Some(b"other")), []);
+        assert_eq!((of_host.next(), of_owner.next(), of_other.next()), (3, 3, 3));
+    }
+
+    #[test]
+    fn a_snapshot_has_all_copies_page_by_page() {
+        let bench = on_disk();
+        let page = |first, most, tenant| {
+            let known = &mut Known::default();
+            let (events, next) = bench.0.listing().snapshot_of_copies(Tier::Disk, first, most, known, tenant);
+            (kinds(Tier::Disk, events), next)
+        };
+        let stored = Stored as i32;
+        assert_eq!(page(0, 1, None), (vec![(stored, 0)], Some(1)));
+        assert_eq!(page(1, 1, Some(b"")), (vec![(stored, 1)], None));
+        assert_eq!((page(0, 9, Some(b"other")), page(4, 9, None)), ((vec![], None), (vec![], None)));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::cache::journal::{Change, Known};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, NULL_BLOCK};
 use crate::cache::tenants::{TenantId, Tenants};
+use crate::cache::tier_copies::{Tier, TierBlockId, TierCopies};
 use crate::wire::messages::{self, Block, BlockEvent, BlockEventKind};
 
 /// The limit of blocks scanned for one page: a page with few matches ends there, and the next one continues.
@@ -46,8 +47,9 @@ pub struct BlockFilter<'a> {
 impl Books {
     /// Returns the view of these books that lists read.
     pub fn listing(&self) -> Listing<'_> {
-        let Books { geometry, pool, table, leases, tenants, .. } = self;
-        Listing { geometry, pool, table, leases, tenants }
+        let Books { geometry, pool, host, disk, table, leases, tenants, .. } = self;
+        let (host, disk) = (host.copies(), disk.copies());
+        Listing { geometry, pool, host, disk, table, leases, tenants }
     }
 }
 
@@ -55,6 +57,8 @@ impl Books {
 pub struct Listing<'a> {
     geometry: &'a Geometry,
     pool: &'a BlockPool,
+    host: &'a TierCopies,
+    disk: &'a TierCopies,
     table: &'a SequenceTable,
     leases: &'a Leases,
     tenants: &'a Tenants,
@@ -195,6 +199,82 @@ impl Listing<'_> {
         }
         event
     }
+
+    // -- copies of evicted blocks -------------------------------------------------------------------------------------
+
+    /// The copies in a tier below the pool.
+    pub fn copies(&self, tier: Tier) -> &TierCopies {
+        match tier {
+            Tier::Host => self.host,
+            Tier::Disk => self.disk,
+        }
+    }
+
+    /// As `snapshot`, of the copies in a tier that can be found. Cost: O(MAX_SCANNED).
+    pub fn snapshot_of_copies(
+        &self,
+        tier: Tier,
+        first: TierBlockId,
+        most: usize,
+        known: &mut Known,
+        tenant: Option<&[u8]>,
+    ) -> (Vec<BlockEvent>, Option<TierBlockId>) {
+        let (copies, tenant) = (self.copies(tier), self.tenant_of_filter(tenant));
+        let num_blocks = copies.num_blocks() as TierBlockId;
+        let end = num_blocks.min(first.saturating_add(MAX_SCANNED));
+        let mut stored = (first..end).filter_map(|block| self.stored_copy(tier, block, tenant));
+        let events: Vec<BlockEvent> = stored.by_ref().take(most).collect();
+        let following = stored.next().map(|event| event.block.unwrap_or_default().block_id as TierBlockId);
+        let next = following.or_else(|| (end < num_blocks).then_some(end));
+        known.read_page(next.unwrap_or(TierBlockId::MAX), copies.journal().num_changes());
+        (events, next)
+    }
+
+    /// As `changes`, of the copies in a tier.
+    pub fn changes_of_copies(
+        &self,
+        tier: Tier,
+        known: &mut Known,
+        most: usize,
+        tenant: Option<&[u8]>,
+    ) -> Option<Vec<BlockEvent>> {
+        let (journal, tenant) = (self.copies(tier).journal(), self.tenant_of_filter(tenant));
+        let (changes, next) = journal.since(known, most, tenant)?;
+        let told = |Change { block, was_own, .. }: Change| {
+            let is_told = tenant.is_none() || was_own;
+            let removed = || is_told.then(|| removed_copy(tier, block));
+            Some((block, self.stored_copy(tier, block, tenant).or_else(removed)?))
+        };
+        let (blocks, events): (Vec<TierBlockId>, Vec<BlockEvent>) = changes.into_iter().filter_map(told).unzip();
+        known.go_on(next, blocks, journal.num_changes());
+        Some(events)
+    }
+
+    /// None if the block has no copy that can be found, or that of another tenant.
+    fn stored_copy(&self, tier: Tier, block: TierBlockId, tenant: Option<TenantId>) -> Option<BlockEvent> {
+        let content = self.copies(tier).content(block)?;
+        let described = || Block {
+            block_id: block as i32,
+            state: number_of(BlockState::Cached),
+            prefix_hash: content.hash.to_vec(),
+            tenant: String::from_utf8_lossy(self.tenants.name(content.tenant)).into_owned(),
+            ..Block::default()
+        };
+        let is_seen = tenant.is_none_or(|tenant| tenant == content.tenant);
+        is_seen.then(|| copy_event(tier, BlockEventKind::Stored, described()))
+    }
+}
+
+fn removed_copy(tier: Tier, block: TierBlockId) -> BlockEvent {
+    copy_event(tier, BlockEventKind::Removed, free_block(block))
+}
+
+fn copy_event(tier: Tier, kind: BlockEventKind, block: Block) -> BlockEvent {
+    let medium = match tier {
+        Tier::Host => messages::Medium::Host,
+        Tier::Disk => messages::Medium::Disk,
+    };
+    BlockEvent { kind: kind as i32, medium: medium as i32, block: Some(block), ..BlockEvent::default() }
 }
 
 fn free_block(block: BlockId) -> Block {

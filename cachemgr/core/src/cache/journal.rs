@@ -1,4 +1,5 @@
-//! The last changes of a pool's blocks, numbered, for clients that keep a copy of the listing.
+//! The last changes of the blocks of a pool, or of the copies in a tier below it, numbered, for clients that keep a copy
+//! of the listing.
 //!
 //! An entry has the block and its owner, not its new state: the reader takes the block's state at reading. So several
 //! changes of one block become one, and applying a change twice is harmless.
@@ -87,9 +88,11 @@ pub struct Journal {
 }
 
 impl Journal {
+    /// Of so many blocks; 0: there is nothing to change.
     pub fn new(num_blocks: usize) -> Journal {
-        let num_kept = num_blocks.max(MIN_KEPT).next_power_of_two();
-        Journal { ring: vec![(0, 0); num_kept], mask: num_kept - 1, num_changes: 0, content_at: vec![0; num_blocks] }
+        let num_kept = if num_blocks > 0 { num_blocks.max(MIN_KEPT).next_power_of_two() } else { 0 };
+        let mask = num_kept.saturating_sub(1);
+        Journal { ring: vec![(0, 0); num_kept], mask, num_changes: 0, content_at: vec![0; num_blocks] }
     }
 
     /// The number of changes so far: a later change has this number or a higher one.

@@ -15,6 +15,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::Accounts;
+use crate::cache::journal::Journal;
 use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
 use crate::cache::tenants::TenantId;
 
@@ -78,6 +79,7 @@ pub struct TierCopies {
     num_uses: u64,
     reset_at: Vec<u64>, // by tenant: no content that was published before this change is copied
     num_evicted: u64,
+    journal: Journal, // of the copies that can be found
 }
 
 impl TierCopies {
@@ -94,6 +96,7 @@ impl TierCopies {
             num_uses: 0,
             reset_at: Vec::new(),
             num_evicted: 0,
+            journal: Journal::new(num_blocks),
         }
     }
 
@@ -108,6 +111,16 @@ impl TierCopies {
 
     pub fn is_full(&self) -> bool {
         self.num_copies == self.limit
+    }
+
+    /// Blocks that can have a copy; 0 if none are made.
+    pub fn num_blocks(&self) -> usize {
+        self.copies.len()
+    }
+
+    /// Changes of the copies that can be found.
+    pub fn journal(&self) -> &Journal {
+        &self.journal
     }
 
     /// Those that can be found.
@@ -214,6 +227,7 @@ impl TierCopies {
         }
         copy.is_arriving = false;
         self.index.publish(&copy.hash, block + 1);
+        self.journal.touch_content(block, copy.tenant);
     }
 
     /// It is being copied elsewhere: it is not evicted meanwhile.
@@ -245,6 +259,7 @@ impl TierCopies {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::take) else { return };
         if !copy.is_arriving {
             self.index.forget(block + 1);
+            self.journal.touch_content(block, copy.tenant);
         }
         self.counts[copy.tenant as usize] -= 1;
         self.num_copies -= 1;

@@ -9,6 +9,7 @@ use crate::books::geometry::Geometry;
 use crate::cache::groups::Span;
 use crate::cache::pool::BlockState;
 use crate::cache::prefix::Namespace;
+use crate::cache::tier_copies::Tier;
 use crate::errors::{Failure, Refusal};
 
 /// A refusal or a broken book as the exception that Python knows.
@@ -96,6 +97,16 @@ pub fn state_of(name: &str) -> PyResult<BlockState> {
         .into_iter()
         .find(|state| state.name() == name)
         .ok_or_else(|| PyValueError::new_err(format!("{name:?} is no state of a block")))
+}
+
+/// None: the device.
+pub fn tier_of(medium: &str) -> PyResult<Option<Tier>> {
+    match medium {
+        "device" => Ok(None),
+        "host" => Ok(Some(Tier::Host)),
+        "disk" => Ok(Some(Tier::Disk)),
+        _ => Err(PyValueError::new_err(format!("{medium:?} is no medium"))),
+    }
 }
 
 pub fn position(position: Option<usize>) -> i64 {

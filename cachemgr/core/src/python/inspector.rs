@@ -8,10 +8,10 @@ use pyo3::types::PyBytes;
 use crate::books::lease::expiry::page_key;
 use crate::books::listing::{BlockFilter, States};
 use crate::books::pins::{Pin, PinId};
-use crate::cache::journal::Known;
+use crate::cache::journal::{Journal, Known};
 use crate::cache::prefix::BlockId;
 use crate::cache::tenants::TenantId;
-use crate::python::convert::{ids, namespace_of, state_of};
+use crate::python::convert::{ids, namespace_of, state_of, tier_of};
 use crate::python::ledger::PyInspector;
 use crate::python::messages::PyKnown;
 use crate::python::views::{
@@ -213,9 +213,9 @@ impl PyInspector {
         Ok((PyBytes::new(py, &encode_blocks(blocks)), next))
     }
 
-    /// Serialised events of a WatchBlocksResponse: blocks that are not free from `first` on, and the block to continue
-    /// from. A reader's `known` has their present state then.
-    #[pyo3(signature = (first, most, known = None, *, tenant, with_content))]
+    /// Serialised events of a WatchBlocksResponse: blocks that are not free, or the copies in a tier, from `first` on, and
+    /// the block to continue from. A reader's `known` has their present state then.
+    #[pyo3(signature = (first, most, known = None, *, tenant, with_content, medium = "device"))]
     fn snapshot<'py>(
         &self,
         py: Python<'py>,
@@ -224,18 +224,23 @@ impl PyInspector {
         known: Option<&mut PyKnown>,
         tenant: Option<&str>,
         with_content: bool,
-    ) -> (Bound<'py, PyBytes>, Option<BlockId>) {
+        medium: &str,
+    ) -> PyResult<(Bound<'py, PyBytes>, Option<BlockId>)> {
         let ledger = self.ledger.borrow(py);
         let listing = ledger.stored.books().listing();
         let mut of_nobody = Known::default();
         let known = known.map_or(&mut of_nobody, |known| &mut known.0);
-        let (events, next) = listing.snapshot(first, most, known, tenant.map(str::as_bytes), with_content);
-        (PyBytes::new(py, &encode_events(events)), next)
+        let tenant = tenant.map(str::as_bytes);
+        let (events, next) = match tier_of(medium)? {
+            None => listing.snapshot(first, most, known, tenant, with_content),
+            Some(tier) => listing.snapshot_of_copies(tier, first, most, known, tenant),
+        };
+        Ok((PyBytes::new(py, &encode_events(events)), next))
     }
 
     /// Serialised events of a WatchBlocksResponse: the next changes that are not known, which they are then; None if the
     /// journal does not keep the next one any more.
-    #[pyo3(signature = (known, most, *, tenant, with_content))]
+    #[pyo3(signature = (known, most, *, tenant, with_content, medium = "device"))]
     fn changes<'py>(
         &self,
         py: Python<'py>,
@@ -243,23 +248,28 @@ impl PyInspector {
         most: usize,
         tenant: Option<&str>,
         with_content: bool,
-    ) -> Option<Bound<'py, PyBytes>> {
+        medium: &str,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let ledger = self.ledger.borrow(py);
         let listing = ledger.stored.books().listing();
-        let events = listing.changes(&mut known.0, most, tenant.map(str::as_bytes), with_content)?;
-        Some(PyBytes::new(py, &encode_events(events)))
+        let (known, tenant) = (&mut known.0, tenant.map(str::as_bytes));
+        let events = match tier_of(medium)? {
+            None => listing.changes(known, most, tenant, with_content),
+            Some(tier) => listing.changes_of_copies(tier, known, most, tenant),
+        };
+        Ok(events.map(|events| PyBytes::new(py, &encode_events(events))))
     }
 
-    /// Changes of blocks so far.
-    fn num_changes(&self, py: Python<'_>) -> u64 {
-        let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().records.journal.num_changes()
+    /// Changes of blocks, or of the copies in a tier, so far.
+    #[pyo3(signature = (medium = "device"))]
+    fn num_changes(&self, py: Python<'_>, medium: &str) -> PyResult<u64> {
+        self.of_journal(py, medium, Journal::num_changes)
     }
 
-    /// The number of changes that the journal keeps.
-    fn num_changes_kept(&self, py: Python<'_>) -> usize {
-        let ledger = self.ledger.borrow(py);
-        ledger.stored.books().pool().records.journal.num_kept()
+    /// The number of changes that the journal keeps; 0: there are none.
+    #[pyo3(signature = (medium = "device"))]
+    fn num_changes_kept(&self, py: Python<'_>, medium: &str) -> PyResult<usize> {
+        self.of_journal(py, medium, Journal::num_kept)
     }
 
     /// True if tokens and namespaces of findable blocks are kept.
@@ -320,5 +330,16 @@ impl PyInspector {
     fn audit_promises(&self, py: Python<'_>) -> Vec<String> {
         let ledger = self.ledger.borrow(py);
         ledger.stored.books().audit().promises()
+    }
+}
+
+impl PyInspector {
+    fn of_journal<T>(&self, py: Python<'_>, medium: &str, read: impl Fn(&Journal) -> T) -> PyResult<T> {
+        let ledger = self.ledger.borrow(py);
+        let books = ledger.stored.books();
+        Ok(match tier_of(medium)? {
+            None => read(&books.pool().records.journal),
+            Some(tier) => read(books.listing().copies(tier).journal()),
+        })
     }
 }

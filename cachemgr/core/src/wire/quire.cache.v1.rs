@@ -1172,6 +1172,8 @@ pub struct WatchBlocksRequest {
     pub include_content: bool,
     #[prost(string, optional, tag="4")]
     pub tenant: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(enumeration="Medium", repeated, tag="5")]
+    pub copy_media: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct WatchBlocksResponse {
@@ -1198,6 +1200,8 @@ pub struct BlockEvent {
     pub parent_prefix_hash: ::prost::alloc::vec::Vec<u8>,
     #[prost(bytes="vec", tag="6")]
     pub adapter: ::prost::alloc::vec::Vec<u8>,
+    #[prost(enumeration="Medium", tag="7")]
+    pub medium: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExplainPrefixRequest {

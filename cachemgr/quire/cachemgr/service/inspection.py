@@ -19,7 +19,7 @@ from quire.cachemgr.service.attachments import Attachments
 from quire.cachemgr.service.pools import VisiblePools, is_visible, require_role, sees_all, tenant_asked_for
 from quire.cachemgr.service.statuses import refusing, to_error_status
 from quire.cachemgr.service.turns import in_turns
-from quire.cachemgr.service.watch import View, watch_blocks
+from quire.cachemgr.service.watch import DEVICE, View, watch_blocks
 from quire.cachemgr.service.watch_pools import watch_pools
 from quire.serving.access import Role, caller
 from quire.serving.errors import CallEnded
@@ -269,12 +269,13 @@ class Inspection:
 
 
 def _view_of(request: cache_service_pb2.WatchBlocksRequest) -> View:
-    """Return the blocks that a caller may watch. Raises CallRefused (ROLE_MISSING)."""
+    """Return the blocks that a caller may watch. Raises CallRefused (ROLE_MISSING, INVALID_ARGUMENT)."""
     is_named = request.HasField("tenant")
     tenant = tenant_asked_for("WatchBlocks", request) if is_named or not sees_all() else None
     if request.include_content and tenant not in (None, caller().name):
         require_role("WatchBlocks", Role.OPERATOR)
-    return View(tenant=tenant, with_content=request.include_content)
+    media = (DEVICE, *messages.decode_copy_media(request.copy_media))
+    return View(tenant=tenant, with_content=request.include_content, media=media)
 
 
 def prefix_asked_for(

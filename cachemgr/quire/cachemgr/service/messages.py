@@ -64,6 +64,8 @@ LAYER_GROUP_KINDS = {
     LayerGroupKind.SLIDING: attach_pb2.LAYER_GROUP_KIND_SLIDING,
     LayerGroupKind.CHUNKED: attach_pb2.LAYER_GROUP_KIND_CHUNKED,
 }
+COPY_MEDIA = {cache_service_pb2.MEDIUM_HOST: "host", cache_service_pb2.MEDIUM_DISK: "disk"}
+"""The places of copies of evicted blocks, as the core names them."""
 LEASE_STATES = {
     False: cache_service_pb2.LEASE_STATE_OPEN,
     True: cache_service_pb2.LEASE_STATE_FENCING,
@@ -487,6 +489,15 @@ def decode_lease_state(name: str, value: int) -> bool | None:
         if number == value:
             return is_ending
     raise CallRefused(invalid(name, value, "a LeaseState"))
+
+
+def decode_copy_media(numbers: Sequence[cache_service_pb2.Medium.ValueType]) -> list[str]:
+    """The media of copies, the host tier first. Raises CallRefused (INVALID_ARGUMENT)."""
+    check_count("copy_media", len(numbers), len(COPY_MEDIA))
+    for number in numbers:
+        if number not in COPY_MEDIA:
+            raise CallRefused(invalid("copy_media", number, "MEDIUM_HOST or MEDIUM_DISK"))
+    return [medium for number, medium in COPY_MEDIA.items() if number in numbers]
 
 
 def check_count(name: str, size: int, most: int) -> None:

@@ -7,6 +7,9 @@ was overwritten, the reader begins again.
 An answer with a cursor completes a moment: a copy that has all answers up to it is equal to ListBlocks at that moment.
 Answers without a cursor are parts of a moment, of a snapshot or of more than MAX_EVENTS changes. Other calls go on
 between the parts, so a copy between them has blocks of several moments.
+
+Each tier of a pool has a journal of its own, and a reader has a place in each that it asked for. A moment is one of all
+of them: an answer has a cursor if nothing waits in any.
 """
 
 from __future__ import annotations
@@ -27,36 +30,44 @@ MAX_EVENTS = 4_096
 """Events of one answer: a few milliseconds without other calls, and half a megabyte."""
 INTERVAL_S = 0.02
 """Changes within this time are sent together."""
-CURSOR = struct.Struct(">qQ")
+DEVICE = "device"
+"""The medium of the pool's blocks; those of copies are in messages.COPY_MEDIA."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The blocks that a watcher sees: those of its tenant, all if None; and whether it sees their content."""
+    """The blocks that a watcher sees: those of its tenant, all if None; whether it sees their content; and where."""
 
     tenant: str | None
     with_content: bool
+    media: tuple[str, ...] = (DEVICE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the journal of one epoch: changes with smaller numbers are known."""
+    """A place in the journals of one epoch, one for each medium: changes with smaller numbers are known."""
 
     epoch: int
-    number: int
+    numbers: tuple[int, ...]
 
     @property
     def cursor(self) -> str:
-        return CURSOR.pack(self.epoch, self.number).hex()
+        return struct.pack(_format(len(self.numbers)), self.epoch, *self.numbers).hex()
 
     @classmethod
-    def of(cls, cursor: str) -> Place | None:
+    def of(cls, cursor: str, *, num_media: int = 1) -> Place | None:
         """None if the cursor is empty. Raises CallRefused (INVALID_ARGUMENT)."""
         if not cursor:
             return None
-        if not re.fullmatch("[0-9a-f]{32}", cursor):
-            raise CallRefused(invalid("cursor", repr(cursor[:64]), "one from an earlier answer"))
-        return cls(*CURSOR.unpack(bytes.fromhex(cursor)))
+        layout = _format(num_media)
+        if not re.fullmatch(f"[0-9a-f]{{{2 * struct.calcsize(layout)}}}", cursor):
+            raise CallRefused(invalid("cursor", repr(cursor[:64]), "one from an earlier answer to the same question"))
+        epoch, *numbers = struct.unpack(layout, bytes.fromhex(cursor))
+        return cls(epoch, tuple(numbers))
+
+
+def _format(num_media: int) -> str:
+    return f">q{num_media}Q"
 
 
 async def watch_blocks(
@@ -73,7 +84,7 @@ async def watch_blocks(
     The end of a pin or of advice is a change, too: it is sent at its time, by the `clock` that set it.
     Raises CallRefused (INVALID_ARGUMENT, POOL_NOT_FOUND, CURSOR_EXPIRED).
     """
-    place, name = Place.of(cursor), catalog.pool(pool).ledger.pool
+    place, name = Place.of(cursor, num_media=len(view.media)), catalog.pool(pool).ledger.pool
     with listening(catalog.listeners(name)) as changed:
         while True:
             ledger = catalog.pool(name).ledger
@@ -82,10 +93,11 @@ async def watch_blocks(
                     invalid("include_content", "true", "false, since this cachemgr runs with --no-keep-tokens")
                 )
             if place is not None and place.epoch == ledger.epoch:
-                changes = Changes(ledger, view, place.number, max_events=max_events)
+                changes = Changes(ledger, view, place.numbers, max_events=max_events)
             else:
                 ledger.advance(clock())
-                changes = Changes(ledger, view, ledger.inspector.num_changes(), max_events=max_events)
+                numbers = tuple(ledger.inspector.num_changes(medium) for medium in view.media)
+                changes = Changes(ledger, view, numbers, max_events=max_events)
                 async for answer in changes.snapshot():
                     yield answer
             while catalog.pool(name).ledger.epoch == changes.epoch:
@@ -109,14 +121,14 @@ def listening(listeners: dict[Callable[[], None], None]) -> Iterator[asyncio.Eve
 class Changes:
     """Answers about one epoch of a pool: the changes from a number on, after a snapshot or without one."""
 
-    def __init__(self, ledger: Ledger, view: View, number: int, *, max_events: int = MAX_EVENTS) -> None:
+    def __init__(self, ledger: Ledger, view: View, numbers: tuple[int, ...], *, max_events: int = MAX_EVENTS) -> None:
         self._ledger = ledger
         self.epoch = ledger.epoch
         self._view = view
         self._max_events = max_events
-        self._known = Known(number)
-        self._told_number = number
-        """The number of the last cursor."""
+        self._known = {medium: Known(number) for medium, number in zip(view.media, numbers, strict=True)}
+        self._told_numbers = numbers
+        """The numbers of the last cursor."""
         self._is_in_part = False
         """An answer without a cursor was the last one."""
         self._looked_at = 0.0
@@ -125,44 +137,51 @@ class Changes:
     async def snapshot(self) -> AsyncIterator[cache_service_pb2.WatchBlocksResponse]:
         """All blocks that are not free, page by page. `next` has the changes meanwhile."""
         response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch, cleared=True)
-        following: int | None = 0
-        while following is not None:
-            events, following = self._ledger.inspector.snapshot(
-                following,
-                self._max_events,
-                self._known,
-                tenant=self._view.tenant,
-                with_content=self._view.with_content,
-            )
-            response.MergeFromString(events)
-            if following is None or response.events:
-                yield self._ended(response, is_whole=following is None and not self._num_waiting())
-                response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch)
-            await asyncio.sleep(0)  # others' calls go on
+        for medium, known in self._known.items():
+            following: int | None = 0
+            while following is not None:
+                events, following = self._ledger.inspector.snapshot(
+                    following,
+                    self._max_events,
+                    known,
+                    tenant=self._view.tenant,
+                    with_content=self._view.with_content,
+                    medium=medium,
+                )
+                response.MergeFromString(events)
+                is_end = following is None and medium == self._view.media[-1]
+                if is_end or response.events:
+                    yield self._ended(response, is_whole=is_end and not self._num_waiting())
+                    response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch)
+                await asyncio.sleep(0)  # others' calls go on
 
     def next(self) -> cache_service_pb2.WatchBlocksResponse | None:
         """The next changes; None if the watcher sees none of them. Raises CallRefused (CURSOR_EXPIRED)."""
         view, self._looked_at = self._view, asyncio.get_running_loop().time()
-        events = self._ledger.inspector.changes(
-            self._known, self._max_events, tenant=view.tenant, with_content=view.with_content
-        )
-        if events is None:
-            raise cursor_expired(self._ledger)
-        self._has_more = self._num_waiting() > 0
-        if not events and (self._has_more or not self._owes_cursor()):
-            return None
         response = cache_service_pb2.WatchBlocksResponse(epoch=self.epoch)
-        response.MergeFromString(events)
+        for medium, known in self._known.items():
+            num_left = self._max_events - len(response.events)
+            events = self._ledger.inspector.changes(
+                known, num_left, tenant=view.tenant, with_content=view.with_content, medium=medium
+            )
+            if events is None:
+                raise cursor_expired(self._ledger, medium)
+            response.MergeFromString(events)
+        self._has_more = self._num_waiting() > 0
+        if not response.events and (self._has_more or not self._owes_cursor()):
+            return None
         return self._ended(response, is_whole=not self._has_more)
 
     def _num_waiting(self) -> int:
         """Changes that the watcher was not told of."""
-        return self._ledger.inspector.num_changes() - self._known.number
+        return sum(self._ledger.inspector.num_changes(medium) - known.number for medium, known in self._known.items())
 
     def _owes_cursor(self) -> bool:
         """True after a part, and before the last cursor is overwritten while the watcher sees no changes."""
-        num_unseen = self._known.number - self._told_number
-        return self._is_in_part or num_unseen >= self._ledger.inspector.num_changes_kept() // 4
+        return self._is_in_part or any(
+            known.number - told > self._ledger.inspector.num_changes_kept(medium) // 4
+            for (medium, known), told in zip(self._known.items(), self._told_numbers, strict=True)
+        )
 
     def _ended(
         self, response: cache_service_pb2.WatchBlocksResponse, *, is_whole: bool
@@ -170,8 +189,8 @@ class Changes:
         """The answer, with a cursor if the watcher's copy is whole with it."""
         self._is_in_part = not is_whole
         if is_whole:
-            self._told_number = self._known.number
-            response.cursor = Place(self.epoch, self._known.number).cursor
+            self._told_numbers = tuple(known.number for known in self._known.values())
+            response.cursor = Place(self.epoch, self._told_numbers).cursor
         return response
 
     async def pause(self, changed: asyncio.Event, clock: Callable[[], float]) -> None:
@@ -187,8 +206,8 @@ class Changes:
         changed.clear()
 
 
-def cursor_expired(ledger: Ledger) -> CallRefused:
+def cursor_expired(ledger: Ledger, medium: str) -> CallRefused:
     """The changes after a watcher's place are not kept any more."""
-    kept = ledger.inspector.num_changes_kept()
+    kept = ledger.inspector.num_changes_kept(medium)
     message = f"more than {kept} changes in pool {ledger.pool!r} since the cursor; begin again without one"
     return CallRefused(refuse(Reason.CURSOR_EXPIRED, message, pool=ledger.pool, limit=kept))

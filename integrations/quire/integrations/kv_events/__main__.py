@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from typing import Any, NoReturn
 
 import click
@@ -18,10 +19,12 @@ import zmq
 import zmq.asyncio
 from prometheus_client.metrics_core import Metric
 
+from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
 from quire.client.channel import ONCE
 from quire.client.credentials import Credentials
 from quire.client.errors import NotFound, OutOfRoom, QuireError, Unavailable
+from quire.integrations.kv_events.copies import CopyReplica, Medium
 from quire.integrations.kv_events.follower import POLL_INTERVAL_S, PoolFollower
 from quire.integrations.kv_events.metrics import families
 from quire.integrations.kv_events.publisher import LINGER_MS, PoolPublisher
@@ -41,6 +44,7 @@ log = logging.getLogger("quire.kv_events")
 
 DOMAIN = "kv-events.quire.dev"
 DEFAULT_LISTEN = "127.0.0.1:5557"
+COPIES: dict[str, Medium] = {"host": pb.MEDIUM_HOST, "disk": pb.MEDIUM_DISK}
 TESTED_CONSUMER = "ai-dynamo-runtime 1.6.1"
 _PACKAGES = ("pyzmq", "msgspec")
 # The parts of server_options that a ZMQ socket does not have.
@@ -65,6 +69,13 @@ OWN_FLAGS: list[Flag] = [
         metavar="HOST:PORT",
         help="Address at which consumers ask for batches that they missed. Off if not given.",
     ),
+    option(
+        "--copies",
+        type=click.Choice(list(COPIES)),
+        multiple=True,
+        show_default="none",
+        help="Also publish the copies of evicted blocks in this place, with the medium CPU or STORAGE. May be given twice.",
+    ),
     option("--topic", default="", metavar="TEXT", show_default="empty", help="The first frame of each batch."),
 ]
 
@@ -76,6 +87,7 @@ class EventOptions:
     cachemgr: str
     pool: tuple[str, ...]
     replay_listen: tuple[TcpAddress, ...]
+    copies: tuple[str, ...]
     topic: str
 
 
@@ -91,15 +103,17 @@ class PublishedPool:
         listen: Sequence[TcpAddress],
         replay_listen: Sequence[TcpAddress],
         topic: str,
+        copies: Iterable[Medium],
     ) -> None:
         """Bind the sockets. Raises AddressError."""
-        self._follower = PoolFollower(cache, pool, self._publish)
+        self._copies = CopyReplica(copies)
+        self._follower = PoolFollower(cache, pool, self._publish, copies=self._copies)
         self.publisher = PoolPublisher(
             context,
             listen,
             replay_addresses=replay_listen,
             topic=topic,
-            chains=self._follower.replica.chains,
+            everything=lambda: chain(self._follower.replica.chains(), self._copies.all()),
         )
 
     def statistics(self) -> Any:
@@ -116,7 +130,7 @@ class PublishedPool:
             self.publisher.close()
 
     def _publish(self, changes: list[Change]) -> None:
-        self.publisher.publish(changes)
+        self.publisher.publish([*changes, *self._copies.end_moment()])
 
 
 class Publishers:
@@ -183,6 +197,7 @@ class Publishers:
             listen=[_moved(each, place) for each in self._listen],
             replay_listen=[_moved(each, place) for each in self._options.replay_listen],
             topic=self._options.topic,
+            copies=[COPIES[each] for each in self._options.copies],
         )
         self._pools[name] = pool
         tasks.create_task(pool.run(), name=f"quire-events-{name}")

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
+from quire.cache.v1 import cache_service_pb2 as pb
 from quire.client.cache_client import CacheClient
 from quire.client.channel import is_being_cancelled
 from quire.client.errors import CursorExpired, NotFound, OutOfRoom, Unavailable
+from quire.integrations.kv_events.copies import CopyReplica
 from quire.integrations.kv_events.layout import Layout
 from quire.integrations.kv_events.replica import AllCleared, Change, PrefixReplica
 
@@ -35,9 +37,17 @@ class PoolFollower:
     cache must be an operator with the role content where cachemgr authenticates callers.
     """
 
-    def __init__(self, cache: CacheClient, pool: str, on_changes: Callable[[list[Change]], None]) -> None:
-        """on_changes is called on the event loop, never with an empty list. It must not wait."""
+    def __init__(
+        self,
+        cache: CacheClient,
+        pool: str,
+        on_changes: Callable[[list[Change]], None],
+        *,
+        copies: CopyReplica | None = None,
+    ) -> None:
+        """on_changes is called on the event loop, with an empty list only if copies have changed. It must not wait."""
         self.replica = PrefixReplica()
+        self._copies = copies or CopyReplica()
         self._cache = cache
         self._pool = pool
         self._on_changes = on_changes
@@ -47,7 +57,7 @@ class PoolFollower:
 
         Raises AccessDenied, and InvalidRequest where cachemgr keeps no tokens. Consumers then know no block.
         """
-        self._on_changes(self.replica.clear())
+        self._clear()
         watch: asyncio.Task[NoReturn] | None = None
         num_missed = 0
         try:
@@ -59,7 +69,7 @@ class PoolFollower:
                     log.warning("no worker, blocks cleared pool=%s", self._pool)
                     await _cancelled(watch)
                     watch = None
-                    self._on_changes(self.replica.clear())
+                    self._clear()
                 if watch is None:
                     await asyncio.sleep(POLL_INTERVAL_S)
                 elif (await asyncio.wait([watch], timeout=POLL_INTERVAL_S))[0]:
@@ -67,7 +77,11 @@ class PoolFollower:
         finally:
             if watch is not None:
                 await _cancelled(watch)
-            self._on_changes(self.replica.clear())
+            self._clear()
+
+    def _clear(self) -> None:
+        self._copies.clear()
+        self._on_changes(self.replica.clear())
 
     async def _is_attached(self) -> bool:
         """Return True if cachemgr answers in time, and the pool has a worker. Raises QuireError."""
@@ -81,14 +95,17 @@ class PoolFollower:
         cursor = ""
         while True:
             try:
-                watch = self._cache.watch_blocks(self._pool, cursor=cursor, include_content=True)
+                watch = self._cache.watch_blocks(
+                    self._pool, cursor=cursor, include_content=True, copy_media=self._copies.media
+                )
                 async with contextlib.aclosing(watch) as answers:
                     async for answer in answers:
                         if answer.cleared and not await self._has_layout_of(answer.epoch):
                             cursor = ""
                             break
                         cursor = answer.cursor or cursor
-                        if changes := self.replica.apply(answer):
+                        changes = self._apply(answer)
+                        if changes or (answer.cursor and self._copies.has_changed):
                             self._on_changes(changes)
                             self._warn_of_unconnected(changes)
             except CursorExpired as error:
@@ -101,6 +118,15 @@ class PoolFollower:
                 if is_being_cancelled():
                     raise
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _apply(self, answer: pb.WatchBlocksResponse) -> list[Change]:
+        """Apply an answer to both copies. Return the changes of the pool's blocks."""
+        if answer.cleared:
+            self._copies.clear()
+        for event in answer.events:
+            if event.medium:
+                self._copies.enter(event)
+        return self.replica.apply(answer)
 
     async def _has_layout_of(self, epoch: int) -> bool:
         """Give the copy the layer groups of an epoch. Return False if the pool has a later epoch. Raises QuireError."""
@@ -116,7 +142,7 @@ class PoolFollower:
 
     def _warn_of_unconnected(self, changes: list[Change]) -> None:
         """After a snapshot, say how many blocks can't be published: the tokens before them are not known."""
-        if isinstance(changes[0], AllCleared) and (num_blocks := self.replica.statistics().num_unconnected):
+        if changes and isinstance(changes[0], AllCleared) and (num_blocks := self.replica.statistics().num_unconnected):
             log.warning(
                 "blocks not published, the tokens before them are not known pool=%s blocks=%d", self._pool, num_blocks
             )

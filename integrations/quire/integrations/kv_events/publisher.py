@@ -23,8 +23,9 @@ from itertools import chain
 import zmq
 import zmq.asyncio
 
+from quire.integrations.kv_events.copies import CopyChange
 from quire.integrations.kv_events.encoding import encode_batch, parts_of
-from quire.integrations.kv_events.replica import AllCleared, BlocksStored, Change
+from quire.integrations.kv_events.replica import AllCleared, Change
 from quire.serving.addresses import AddressError, AddressInUseError, TcpAddress
 
 log = logging.getLogger(__name__)
@@ -98,12 +99,12 @@ class PoolPublisher:
         *,
         replay_addresses: Sequence[TcpAddress] = (),
         topic: str = "",
-        chains: Callable[[], Iterator[BlocksStored]],
+        everything: Callable[[], Iterator[Change | CopyChange]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Bind the sockets; chains returns all published blocks. Raises AddressError, AddressInUseError."""
+        """Bind the sockets; everything returns all that is published, as stored. Raises AddressError, AddressInUseError."""
         self._topic = topic.encode()
-        self._chains = chains
+        self._everything = everything
         self._clock = clock
         self._sequence = int(clock() * 1e6)
         self._kept = ReplayBuffer()
@@ -125,12 +126,12 @@ class PoolPublisher:
         """Return counts."""
         return PublisherStatistics(self._num_batches, self._num_snapshots, self._num_replays, *self._kept.size)
 
-    def publish(self, changes: Iterable[Change]) -> None:
+    def publish(self, changes: Iterable[Change | CopyChange]) -> None:
         """Send changes: in one batch, or in several if they store more than _MAX_BATCH_BLOCKS blocks."""
         for part in parts_of(changes, max_blocks=_MAX_BATCH_BLOCKS):
             self._publish_batch(part)
 
-    def _publish_batch(self, changes: Sequence[Change]) -> None:
+    def _publish_batch(self, changes: Sequence[Change | CopyChange]) -> None:
         self._sequence += 1
         self._num_batches += 1
         batch = encode_batch(changes, now=self._clock())
@@ -160,7 +161,7 @@ class PoolPublisher:
             await self._is_wanted.wait()
             self._is_wanted.clear()
             self._num_snapshots += 1
-            self.publish(chain([AllCleared()], self._chains()))
+            self.publish(chain([AllCleared()], self._everything()))
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
 
     async def _answer_replays(self) -> None:

@@ -181,12 +181,13 @@ class PrefixReplica:
         return ReplicaStatistics(self._num_published, len(lone) - num_unconnected, num_unknown, num_unconnected)
 
     def apply(self, answer: pb.WatchBlocksResponse) -> list[Change]:
-        """Apply an answer of a watch with content. No changes before the moment's last answer, which has a cursor."""
+        """Apply an answer of a watch with content; copies are left out. No changes before the moment's last answer, which has a cursor."""
         if answer.cleared:
             self._forget()
             self._is_cleared = True
         for event in answer.events:
-            self._enter(event)
+            if not event.medium:
+                self._enter(event)
         return self._end_moment() if answer.cursor else []
 
     def clear(self) -> list[Change]:

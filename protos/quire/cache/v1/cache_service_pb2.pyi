@@ -2304,11 +2304,13 @@ class WatchBlocksRequest(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     INCLUDE_CONTENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    COPY_MEDIA_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name. Empty: the only pool there is."""
     cursor: _builtins.str
     """The cursor of the last answer that had one, to continue after it, in a watch
-    with the same pool, tenant and include_content. Empty: a snapshot first.
+    with the same pool, tenant, include_content and copy_media. Empty: a snapshot
+    first.
     """
     include_content: _builtins.bool
     """Adds token ids, salts and parents to what is stored, in snapshots too. Needs
@@ -2320,6 +2322,13 @@ class WatchBlocksRequest(_message.Message):
     tenant's than the caller's is for operators and gateways only
     (PERMISSION_DENIED, ROLE_MISSING), and a gateway gets no content of them.
     """
+    @_builtins.property
+    def copy_media(self) -> _containers.RepeatedScalarFieldContainer[Global___Medium.ValueType]:
+        """Adds the copies of evicted blocks in these places, MEDIUM_HOST and MEDIUM_DISK.
+        A place that the pool does not have has no copies. Empty: the pool's blocks
+        alone.
+        """
+
     def __init__(
         self,
         *,
@@ -2327,10 +2336,11 @@ class WatchBlocksRequest(_message.Message):
         cursor: _builtins.str = ...,
         include_content: _builtins.bool = ...,
         tenant: _builtins.str | None = ...,
+        copy_media: _abc.Iterable[Global___Medium.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "cursor", b"cursor", "include_content", b"include_content", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "copy_media", b"copy_media", "cursor", b"cursor", "include_content", b"include_content", "pool", b"pool", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -2359,8 +2369,8 @@ class WatchBlocksResponse(_message.Message):
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
-        """Blocks, each at most once. A snapshot has all blocks that are not free; a block
-        without an event is free.
+        """Blocks, each at most once. A snapshot has all blocks that are not free, and all
+        copies that were asked for; a block without an event is free.
         """
 
     def __init__(
@@ -2391,6 +2401,7 @@ class BlockEvent(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     PARENT_PREFIX_HASH_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
     kind: Global___BlockEventKind.ValueType
     """The kind of change."""
     salt: _builtins.bytes
@@ -2402,6 +2413,12 @@ class BlockEvent(_message.Message):
     adapter: _builtins.bytes
     """The identity of the adapter that it was computed with, under the same condition.
     Empty: none.
+    """
+    medium: Global___Medium.ValueType
+    """The place of a copy, if copies were asked for: MEDIUM_HOST or MEDIUM_DISK. The
+    block is one of that place, which has ids of its own. It has its id, prefix
+    hash, tenant and the state CACHED, and no tokens; a copy that is gone has its
+    id and the state FREE. Unset: a block of the pool.
     """
     @_builtins.property
     def block(self) -> Global___Block:
@@ -2424,10 +2441,11 @@ class BlockEvent(_message.Message):
         salt: _builtins.bytes = ...,
         parent_prefix_hash: _builtins.bytes = ...,
         adapter: _builtins.bytes = ...,
+        medium: Global___Medium.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block", b"block", "kind", b"kind", "parent_prefix_hash", b"parent_prefix_hash", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block", b"block", "kind", b"kind", "medium", b"medium", "parent_prefix_hash", b"parent_prefix_hash", "salt", b"salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4199,7 +4199,8 @@ type WatchBlocksRequest struct {
 	// The pool's name. Empty: the only pool there is.
 	Pool string `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
 	// The cursor of the last answer that had one, to continue after it, in a watch
-	// with the same pool, tenant and include_content. Empty: a snapshot first.
+	// with the same pool, tenant, include_content and copy_media. Empty: a snapshot
+	// first.
 	Cursor string `protobuf:"bytes,2,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	// Adds token ids, salts and parents to what is stored, in snapshots too. Needs
 	// the role "content" (PERMISSION_DENIED, ROLE_MISSING). Refused with
@@ -4208,7 +4209,11 @@ type WatchBlocksRequest struct {
 	// Only blocks of this tenant. Unset: of all that the caller may see. Another
 	// tenant's than the caller's is for operators and gateways only
 	// (PERMISSION_DENIED, ROLE_MISSING), and a gateway gets no content of them.
-	Tenant        *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	Tenant *string `protobuf:"bytes,4,opt,name=tenant,proto3,oneof" json:"tenant,omitempty"`
+	// Adds the copies of evicted blocks in these places, MEDIUM_HOST and MEDIUM_DISK.
+	// A place that the pool does not have has no copies. Empty: the pool's blocks
+	// alone.
+	CopyMedia     []Medium `protobuf:"varint,5,rep,packed,name=copy_media,json=copyMedia,proto3,enum=quire.cache.v1.Medium" json:"copy_media,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4271,6 +4276,13 @@ func (x *WatchBlocksRequest) GetTenant() string {
 	return ""
 }
 
+func (x *WatchBlocksRequest) GetCopyMedia() []Medium {
+	if x != nil {
+		return x.CopyMedia
+	}
+	return nil
+}
+
 // See CacheService.WatchBlocks. Apply in this order: `cleared`, then `events`.
 type WatchBlocksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -4278,8 +4290,8 @@ type WatchBlocksResponse struct {
 	Epoch int64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Drop every block: the pool has a new epoch, or a snapshot begins.
 	Cleared bool `protobuf:"varint,2,opt,name=cleared,proto3" json:"cleared,omitempty"`
-	// Blocks, each at most once. A snapshot has all blocks that are not free; a block
-	// without an event is free.
+	// Blocks, each at most once. A snapshot has all blocks that are not free, and all
+	// copies that were asked for; a block without an event is free.
 	Events []*BlockEvent `protobuf:"bytes,3,rep,name=events,proto3" json:"events,omitempty"`
 	// The position after this answer. Empty if more answers follow that belong to the
 	// same moment: within a snapshot, and within more changes than one answer has.
@@ -4365,7 +4377,12 @@ type BlockEvent struct {
 	ParentPrefixHash []byte `protobuf:"bytes,5,opt,name=parent_prefix_hash,json=parentPrefixHash,proto3" json:"parent_prefix_hash,omitempty"`
 	// The identity of the adapter that it was computed with, under the same condition.
 	// Empty: none.
-	Adapter       []byte `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	Adapter []byte `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// The place of a copy, if copies were asked for: MEDIUM_HOST or MEDIUM_DISK. The
+	// block is one of that place, which has ids of its own. It has its id, prefix
+	// hash, tenant and the state CACHED, and no tokens; a copy that is gone has its
+	// id and the state FREE. Unset: a block of the pool.
+	Medium        Medium `protobuf:"varint,7,opt,name=medium,proto3,enum=quire.cache.v1.Medium" json:"medium,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4440,6 +4457,13 @@ func (x *BlockEvent) GetAdapter() []byte {
 		return x.Adapter
 	}
 	return nil
+}
+
+func (x *BlockEvent) GetMedium() Medium {
+	if x != nil {
+		return x.Medium
+	}
+	return Medium_MEDIUM_UNSPECIFIED
 }
 
 // See CacheService.ExplainPrefix.
@@ -6946,18 +6970,20 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x12next_keep_end_time\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\x0fnextKeepEndTime\x12,\n" +
 	"\x12cached_token_count\x18\x0e \x01(\x03R\x10cachedTokenCount\x12.\n" +
 	"\x13written_token_count\x18\x0f \x01(\x03R\x11writtenTokenCount\x120\n" +
-	"\x14admitted_token_count\x18\x10 \x01(\x03R\x12admittedTokenCount\"\x91\x01\n" +
+	"\x14admitted_token_count\x18\x10 \x01(\x03R\x12admittedTokenCount\"\xc8\x01\n" +
 	"\x12WatchBlocksRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x16\n" +
 	"\x06cursor\x18\x02 \x01(\tR\x06cursor\x12'\n" +
 	"\x0finclude_content\x18\x03 \x01(\bR\x0eincludeContent\x12\x1b\n" +
-	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
+	"\x06tenant\x18\x04 \x01(\tH\x00R\x06tenant\x88\x01\x01\x125\n" +
+	"\n" +
+	"copy_media\x18\x05 \x03(\x0e2\x16.quire.cache.v1.MediumR\tcopyMediaB\t\n" +
 	"\a_tenant\"\x91\x01\n" +
 	"\x13WatchBlocksResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x18\n" +
 	"\acleared\x18\x02 \x01(\bR\acleared\x122\n" +
 	"\x06events\x18\x03 \x03(\v2\x1a.quire.cache.v1.BlockEventR\x06events\x12\x16\n" +
-	"\x06cursor\x18\x04 \x01(\tR\x06cursor\"\xe6\x01\n" +
+	"\x06cursor\x18\x04 \x01(\tR\x06cursor\"\x96\x02\n" +
 	"\n" +
 	"BlockEvent\x122\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x1e.quire.cache.v1.BlockEventKindR\x04kind\x12+\n" +
@@ -6965,7 +6991,8 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x03 \x03(\x05R\btokenIds\x12\x12\n" +
 	"\x04salt\x18\x04 \x01(\fR\x04salt\x12,\n" +
 	"\x12parent_prefix_hash\x18\x05 \x01(\fR\x10parentPrefixHash\x12\x18\n" +
-	"\aadapter\x18\x06 \x01(\fR\aadapter\"\x9d\x01\n" +
+	"\aadapter\x18\x06 \x01(\fR\aadapter\x12.\n" +
+	"\x06medium\x18\a \x01(\x0e2\x16.quire.cache.v1.MediumR\x06medium\"\x9d\x01\n" +
 	"\x14ExplainPrefixRequest\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\tR\x04pool\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\x12\x12\n" +
@@ -7396,84 +7423,86 @@ var file_quire_cache_v1_cache_service_proto_depIdxs = []int32{
 	46,  // 48: quire.cache.v1.ListBlocksResponse.blocks:type_name -> quire.cache.v1.Block
 	51,  // 49: quire.cache.v1.ListTenantsResponse.tenants:type_name -> quire.cache.v1.Tenant
 	81,  // 50: quire.cache.v1.Tenant.next_keep_end_time:type_name -> google.protobuf.Timestamp
-	54,  // 51: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
-	5,   // 52: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
-	46,  // 53: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
-	6,   // 54: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
-	81,  // 55: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
-	81,  // 56: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
-	70,  // 57: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	20,  // 58: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
-	59,  // 59: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
-	83,  // 60: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
-	26,  // 61: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
-	80,  // 62: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
-	81,  // 63: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
-	66,  // 64: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
-	81,  // 65: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
-	69,  // 66: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
-	26,  // 67: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
-	70,  // 68: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
-	7,   // 69: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
-	77,  // 70: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
-	26,  // 71: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
-	27,  // 72: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	79,  // 73: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
-	78,  // 74: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
-	27,  // 75: quire.cache.v1.PoolStatistics.disk_block_counts:type_name -> quire.cache.v1.HostBlockCounts
-	8,   // 76: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
-	10,  // 77: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
-	12,  // 78: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
-	14,  // 79: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
-	28,  // 80: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
-	86,  // 81: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
-	30,  // 82: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
-	33,  // 83: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
-	35,  // 84: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
-	37,  // 85: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
-	40,  // 86: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
-	44,  // 87: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
-	47,  // 88: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
-	49,  // 89: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
-	52,  // 90: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
-	67,  // 91: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
-	55,  // 92: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
-	57,  // 93: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
-	60,  // 94: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
-	62,  // 95: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
-	64,  // 96: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
-	71,  // 97: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
-	73,  // 98: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
-	75,  // 99: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
-	9,   // 100: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
-	11,  // 101: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
-	13,  // 102: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
-	24,  // 103: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
-	29,  // 104: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
-	87,  // 105: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
-	31,  // 106: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
-	34,  // 107: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
-	36,  // 108: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
-	38,  // 109: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
-	41,  // 110: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
-	45,  // 111: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
-	48,  // 112: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
-	50,  // 113: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
-	53,  // 114: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
-	68,  // 115: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
-	56,  // 116: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
-	58,  // 117: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
-	61,  // 118: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
-	63,  // 119: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
-	65,  // 120: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
-	72,  // 121: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
-	74,  // 122: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
-	76,  // 123: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
-	100, // [100:124] is the sub-list for method output_type
-	76,  // [76:100] is the sub-list for method input_type
-	76,  // [76:76] is the sub-list for extension type_name
-	76,  // [76:76] is the sub-list for extension extendee
-	0,   // [0:76] is the sub-list for field type_name
+	7,   // 51: quire.cache.v1.WatchBlocksRequest.copy_media:type_name -> quire.cache.v1.Medium
+	54,  // 52: quire.cache.v1.WatchBlocksResponse.events:type_name -> quire.cache.v1.BlockEvent
+	5,   // 53: quire.cache.v1.BlockEvent.kind:type_name -> quire.cache.v1.BlockEventKind
+	46,  // 54: quire.cache.v1.BlockEvent.block:type_name -> quire.cache.v1.Block
+	7,   // 55: quire.cache.v1.BlockEvent.medium:type_name -> quire.cache.v1.Medium
+	6,   // 56: quire.cache.v1.ExplainPrefixResponse.reason:type_name -> quire.cache.v1.MissReason
+	81,  // 57: quire.cache.v1.ExplainPrefixResponse.lost_time:type_name -> google.protobuf.Timestamp
+	81,  // 58: quire.cache.v1.ExplainPrefixResponse.epoch_time:type_name -> google.protobuf.Timestamp
+	70,  // 59: quire.cache.v1.ExplainPrefixResponse.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	20,  // 60: quire.cache.v1.CheckAdmissionRequest.admission:type_name -> quire.cache.v1.Admission
+	59,  // 61: quire.cache.v1.CheckAdmissionResponse.checks:type_name -> quire.cache.v1.AdmissionCheck
+	83,  // 62: quire.cache.v1.AdmissionCheck.refusal:type_name -> quire.cache.v1.Error
+	26,  // 63: quire.cache.v1.AdmissionCheck.block_counts:type_name -> quire.cache.v1.BlockCounts
+	80,  // 64: quire.cache.v1.PinPrefixRequest.ttl:type_name -> google.protobuf.Duration
+	81,  // 65: quire.cache.v1.PinPrefixResponse.expire_time:type_name -> google.protobuf.Timestamp
+	66,  // 66: quire.cache.v1.ListPinsResponse.pins:type_name -> quire.cache.v1.Pin
+	81,  // 67: quire.cache.v1.Pin.expire_time:type_name -> google.protobuf.Timestamp
+	69,  // 68: quire.cache.v1.LookupPrefixResponse.matches:type_name -> quire.cache.v1.PrefixMatch
+	26,  // 69: quire.cache.v1.PrefixMatch.block_counts:type_name -> quire.cache.v1.BlockCounts
+	70,  // 70: quire.cache.v1.PrefixMatch.tokens_by_medium:type_name -> quire.cache.v1.MediumTokens
+	7,   // 71: quire.cache.v1.MediumTokens.medium:type_name -> quire.cache.v1.Medium
+	77,  // 72: quire.cache.v1.GetStatisticsResponse.pools:type_name -> quire.cache.v1.PoolStatistics
+	26,  // 73: quire.cache.v1.PoolStatistics.block_counts:type_name -> quire.cache.v1.BlockCounts
+	27,  // 74: quire.cache.v1.PoolStatistics.host_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	79,  // 75: quire.cache.v1.PoolStatistics.refusal_counts:type_name -> quire.cache.v1.PoolStatistics.RefusalCountsEntry
+	78,  // 76: quire.cache.v1.PoolStatistics.layer_groups:type_name -> quire.cache.v1.LayerGroupStatistics
+	27,  // 77: quire.cache.v1.PoolStatistics.disk_block_counts:type_name -> quire.cache.v1.HostBlockCounts
+	8,   // 78: quire.cache.v1.CacheService.CreateLease:input_type -> quire.cache.v1.CreateLeaseRequest
+	10,  // 79: quire.cache.v1.CacheService.RenewLease:input_type -> quire.cache.v1.RenewLeaseRequest
+	12,  // 80: quire.cache.v1.CacheService.DeleteLease:input_type -> quire.cache.v1.DeleteLeaseRequest
+	14,  // 81: quire.cache.v1.CacheService.PlanStep:input_type -> quire.cache.v1.PlanStepRequest
+	28,  // 82: quire.cache.v1.CacheService.PlanSteps:input_type -> quire.cache.v1.PlanStepsRequest
+	86,  // 83: quire.cache.v1.CacheService.AttachPool:input_type -> quire.cache.v1.AttachPoolRequest
+	30,  // 84: quire.cache.v1.CacheService.GetPool:input_type -> quire.cache.v1.GetPoolRequest
+	33,  // 85: quire.cache.v1.CacheService.ListPools:input_type -> quire.cache.v1.ListPoolsRequest
+	35,  // 86: quire.cache.v1.CacheService.WatchPools:input_type -> quire.cache.v1.WatchPoolsRequest
+	37,  // 87: quire.cache.v1.CacheService.ListLeases:input_type -> quire.cache.v1.ListLeasesRequest
+	40,  // 88: quire.cache.v1.CacheService.GetSequence:input_type -> quire.cache.v1.GetSequenceRequest
+	44,  // 89: quire.cache.v1.CacheService.ListSequences:input_type -> quire.cache.v1.ListSequencesRequest
+	47,  // 90: quire.cache.v1.CacheService.ListBlocks:input_type -> quire.cache.v1.ListBlocksRequest
+	49,  // 91: quire.cache.v1.CacheService.ListTenants:input_type -> quire.cache.v1.ListTenantsRequest
+	52,  // 92: quire.cache.v1.CacheService.WatchBlocks:input_type -> quire.cache.v1.WatchBlocksRequest
+	67,  // 93: quire.cache.v1.CacheService.LookupPrefix:input_type -> quire.cache.v1.LookupPrefixRequest
+	55,  // 94: quire.cache.v1.CacheService.ExplainPrefix:input_type -> quire.cache.v1.ExplainPrefixRequest
+	57,  // 95: quire.cache.v1.CacheService.CheckAdmission:input_type -> quire.cache.v1.CheckAdmissionRequest
+	60,  // 96: quire.cache.v1.CacheService.PinPrefix:input_type -> quire.cache.v1.PinPrefixRequest
+	62,  // 97: quire.cache.v1.CacheService.UnpinPrefix:input_type -> quire.cache.v1.UnpinPrefixRequest
+	64,  // 98: quire.cache.v1.CacheService.ListPins:input_type -> quire.cache.v1.ListPinsRequest
+	71,  // 99: quire.cache.v1.CacheService.ResetPrefixCache:input_type -> quire.cache.v1.ResetPrefixCacheRequest
+	73,  // 100: quire.cache.v1.CacheService.AuditPool:input_type -> quire.cache.v1.AuditPoolRequest
+	75,  // 101: quire.cache.v1.CacheService.GetStatistics:input_type -> quire.cache.v1.GetStatisticsRequest
+	9,   // 102: quire.cache.v1.CacheService.CreateLease:output_type -> quire.cache.v1.CreateLeaseResponse
+	11,  // 103: quire.cache.v1.CacheService.RenewLease:output_type -> quire.cache.v1.RenewLeaseResponse
+	13,  // 104: quire.cache.v1.CacheService.DeleteLease:output_type -> quire.cache.v1.DeleteLeaseResponse
+	24,  // 105: quire.cache.v1.CacheService.PlanStep:output_type -> quire.cache.v1.PlanStepResponse
+	29,  // 106: quire.cache.v1.CacheService.PlanSteps:output_type -> quire.cache.v1.PlanStepsResponse
+	87,  // 107: quire.cache.v1.CacheService.AttachPool:output_type -> quire.cache.v1.AttachPoolResponse
+	31,  // 108: quire.cache.v1.CacheService.GetPool:output_type -> quire.cache.v1.GetPoolResponse
+	34,  // 109: quire.cache.v1.CacheService.ListPools:output_type -> quire.cache.v1.ListPoolsResponse
+	36,  // 110: quire.cache.v1.CacheService.WatchPools:output_type -> quire.cache.v1.WatchPoolsResponse
+	38,  // 111: quire.cache.v1.CacheService.ListLeases:output_type -> quire.cache.v1.ListLeasesResponse
+	41,  // 112: quire.cache.v1.CacheService.GetSequence:output_type -> quire.cache.v1.GetSequenceResponse
+	45,  // 113: quire.cache.v1.CacheService.ListSequences:output_type -> quire.cache.v1.ListSequencesResponse
+	48,  // 114: quire.cache.v1.CacheService.ListBlocks:output_type -> quire.cache.v1.ListBlocksResponse
+	50,  // 115: quire.cache.v1.CacheService.ListTenants:output_type -> quire.cache.v1.ListTenantsResponse
+	53,  // 116: quire.cache.v1.CacheService.WatchBlocks:output_type -> quire.cache.v1.WatchBlocksResponse
+	68,  // 117: quire.cache.v1.CacheService.LookupPrefix:output_type -> quire.cache.v1.LookupPrefixResponse
+	56,  // 118: quire.cache.v1.CacheService.ExplainPrefix:output_type -> quire.cache.v1.ExplainPrefixResponse
+	58,  // 119: quire.cache.v1.CacheService.CheckAdmission:output_type -> quire.cache.v1.CheckAdmissionResponse
+	61,  // 120: quire.cache.v1.CacheService.PinPrefix:output_type -> quire.cache.v1.PinPrefixResponse
+	63,  // 121: quire.cache.v1.CacheService.UnpinPrefix:output_type -> quire.cache.v1.UnpinPrefixResponse
+	65,  // 122: quire.cache.v1.CacheService.ListPins:output_type -> quire.cache.v1.ListPinsResponse
+	72,  // 123: quire.cache.v1.CacheService.ResetPrefixCache:output_type -> quire.cache.v1.ResetPrefixCacheResponse
+	74,  // 124: quire.cache.v1.CacheService.AuditPool:output_type -> quire.cache.v1.AuditPoolResponse
+	76,  // 125: quire.cache.v1.CacheService.GetStatistics:output_type -> quire.cache.v1.GetStatisticsResponse
+	102, // [102:126] is the sub-list for method output_type
+	78,  // [78:102] is the sub-list for method input_type
+	78,  // [78:78] is the sub-list for extension type_name
+	78,  // [78:78] is the sub-list for extension extendee
+	0,   // [0:78] is the sub-list for field type_name
 }
 
 func init() { file_quire_cache_v1_cache_service_proto_init() }
