@@ -292,7 +292,7 @@ class BlockReplica:
     def check(
         self, listed: Mapping[int, pb.Block], copies: Mapping[Place, pb.Block] | None = None, *, is_last: bool = False
     ) -> None:
-        """Compare with ListBlocks, and with the tiers' copies, at the moment of the last cursor. Raises BrokenPromise."""
+        """Compare with ListBlocks, and with copies, at the moment of the last cursor. Raises BrokenPromise."""
         self._comparison.check(self.blocks, listed, is_last=is_last)
         self._comparison_of_copies.check(self.copies, copies or {}, is_last=is_last)
 

@@ -680,8 +680,8 @@ class Inspector:
     ) -> tuple[bytes, int | None]:
         """A page as `list_blocks`, of all blocks that are not free, as events of a WatchBlocksResponse.
 
-        A reader's `known` has their present state then. With the medium "host" or "disk": the copies there, which have no
-        content, and a `known` of their own.
+        A reader's `known` has their present state then. With the medium "host" or "disk": the copies there, which have
+        no content, and a `known` of their own.
         """
 
     def changes(

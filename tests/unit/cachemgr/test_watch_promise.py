@@ -419,7 +419,9 @@ class Watcher:
     def check_delay(self, numbers: list[int]) -> None:
         now = self.world.now()
         for time, made in self.world.changes:
-            is_news = any(before < number <= last for before, number, last in zip(self.num_told, made, numbers))
+            is_news = any(
+                before < number <= last for before, number, last in zip(self.num_told, made, numbers, strict=False)
+            )
             if is_news and now - time > INTERVAL_S + TOLERANCE_S:
                 raise BrokenPromise(
                     "bounded delay", f"changes {made} were told {now - time:.3f} s after they were made"

@@ -74,7 +74,8 @@ OWN_FLAGS: list[Flag] = [
         type=click.Choice(list(COPIES)),
         multiple=True,
         show_default="none",
-        help="Also publish the copies of evicted blocks in this place, with the medium CPU or STORAGE. May be given twice.",
+        help="Also publish the copies of evicted blocks in this place, with the medium CPU or STORAGE. May be given "
+        "twice.",
     ),
     option("--topic", default="", metavar="TEXT", show_default="empty", help="The first frame of each batch."),
 ]

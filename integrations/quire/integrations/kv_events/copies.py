@@ -1,7 +1,7 @@
 """A copy of what is in the host tier and on the disk, which turns the answers of WatchBlocks into changes. Pure.
 
-Copies of evicted blocks are known by their prefix hash alone: cachemgr keeps no tokens of them. So all that can be found
-are published, also those that no prompt reaches because a block before them is gone.
+Copies of evicted blocks are known by their prefix hash alone: cachemgr keeps no tokens of them. So all that can be
+found are published, also those that no prompt reaches because a block before them is gone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 A block's hash is the first 8 bytes of its prefix hash, an unsigned integer. extra_keys has an entry for each block; the
 first block's has the namespace, tagged as Dynamo's own workers tag it. An untagged string would be ambiguous there.
-Copies in the host tier and on the disk have no tokens and no parent, as vLLM's own of offloaded blocks: their hashes say
-which blocks they are.
+Copies in the host tier and on the disk have no tokens and no parent, as vLLM's own of offloaded blocks: their hashes
+say which blocks they are.
 """
 
 from __future__ import annotations

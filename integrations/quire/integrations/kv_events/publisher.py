@@ -102,7 +102,7 @@ class PoolPublisher:
         everything: Callable[[], Iterator[Change | CopyChange]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Bind the sockets; everything returns all that is published, as stored. Raises AddressError, AddressInUseError."""
+        """Bind the sockets; everything returns all that consumers may know. Raises AddressError, AddressInUseError."""
         self._topic = topic.encode()
         self._everything = everything
         self._clock = clock

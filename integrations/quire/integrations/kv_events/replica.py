@@ -181,7 +181,10 @@ class PrefixReplica:
         return ReplicaStatistics(self._num_published, len(lone) - num_unconnected, num_unknown, num_unconnected)
 
     def apply(self, answer: pb.WatchBlocksResponse) -> list[Change]:
-        """Apply an answer of a watch with content; copies are left out. No changes before the moment's last answer, which has a cursor."""
+        """Apply an answer of a watch with content. No changes before the moment's last answer, which has a cursor.
+
+        Events about copies below the pool have no effect.
+        """
         if answer.cleared:
             self._forget()
             self._is_cleared = True
