@@ -186,6 +186,7 @@ class StepRequest:
     admission_reserve: int = 0
     """Blocks that restores and admissions leave allocatable."""
     host_copy_use: HostCopyUse = HostCopyUse.THERE_AND_BACK
+    skips_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ def body_of(request: StepRequest, lease_id: str, epoch: int = 1, *, request_id: 
         admission_token_budget=request.admission_token_budget,
         admission_reserve_block_count=request.admission_reserve,
         host_copy_use=request.host_copy_use.value,
+        skips_disk=request.skips_disk,
     )
     return message.SerializeToString(deterministic=True)
 

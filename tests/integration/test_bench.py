@@ -124,13 +124,18 @@ def test_pressure_compares_the_four_ways(tmp_path: Path) -> None:
 
 def test_tiers_finds_more_with_a_host_tier(tmp_path: Path) -> None:
     written, printed = run_quick("tiers", tmp_path)
-    alone, small, large = written["served"]
+    alone, small, large, disk = written["served"]
     assert (alone["host_blocks"], alone["host_hit_ratio"], alone["copied_blocks"]) == (0, 0, 0)
     assert 0 < small["host_hit_ratio"] <= large["host_hit_ratio"]
     assert large["computed_tokens"] < small["computed_tokens"] < alone["computed_tokens"]
+    assert (disk["host_blocks"], small["disk_hit_ratio"]) == (small["host_blocks"], 0)
+    assert disk["disk_blocks"] > 0
+    assert written["steps"]["num_read"] == written["sizes"]["prompt_blocks"]
+    assert min(written["steps"]["from_disk_s"] + written["steps"]["beside_reads_s"]) > 0
     assert written["steps"]["num_copied"] == written["sizes"]["prompt_blocks"]
     assert {len(steps) for steps in written["steps"]["steps_s"].values()} == {1}
     assert "copied from the host tier" in printed
+    assert "beside reads from the disk" in printed
 
 
 def test_prefix_skips_the_prefill_of_what_is_cached(tmp_path: Path) -> None:

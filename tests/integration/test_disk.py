@@ -96,13 +96,29 @@ def test_a_prompt_waits_for_its_prefix_on_the_disk_and_has_the_same_tokens(pair:
     holder = LeaseHolder.create(pair)
     plan = admit_waiting(holder, PROMPT)
     assert plan.admitted_cached_token_counts == [20]
-    holder.run(plan)
+    answer = holder.run(plan)
+    assert (answer.disk_read_block_count > 0) == (answer.disk_read_time.ToNanoseconds() > 0)
     holder.go_on(1, num_steps=4)
+    told = pair.worker_statistics()
+    assert (told.disk_read_block_count, told.disk_write_block_count >= 5) == (5, True)
+    assert min(told.disk_read_time.ToNanoseconds(), told.disk_write_time.ToNanoseconds()) > 0
     assert holder.tokens[1] == PROMPT + generate(PROMPT, 5)
     statistics = pair.statistics()
     assert statistics.read_from_disk_block_count == 5
     assert statistics.written_to_disk_block_count >= 5
     assert statistics.lost_on_disk_block_count == 0
+    end(holder)
+
+
+def test_a_plan_that_skips_the_disk_computes_what_is_only_there(pair: Pair, generate: Generate) -> None:
+    put_on_disk(pair)
+    holder = LeaseHolder.create(pair)
+    holder.tokens[1] = list(PROMPT)
+    admission = pb.Admission(sequence_id=1, token_ids=PROMPT, waits_for_prefix=True)
+    plan = holder.plan(admissions=[admission], skips_disk=True)
+    assert (len(plan.refusals), plan.admitted_cached_token_counts) == (0, [0])
+    holder.run(plan)
+    assert holder.tokens[1] == PROMPT + generate(PROMPT, 1)
     end(holder)
 
 

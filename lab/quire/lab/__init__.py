@@ -13,6 +13,7 @@ From a notebook:
     simulation.py     one run: a queue of events in virtual time
     routers.py        the choice of a pool for a request
     pool.py           a pool: cachemgr's books, an engine's scheduler, and a worker; step_times.py: its times
+    disk.py           the worker's disk
     measures.py       the results; report.py writes them
     eviction.py       judges an eviction policy: eviction_loads.py, replay.py, eviction_report.py
     policy_files.py   policies of the user, from files; errors.py: errors of the input

@@ -33,7 +33,8 @@ _MODEL = "lab"
 _MOST_INT32 = 2**31 - 1
 """Of the contract's fields. cachemgr checks the limits of their values."""
 _NAMES_HERE = {
-    "geometry": "fleet", "host_block_count": "host_blocks", "window_token_count": "window", "layer_count": "layers",
+    "geometry": "fleet", "host_block_count": "host_blocks", "disk_block_count": "disk_blocks",
+    "window_token_count": "window", "layer_count": "layers",
 }  # fmt: skip
 """Fields of the contract by their names in a configuration."""
 
@@ -116,6 +117,7 @@ class Fleet:
     blocks                 usable blocks of a pool, each of one layer group; 0: as many as the preset has room for
     host_blocks            blocks of the host tier; 0: there is none
     host_cache_share       part of them that may keep copies of evicted blocks, as the worker's --host-cache-share
+    disk_blocks            blocks of the disk below the host tier; 0: there is none
     layer_groups           the model's layers; none: one full group
     eviction               cachemgr's --eviction-policy, or "FILE.py:CLASS" (quire.cachemgr.eviction_interface)
     separate_tenants       tenants do not find one another's prefixes, as with `--tenants` of a gateway
@@ -133,6 +135,7 @@ class Fleet:
     separate_tenants: bool = False
     host_blocks: int = 0
     host_cache_share: float = 0.0
+    disk_blocks: int = 0
     layer_groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -140,6 +143,7 @@ class Fleet:
             "workers": (1, 1000), "blocks": (1, 2**24 - 1), "block_size": (1, 1024),
             "max_running_sequences": (1, 65_536), "max_step_tokens": (1, 2**20), "max_sequence_tokens": (2, 2**24),
             "host_blocks": (0, _MOST_INT32), "max_expected_prompts": (0, 65_536), "host_cache_share": (0, 1),
+            "disk_blocks": (0, _MOST_INT32),
         }  # fmt: skip
         _check("fleet", self, limits)
         try:
@@ -152,6 +156,9 @@ class Fleet:
             raise ConfigError.of_field("fleet.step.copy_s", self.step.copy_s, "above 0, with fleet.host_blocks")
         if self.host_cache_share and not self.host_blocks:
             raise ConfigError.of_field("fleet.host_cache_share", self.host_cache_share, "0, without fleet.host_blocks")
+        for name in ("read_s", "write_s") if self.disk_blocks else ():
+            if not getattr(self.step, name):
+                raise ConfigError.of_field(f"fleet.step.{name}", 0, "above 0, with fleet.disk_blocks")
 
     @property
     def geometry(self) -> attach_pb2.PoolGeometry:
@@ -170,6 +177,7 @@ class Fleet:
             model_fingerprint=_MODEL,
             host_block_count=self.host_blocks,
             host_cached_block_limit=int(self.host_cache_share * self.host_blocks),
+            disk_block_count=self.disk_blocks,
             layer_groups=[group.message for group in self.layer_groups],
         )
 

@@ -68,9 +68,14 @@ class Comparison:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The figures to show: those of the host tier if a configuration has one."""
+        """The figures to show: those of the host tier and of the disk if a configuration has one."""
         has_host_tier = any(config.fleet.host_blocks for config in self.configs)
-        return {name: metric for name, metric in METRICS.items() if has_host_tier or not metric.is_of_host_tier}
+        has_disk = any(config.fleet.disk_blocks for config in self.configs)
+        return {
+            name: metric
+            for name, metric in METRICS.items()
+            if (has_host_tier or not metric.is_of_host_tier) and (has_disk or not metric.is_of_disk)
+        }
 
     def estimate(self, index: int, metric: str) -> Estimate:
         """A metric of a configuration."""

@@ -66,6 +66,7 @@ class Metric:
     """A figure of the report: its name, its unit, and if more of it is better, worse, or neither.
 
     is_of_host_tier   it says something only about pools with a host tier
+    is_of_disk        it says something only about pools with a disk
     """
 
     title: str
@@ -73,6 +74,7 @@ class Metric:
     better: str = ""
     digits: int = 0
     is_of_host_tier: bool = False
+    is_of_disk: bool = False
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
@@ -93,6 +95,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "output_tokens_per_s": Metric("generated tokens a second", "", "more"),
         "hit_ratio": Metric("prompt tokens found in the cache", "%", "more", 2),
         "host_hit_ratio": Metric("prompt tokens found in the host tier", "%", "more", 2, is_of_host_tier=True),
+        "disk_hit_ratio": Metric("of these, read from the disk", "%", "more", 2, is_of_disk=True),
         "evicted_blocks": Metric("evicted blocks", "", "less"),
         "preemptions": Metric("preemptions", "", "less"),
         "offloads": Metric("of these, kept in the host tier", "", is_of_host_tier=True),
@@ -180,6 +183,7 @@ def summarise(records: Sequence[Record], limits: Limits, *, counters: Mapping[st
         "output_tokens_per_s": ratio(sum(record.num_generated for record in served), duration_s),
         "hit_ratio": ratio(sum(record.num_cached for record in served), num_prompt),
         "host_hit_ratio": ratio(counters["found_in_host_tokens"], num_prompt),
+        "disk_hit_ratio": ratio(counters["read_from_disk_tokens"], num_prompt),
         "evicted_blocks": counters["evicted_blocks"],
         "preemptions": counters["preemptions"],
         "offloads": counters["offloads"],

@@ -5,6 +5,7 @@ messages of the contract. The turns are those of engine.py: up to two steps are 
 the tokens of the one before it are back, and nothing is planned between those moments. Left out: gRPC, the texts and
 everything about failures. The worker's model is replaced by the time of a step (step_times.py), and tokens by those
 of the requests. A step first does its copies to the host tier and back, one block after the other, then it computes.
+The disk (disk.py) is read and written beside the steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from quire.client.engine.scheduling.statistics import SchedulerStatistics
 from quire.client.engine.scheduling.tier import TierCosts
 from quire.gateway.routing.choosing import PoolLoad, PoolUse
 from quire.lab.config import Fleet
+from quire.lab.disk import SimulatedDisk
 from quire.lab.step_times import IDLE_S
 from quire.lab.tokens import UNUSED_TOKEN
 
@@ -92,6 +94,7 @@ class SimulatedPool:
         self._ledger = Ledger(name, _EPOCH, messages.decode_geometry(geometry), policy=eviction, verify=verify)
         self._ledger.open_lease(_LEASE, ttl_s=1.0, now=0.0)
         self._ledger.keep_contents(False)  # nothing here reads the tokens of blocks
+        self._disk = SimulatedDisk(self._ledger, fleet.step) if fleet.disk_blocks else None
         limits = limits_of(
             geometry,
             max_step_tokens=fleet.max_step_tokens,
@@ -179,12 +182,16 @@ class SimulatedPool:
 
     def _plan(self, now_s: float, on_end: Callable[[Job], None]) -> bool:
         """Plan a step and begin it when the worker is free. False if a step in flight has to end first."""
+        if self._disk is not None:
+            self._disk.turn(now_s)
         plan = self._scheduler.schedule()
         if plan.is_empty:
             return False
         request = encode_plan(plan, lease_id=_LEASE, epoch=_EPOCH, request_id="")
         body = PlanRequest(request.SerializeToString())
         planned = self._ledger.plan(body, now=now_s, names_tenants=self._fleet.separate_tenants)
+        if self._disk is not None:
+            self._disk.turn(now_s)
         encoded = planned.encode_answer() + messages.encode_refusals(planned)
         answer = cache_service_pb2.PlanStepResponse.FromString(encoded)
         step = self._scheduler.on_planned(plan, decode_granted_step(answer))
@@ -254,11 +261,15 @@ class SimulatedPool:
     def _observe_costs(self, sent: _Sent) -> None:
         """Let the scheduler learn the costs of a preemption's two ways, as the engine does."""
         if self._fleet.host_blocks:
+            block_bytes = self._scheduler.limits.block_bytes
+            num_read, read_s = (0, 0.0) if self._disk is None else self._disk.take_reads()
             self._scheduler.costs.observe_step(
                 sent.step.counts,
                 compute_s=sent.compute_s,
-                num_copied_bytes=sent.num_copied * self._scheduler.limits.block_bytes,
+                num_copied_bytes=sent.num_copied * block_bytes,
                 copy_s=sent.copy_s,
+                num_read_bytes=num_read * block_bytes,
+                read_s=read_s,
             )
 
     def _token_of(self, sequence: EngineSequence | None) -> int:

@@ -179,7 +179,8 @@ def _describe(config: LabConfig) -> str:
             f"lengths {load.lengths}, tenants {dict(load.tenants)}",
             f"workers  {fleet.workers}, each with {fleet.blocks:,} blocks of {fleet.block_size} tokens"
             + (f" and {fleet.host_blocks:,} in the host tier" if fleet.host_blocks else "")
-            + (f", {fleet.host_cache_share:g} of them for evicted blocks" if fleet.host_cache_share else ""),
+            + (f", {fleet.host_cache_share:g} of them for evicted blocks" if fleet.host_cache_share else "")
+            + (f", and {fleet.disk_blocks:,} on the disk" if fleet.disk_blocks else ""),
             *(f"layers   {group}" for group in fleet.layer_groups),
             f"eviction {fleet.eviction_in_use}",
             f"         at most {fleet.max_running_sequences} sequences and {fleet.max_step_tokens} tokens a step, "

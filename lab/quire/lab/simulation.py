@@ -208,6 +208,7 @@ class Simulation:
             "restores": sum(each.restore_count for each in books),
             "copied_blocks": sum(pool.num_copied for pool in self.pools),
             "found_in_host_tokens": sum(each.found_in_host_token_count for each in books),
+            "read_from_disk_tokens": sum(each.read_from_disk_block_count for each in books) * fleet.block_size,
             "copying_s": sum(pool.copying_s for pool in self.pools),
             "computed_tokens": last["computed_tokens"],
             "recomputed_tokens": sum(each.recomputed_token_count for each in books),

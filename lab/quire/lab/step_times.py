@@ -60,6 +60,7 @@ Curve = tuple[tuple[float, float], ...]
 class StepTime:
     """The coefficients, in seconds. copy_s is the time to copy a block to the host tier, or back; 0: unknown.
 
+    read_s and write_s are the times to read a block from the disk and to write one; 0: unknown.
     token_s and sequence_s are the seconds of each, or a curve that begins with 0 or 1.
     """
 
@@ -71,6 +72,8 @@ class StepTime:
     sequence_s: float | Curve = 0.0
     overhead_s: float = 0.0
     copy_s: float = 0.0
+    read_s: float = 0.0
+    write_s: float = 0.0
     idle_ratio: float = 1.0
 
     def __post_init__(self) -> None:

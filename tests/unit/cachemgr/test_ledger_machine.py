@@ -48,8 +48,9 @@ from planning import (
 )
 
 from quire.cache.v1 import attach_pb2
+from quire.cache.v1 import cache_service_pb2 as pb
 from quire.cache.v1.layer_spans import LayerGroupKind
-from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Ledger
+from quire.cachemgr._core import DEFAULT_POLICY, NUM_CANDIDATES, Known, Ledger
 from quire.cachemgr.blocks import BlockState
 from quire.cachemgr.errors import CallRefused, Reason
 from quire.cachemgr.geometry import Geometry, LayerGroup
@@ -1022,6 +1023,7 @@ class Books:
         """The least positions that the items with a position out of range name."""
         self.touched_now, self.host_touched_now = set(), set()
         self.host_copy_use = request.host_copy_use
+        self.skips_disk = request.skips_disk
         released, offloaded, restored, admitted = [], [], [], []
         for seq_id in request.releases:
             if self.release(seq_id):
@@ -1499,7 +1501,8 @@ class Books:
         needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
-        if admission.waits_for_prefix and may_copy and self.take_reads(prefixes[length + len(copies) :]):
+        reads = admission.waits_for_prefix and may_copy and not self.skips_disk
+        if reads and self.take_reads(prefixes[length + len(copies) :]):
             return Reason.PREFIX_BEING_COMPUTED
         is_written = admission.cache_use is not CacheUse.NONE
         unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length + len(copies) :]
@@ -1719,6 +1722,8 @@ class LedgerMachine(RuleBasedStateMachine):
     """True if evicted blocks are copied to the host tier, and sequences come and go."""
     has_disk = False
     """True if the host tier is small, and has a disk below."""
+    watched = None
+    """The ledger and the epoch that are watched, and what was told of each medium of copies."""
 
     @initialize(
         groups=st.sampled_from(LAYER_GROUPS),
@@ -1928,6 +1933,7 @@ class LedgerMachine(RuleBasedStateMachine):
             admission_token_budget=rng.choice([0, 0, 0, 1, 3]),
             admission_reserve=rng.choice([0, 0, 0, 1]),
             host_copy_use=rng.choice([HostCopyUse.THERE_AND_BACK] * 6 + [HostCopyUse.BACK, HostCopyUse.NONE]),
+            skips_disk=self.has_disk and rng.random() < 0.1,
         )
 
     def add_extend(self, sequence, seq_id, rng, counts, appends, drafts):
@@ -2503,6 +2509,24 @@ class LedgerMachine(RuleBasedStateMachine):
             self.findable_blocks_hold_what_their_hash_says()
             self.computed_tokens_are_there()
             self.books_agree()
+            self.watched_copies_agree()
+
+    def watched_copies_agree(self):
+        """A watch that reads all changes has the copies that the tiers have."""
+        if self.watched is None or self.watched[0] != (self.ledger, self.ledger.epoch):
+            media = {"host": self.ledger.probe.host_copies, "disk": self.ledger.probe.disk_copies}
+            self.watched = (
+                (self.ledger, self.ledger.epoch),
+                [(medium, Known(0), {}, copies) for medium, copies in media.items()],
+            )
+        for medium, known, told, copies in self.watched[1]:
+            events = self.ledger.inspector.changes(known, 1 << 20, tenant=None, with_content=False, medium=medium)
+            for event in pb.WatchBlocksResponse.FromString(events).events:
+                told.pop(event.block.block_id, None)
+                if event.kind == pb.BLOCK_EVENT_KIND_STORED:
+                    told[event.block.block_id] = (event.block.prefix_hash, event.block.tenant)
+            listed = {block: (each, tenant) for block, each, tenant, is_arriving in copies() if not is_arriving}
+            assert told == listed, f"a watch of the {medium} has other copies"
 
     def books_agree(self):
         books, ledger = self.books, self.ledger

@@ -117,6 +117,26 @@ def test_copies_that_take_longer_than_computing_are_not_made(copy_s: float, num_
     assert metrics["copied_blocks"] == num_copied
 
 
+@pytest.mark.parametrize(("read_s", "is_read"), [(0.001, True), (0.02, False)])
+def test_prompts_that_left_the_host_tier_are_read_from_the_disk_if_that_is_faster(read_s: float, is_read: bool) -> None:
+    """Prompts of four documents in turn; pool and host tier have room for one each. A block takes 16 ms to compute."""
+    step = STEP | {"token_s": 0.001, "read_s": read_s, "write_s": 0.001}
+    contents = [Content.of([(1 + turn % 4, 0, 400), (9 + turn, 0, 2)]) for turn in range(24)]
+    prompts = [Request(content, 401, 1, 60.0 * turn, 0) for turn, content in enumerate(contents)]
+    fleet = {"workers": 1, "step": step, "host_blocks": 40, "host_cache_share": 1.0}
+    load = PRESSURE | {"lengths": "known"}
+    without, disk = (
+        Simulation(config(load, **fleet, disk_blocks=count), 1, prompts).run().metrics for count in (0, 400)
+    )
+    assert without["disk_hit_ratio"] == 0
+    if is_read:
+        assert disk["disk_hit_ratio"] > without["hit_ratio"] + 0.5
+        assert disk["computed_tokens"] < 0.4 * without["computed_tokens"]
+        assert disk["first_token_p50_s"] < 0.4 * without["first_token_p50_s"]
+    else:
+        assert disk["disk_hit_ratio"] < 0.2, "the first reads show what a read takes"
+
+
 # Layer groups.
 
 
@@ -274,6 +294,11 @@ def test_a_preset_has_room_and_copies_by_its_groups() -> None:
         ),
         ({"host_cache_share": 2, "host_blocks": 1}, "fleet.host_cache_share is 2: must be 0 to 1"),
         ({"host_cache_share": 1}, "fleet.host_cache_share is 1: must be 0, without fleet.host_blocks"),
+        ({"disk_blocks": 1, "host_blocks": 1}, "fleet.disk_blocks is 1: must be 0 to 0"),
+        (
+            {"disk_blocks": 1, "host_blocks": 1, "host_cache_share": 1},
+            "fleet.step.read_s is 0: must be above 0, with fleet.disk_blocks",
+        ),
         ({"step": STEP | {"copy_s": -1}}, "fleet.step.copy_s is -1: must be seconds"),
         ({"layer_groups": 2}, "fleet.layer_groups is 2: must be a list of tables with kind, layers and window"),
         ({"layer_groups": [1]}, "fleet.layer_groups is [1]: must be a list of tables"),

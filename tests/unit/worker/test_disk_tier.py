@@ -105,6 +105,8 @@ def test_what_was_written_is_read_to_another_host_block(disk: Disk) -> None:
     assert disk.run(2) == [(3, True), (4, False)], "the second has other content"
     assert (disk.host.blocks[7], disk.host.blocks[6]) == (disk.host.blocks[3], bytes([6]) * CONTENT_BYTES)
     assert (disk.tier.counters.written, disk.tier.counters.read, disk.tier.counters.failed_reads) == (2, 1, 1)
+    assert disk.tier.take_reads() == (1, disk.tier.counters.read_s)
+    assert disk.tier.take_reads() == (0, 0.0)
 
 
 def test_a_repeated_order_is_reported_again_and_not_carried_out(disk: Disk) -> None:

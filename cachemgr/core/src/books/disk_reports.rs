@@ -50,7 +50,7 @@ impl Books {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::books::plans::{GrantedStep, StepRequest};
+    use crate::books::plans::{Admission, GrantedStep, StepRequest};
     use crate::books::tests::{Bench, admission};
     use crate::cache::disk::DiskOrder;
     use crate::cache::journal::Known;
@@ -107,8 +107,11 @@ mod tests {
     }
 
     fn admit_waiting(bench: &mut Bench) -> GrantedStep {
-        let waiting = crate::books::plans::Admission { waits_for_prefix: true, ..admission(1, &PROMPT) };
-        bench.plan(StepRequest { admissions: vec![waiting], ..StepRequest::default() })
+        bench.plan(StepRequest { admissions: vec![waiting()], ..StepRequest::default() })
+    }
+
+    fn waiting() -> Admission {
+        Admission { waits_for_prefix: true, ..admission(1, &PROMPT) }
     }
 
     /// PROMPT is on the disk alone.
@@ -206,6 +209,9 @@ mod tests {
     fn an_admission_that_does_not_wait_reads_nothing() {
         let mut bench = on_disk();
         assert_eq!((bench.admit(1, &PROMPT).admitted_cached_counts, orders(&bench)), (vec![0], vec![]));
+        let admissions = vec![waiting()];
+        let plan = on_disk().plan(StepRequest { admissions, skips_disk: true, ..StepRequest::default() });
+        assert_eq!((plan.admitted_cached_counts, plan.refusals.len()), (vec![0], 0));
     }
 
     #[test]

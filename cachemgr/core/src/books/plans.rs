@@ -185,6 +185,8 @@ pub struct StepRequest {
     /// Blocks that restores and admissions leave allocatable.
     pub admission_reserve: usize,
     pub host_copy_use: HostCopyUse,
+    /// No copies are read from the disk for it.
+    pub skips_disk: bool,
     /// Admissions and expected prompts may be another tenant's than the lease's.
     pub names_tenants: bool,
     /// Prefix hashes of the first admissions that were computed before; planning computes the others.

@@ -684,6 +684,8 @@ pub struct PlanStepRequest {
     pub restores: ::prost::alloc::vec::Vec<Restore>,
     #[prost(enumeration="HostCopyUse", tag="54")]
     pub host_copy_use: i32,
+    #[prost(bool, tag="55")]
+    pub skips_disk: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReturnHint {

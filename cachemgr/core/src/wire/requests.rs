@@ -76,6 +76,7 @@ pub fn step_request(
         admission_token_budget,
         admission_reserve,
         host_copy_use: host_copy_use(request.host_copy_use)?,
+        skips_disk: request.skips_disk,
         names_tenants,
         hashes: Vec::new(),
     })

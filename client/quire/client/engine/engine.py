@@ -101,6 +101,7 @@ class EngineStatistics:
     copied_blocks    within the pool, by forks: shared blocks that were to be written
     offloaded_bytes, restored_bytes    copied to the pool's host tier, and back
     prefill_tokens_per_s, copy_bytes_per_s    by what preempted sequences are kept there or computed again: of late
+    read_bytes_per_s    from the disk, of late
     """
 
     scheduler: SchedulerStatistics
@@ -116,6 +117,7 @@ class EngineStatistics:
     restored_bytes: int
     prefill_tokens_per_s: float
     copy_bytes_per_s: float
+    read_bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -492,6 +494,7 @@ class Engine:
             restored_bytes=counters.restored_bytes,
             prefill_tokens_per_s=self._scheduler.costs.prefill.per_s,
             copy_bytes_per_s=self._scheduler.costs.copy.per_s,
+            read_bytes_per_s=self._scheduler.costs.read.per_s,
         )
 
     def _look(self) -> EngineLook:
@@ -721,6 +724,8 @@ class Engine:
             compute_s=seconds["forward_s"] + seconds["sample_s"],
             num_copied_bytes=(offloaded + restored) * block_bytes,
             copy_s=seconds["offload_s"] + seconds["restore_s"],
+            num_read_bytes=response.disk_read_block_count * block_bytes,
+            read_s=response.disk_read_time.ToNanoseconds() / 1e9,
         )
 
     def _observe_step(self, costs: StepCosts, sent: _Sent, ended: float, *, device_s: float) -> None:

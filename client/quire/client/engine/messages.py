@@ -139,6 +139,7 @@ def encode_plan(plan: Plan, *, lease_id: str, epoch: int, request_id: str) -> ca
         admission_token_budget=plan.admission_token_budget,
         admission_reserve_block_count=plan.admission_reserve_blocks,
         host_copy_use=_HOST_COPY_USES[plan.host_copy_use],
+        skips_disk=plan.skips_disk,
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from quire.cache.v1 import cache_service_pb2 as pb
 
-Medium = pb.Medium.ValueType
+Medium: TypeAlias = "pb.Medium.ValueType"
 MAX_HASHES = 4_096
 """Of one change."""
 

@@ -531,6 +531,7 @@ class PlanStepRequest(_message.Message):
     ADMISSION_RESERVE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORES_FIELD_NUMBER: _builtins.int
     HOST_COPY_USE_FIELD_NUMBER: _builtins.int
+    SKIPS_DISK_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
     epoch: _builtins.int
@@ -548,6 +549,10 @@ class PlanStepRequest(_message.Message):
     host_copy_use: Global___HostCopyUse.ValueType
     """The copies of evicted blocks that this plan may make. No effect on offloads and
     restores, and in a pool that keeps no such copies.
+    """
+    skips_disk: _builtins.bool
+    """True: this plan has no copies read from the disk; its admissions compute what
+    only the disk has. So does HOST_COPY_USE_NONE.
     """
     @_builtins.property
     def release_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -615,10 +620,11 @@ class PlanStepRequest(_message.Message):
         admission_reserve_block_count: _builtins.int = ...,
         restores: _abc.Iterable[Global___Restore] | None = ...,
         host_copy_use: Global___HostCopyUse.ValueType = ...,
+        skips_disk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "expected_prompts", b"expected_prompts", "extends", b"extends", "forks", b"forks", "host_copy_use", b"host_copy_use", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_reserve_block_count", b"admission_reserve_block_count", "admission_token_budget", b"admission_token_budget", "admissions", b"admissions", "epoch", b"epoch", "expected_prompts", b"expected_prompts", "extends", b"extends", "forks", b"forks", "host_copy_use", b"host_copy_use", "lease_id", b"lease_id", "offload_sequence_ids", b"offload_sequence_ids", "release_sequence_ids", b"release_sequence_ids", "request_id", b"request_id", "restores", b"restores", "return_hints", b"return_hints", "skips_disk", b"skips_disk", "trim_sequence_ids", b"trim_sequence_ids", "trim_token_counts", b"trim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -851,6 +851,8 @@ class RunStepResponse(_message.Message):
     OFFLOADED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     COPIED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_READ_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_READ_TIME_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
     LATE_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
@@ -862,6 +864,8 @@ class RunStepResponse(_message.Message):
     """Blocks copied from the host tier."""
     copied_block_count: _builtins.int
     """Blocks copied within the pool: shared blocks that a sequence was to write."""
+    disk_read_block_count: _builtins.int
+    """Blocks read from the disk since the answer to an earlier step, of any client."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sequences with a sampled token, in the grant's order."""
@@ -885,6 +889,10 @@ class RunStepResponse(_message.Message):
     @_builtins.property
     def timings(self) -> Global___StepTimings:
         """The step's time, by phase."""
+
+    @_builtins.property
+    def disk_read_time(self) -> _duration_pb2.Duration:
+        """Time of these reads, which run beside the steps."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
@@ -920,13 +928,15 @@ class RunStepResponse(_message.Message):
         offloaded_block_count: _builtins.int = ...,
         restored_block_count: _builtins.int = ...,
         copied_block_count: _builtins.int = ...,
+        disk_read_block_count: _builtins.int = ...,
+        disk_read_time: _duration_pb2.Duration | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
         grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
         late_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk_read_time", b"disk_read_time", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "grammar_failures", b"grammar_failures", "late_sequence_ids", b"late_sequence_ids", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_counts", b"sampled_token_counts", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_block_count", b"copied_block_count", "disk_read_block_count", b"disk_read_block_count", "disk_read_time", b"disk_read_time", "grammar_failures", b"grammar_failures", "late_sequence_ids", b"late_sequence_ids", "logprobs", b"logprobs", "offloaded_block_count", b"offloaded_block_count", "prompt_logprobs", b"prompt_logprobs", "restored_block_count", b"restored_block_count", "sampled_token_counts", b"sampled_token_counts", "sampled_token_ids", b"sampled_token_ids", "sequence_ids", b"sequence_ids", "step_number", b"step_number", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1218,6 +1228,10 @@ class GetStatisticsResponse(_message.Message):
     RESTORED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOST_COPY_TIME_FIELD_NUMBER: _builtins.int
     STEP_PARTS_FIELD_NUMBER: _builtins.int
+    DISK_READ_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_READ_TIME_FIELD_NUMBER: _builtins.int
+    DISK_WRITE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_WRITE_TIME_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The pool's epoch."""
     term: _builtins.int
@@ -1248,6 +1262,10 @@ class GetStatisticsResponse(_message.Message):
     """Blocks copied to the host tier."""
     restored_block_count: _builtins.int
     """Blocks copied from the host tier."""
+    disk_read_block_count: _builtins.int
+    """Blocks read from the disk."""
+    disk_write_block_count: _builtins.int
+    """Blocks written to the disk."""
     @_builtins.property
     def refusal_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Steps refused before anything was touched, by reason."""
@@ -1263,6 +1281,14 @@ class GetStatisticsResponse(_message.Message):
     @_builtins.property
     def step_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepPart]:
         """How each part of a step runs."""
+
+    @_builtins.property
+    def disk_read_time(self) -> _duration_pb2.Duration:
+        """Time of these reads."""
+
+    @_builtins.property
+    def disk_write_time(self) -> _duration_pb2.Duration:
+        """Time of these writes."""
 
     def __init__(
         self,
@@ -1286,10 +1312,14 @@ class GetStatisticsResponse(_message.Message):
         restored_block_count: _builtins.int = ...,
         host_copy_time: _duration_pb2.Duration | None = ...,
         step_parts: _abc.Iterable[Global___StepPart] | None = ...,
+        disk_read_block_count: _builtins.int = ...,
+        disk_read_time: _duration_pb2.Duration | None = ...,
+        disk_write_block_count: _builtins.int = ...,
+        disk_write_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forward_time", b"forward_time", "host_copy_time", b"host_copy_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk_read_time", b"disk_read_time", "disk_write_time", b"disk_write_time", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time", "offloaded_block_count", b"offloaded_block_count", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "restored_block_count", b"restored_block_count", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "step_parts", b"step_parts", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "computed_step_count", b"computed_step_count", "computed_token_count", b"computed_token_count", "copied_block_count", b"copied_block_count", "disk_read_block_count", b"disk_read_block_count", "disk_read_time", b"disk_read_time", "disk_write_block_count", b"disk_write_block_count", "disk_write_time", b"disk_write_time", "epoch", b"epoch", "failed_step_count", b"failed_step_count", "forward_time", b"forward_time", "host_copy_time", b"host_copy_time", "offloaded_block_count", b"offloaded_block_count", "open_lease_count", b"open_lease_count", "refusal_counts", b"refusal_counts", "restored_block_count", b"restored_block_count", "sampled_token_count", b"sampled_token_count", "sequence_count", b"sequence_count", "skipped_step_count", b"skipped_step_count", "step_in_flight_count", b"step_in_flight_count", "step_parts", b"step_parts", "term", b"term", "unacknowledged_report_count", b"unacknowledged_report_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

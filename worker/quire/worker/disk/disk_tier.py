@@ -81,6 +81,8 @@ class DiskTier:
         """Orders that have ended, and may be repeated: whether each is done."""
         self.last_order = 0
         self.counters = DiskCounters()
+        self._told = (0, 0.0)
+        """The copies that were read, and the time of it, at the last `take_reads`."""
         self.report: Report = lambda number, is_done: None
         self._paused_until = 0.0
         self._rest_s = 0.0
@@ -136,6 +138,11 @@ class DiskTier:
                 tenants=list(indexes),
                 tenant_indexes=tenant_indexes,
             )
+
+    def take_reads(self) -> tuple[int, float]:
+        """Return the copies that were read since the last call, and the time of these reads."""
+        before, self._told = self._told, (self.counters.read, self.counters.read_s)
+        return self._told[0] - before[0], self._told[1] - before[1]
 
     def close(self) -> None:
         """Let the threads end; one that hangs in the disk is left."""
@@ -201,13 +208,14 @@ class DiskTier:
     def _read(self, epoch: int, order: attach_pb2.DiskRead) -> bool:
         started = time.monotonic()
         content = self._store.read(order.disk_block_id, prefix_hash=order.prefix_hash)
-        self.counters.read_s += time.monotonic() - started
+        took = time.monotonic() - started
         self._begun.wait()
         with self._lock:
             if epoch != self._epoch:
                 return False
             self._host.write_host_block(order.host_block_id, content)
         self.counters.read += 1
+        self.counters.read_s += took
         return True
 
     def _failed(self, kind: str, error: OSError) -> None:

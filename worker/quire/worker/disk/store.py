@@ -218,7 +218,7 @@ class Store:
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Stop the collection of garbage meanwhile. Of a million records, half of the time went into looking for garbage."""
+    """Stop the collection of garbage meanwhile: of a million records, half of the time went into looking for some."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

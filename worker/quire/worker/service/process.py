@@ -105,7 +105,7 @@ async def serve(config: WorkerConfig, signals: StopSignals) -> None:
         loader = AdapterLoader(
             model, steps, thread, model_name=config.model_name, excluded=why_no_adapters(config, model)
         )
-        servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry, loader)
+        servicer = WorkerServicer(steps, attachment, describe_model(config, model, pool), geometry, loader, disk)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         await server.start(config.server.listen)
         server.run_alongside(attachment.run())

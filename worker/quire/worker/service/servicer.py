@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from quire.cache.v1 import attach_pb2
 from quire.compute.v1 import worker_service_pb2, worker_service_pb2_grpc
 from quire.serving.errors import answering, to_message
+from quire.worker.disk.disk_tier import DiskCounters, DiskTier
 from quire.worker.grant.errors import Reason, Refused, invalid
 from quire.worker.memory.step_batch import max_logits
 from quire.worker.run.executor import Outcome, StepResult
@@ -43,8 +44,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         model: ModelDescription,
         geometry: attach_pb2.PoolGeometry,
         adapters: AdapterLoader,
+        disk: DiskTier | None = None,
     ) -> None:
         self._steps = steps
+        self._disk = disk
         self._adapters = adapters
         self._attachment = attachment
         self._model = model
@@ -88,7 +91,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.RunStepRequest, context: Context
     ) -> worker_service_pb2.RunStepResponse:
         followed = await self._steps.follow_grammars(request)
-        return encode_ended(await self._steps.accept(request, followed))
+        return self._answer_to(await self._steps.accept(request, followed))
 
     @refusing
     async def CheckGrammar(  # noqa: N802
@@ -111,7 +114,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             await context.send_initial_metadata(())
             while ended is not None:
                 try:
-                    answer = worker_service_pb2.RunStepsResponse(step=encode_ended(await ended))
+                    answer = worker_service_pb2.RunStepsResponse(step=self._answer_to(await ended))
                 except Refused as refused:
                     answer = worker_service_pb2.RunStepsResponse(error=to_message(refused.status))
                 yield answer
@@ -122,6 +125,14 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             self._owe(accepted, -self._owed[accepted])
             del self._owed[accepted]
+
+    def _answer_to(self, ended: EndedStep) -> worker_service_pb2.RunStepResponse:
+        """The answer to a step that has ended. Raises Refused if it failed."""
+        answer = encode_ended(ended)
+        if self._disk is not None and (reads := self._disk.take_reads())[0]:
+            answer.disk_read_block_count = reads[0]
+            answer.disk_read_time.CopyFrom(duration(reads[1]))
+        return answer
 
     async def _accept_all(
         self,
@@ -161,6 +172,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> worker_service_pb2.GetStatisticsResponse:
         gate = self._steps.gate.statistics()
         counters = self._steps.counters
+        of_disk = DiskCounters() if self._disk is None else self._disk.counters
         return worker_service_pb2.GetStatisticsResponse(
             epoch=gate.epoch,
             term=gate.term,
@@ -180,6 +192,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             offloaded_block_count=counters.offloaded_blocks,
             restored_block_count=counters.restored_blocks,
             host_copy_time=duration(counters.host_copy_s),
+            disk_read_block_count=of_disk.read,
+            disk_read_time=duration(of_disk.read_s),
+            disk_write_block_count=of_disk.written,
+            disk_write_time=duration(of_disk.write_s),
             step_parts=[
                 worker_service_pb2.StepPart(part=mode.part, mode=mode.how, degraded_reason=mode.degraded)
                 for mode in self._model.modes.all()

@@ -168,7 +168,7 @@ impl StepPlanner<'_> {
         num_in_pool: usize,
         copies: &[TierBlockId],
     ) -> Option<Refusal> {
-        if !admission.waits_for_prefix || self.host_copy_use == HostCopyUse::None {
+        if !admission.waits_for_prefix || self.skips_disk || self.host_copy_use == HostCopyUse::None {
             return None;
         }
         let num_found = num_in_pool + copies.len();

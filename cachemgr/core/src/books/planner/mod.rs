@@ -76,6 +76,7 @@ pub struct StepPlanner<'a> {
     plan: GrantedStep,
     budget: Budget,
     host_copy_use: HostCopyUse,
+    skips_disk: bool,
     /// Blocks that steps in flight of other leases fill, if an admission asks for it.
     fills_elsewhere: Vec<Fill>,
     /// Blocks that explanations may still look up.
@@ -113,6 +114,7 @@ impl<'a> StepPlanner<'a> {
             plan,
             budget,
             host_copy_use: HostCopyUse::default(),
+            skips_disk: false,
             fills_elsewhere: Vec::new(),
             num_explained: MAX_HASHED_IN_PLAN,
         }
@@ -126,6 +128,7 @@ impl<'a> StepPlanner<'a> {
     /// Applies the request and puts the step in flight. `owners`: the owners of its admissions.
     pub fn run(mut self, request: &StepRequest, owners: Vec<Owner>) -> Result<GrantedStep> {
         self.host_copy_use = request.host_copy_use;
+        self.skips_disk = request.skips_disk;
         let hints: HashMap<i64, &ReturnHint> = request.return_hints.iter().map(|hint| (hint.seq_id, hint)).collect();
         for seq_id in &request.releases {
             self.release(*seq_id, hints.get(seq_id).copied())?;

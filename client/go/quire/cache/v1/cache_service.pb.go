@@ -920,7 +920,10 @@ type PlanStepRequest struct {
 	Restores []*Restore `protobuf:"bytes,53,rep,name=restores,proto3" json:"restores,omitempty"`
 	// The copies of evicted blocks that this plan may make. No effect on offloads and
 	// restores, and in a pool that keeps no such copies.
-	HostCopyUse   HostCopyUse `protobuf:"varint,54,opt,name=host_copy_use,json=hostCopyUse,proto3,enum=quire.cache.v1.HostCopyUse" json:"host_copy_use,omitempty"`
+	HostCopyUse HostCopyUse `protobuf:"varint,54,opt,name=host_copy_use,json=hostCopyUse,proto3,enum=quire.cache.v1.HostCopyUse" json:"host_copy_use,omitempty"`
+	// True: this plan has no copies read from the disk; its admissions compute what
+	// only the disk has. So does HOST_COPY_USE_NONE.
+	SkipsDisk     bool `protobuf:"varint,55,opt,name=skips_disk,json=skipsDisk,proto3" json:"skips_disk,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1065,6 +1068,13 @@ func (x *PlanStepRequest) GetHostCopyUse() HostCopyUse {
 		return x.HostCopyUse
 	}
 	return HostCopyUse_HOST_COPY_USE_UNSPECIFIED
+}
+
+func (x *PlanStepRequest) GetSkipsDisk() bool {
+	if x != nil {
+		return x.SkipsDisk
+	}
+	return false
 }
 
 // The expected next use of a released sequence's tokens: a chat with a user that is
@@ -6691,7 +6701,7 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteLeaseRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\"\x15\n" +
-	"\x13DeleteLeaseResponse\"\xb0\x06\n" +
+	"\x13DeleteLeaseResponse\"\xcf\x06\n" +
 	"\x0fPlanStepRequest\x12\x19\n" +
 	"\blease_id\x18\x01 \x01(\tR\aleaseId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x03R\x05epoch\x12\x1d\n" +
@@ -6712,7 +6722,9 @@ const file_quire_cache_v1_cache_service_proto_rawDesc = "" +
 	"\x16admission_token_budget\x183 \x01(\x05R\x14admissionTokenBudget\x12A\n" +
 	"\x1dadmission_reserve_block_count\x184 \x01(\x05R\x1aadmissionReserveBlockCount\x123\n" +
 	"\brestores\x185 \x03(\v2\x17.quire.cache.v1.RestoreR\brestores\x12?\n" +
-	"\rhost_copy_use\x186 \x01(\x0e2\x1b.quire.cache.v1.HostCopyUseR\vhostCopyUse\"\x98\x01\n" +
+	"\rhost_copy_use\x186 \x01(\x0e2\x1b.quire.cache.v1.HostCopyUseR\vhostCopyUse\x12\x1d\n" +
+	"\n" +
+	"skips_disk\x187 \x01(\bR\tskipsDisk\"\x98\x01\n" +
 	"\n" +
 	"ReturnHint\x12\x1f\n" +
 	"\vsequence_id\x18\x01 \x01(\x05R\n" +

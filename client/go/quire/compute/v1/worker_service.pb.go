@@ -1397,6 +1397,10 @@ type RunStepResponse struct {
 	RestoredBlockCount int32 `protobuf:"varint,7,opt,name=restored_block_count,json=restoredBlockCount,proto3" json:"restored_block_count,omitempty"`
 	// Blocks copied within the pool: shared blocks that a sequence was to write.
 	CopiedBlockCount int32 `protobuf:"varint,8,opt,name=copied_block_count,json=copiedBlockCount,proto3" json:"copied_block_count,omitempty"`
+	// Blocks read from the disk since the answer to an earlier step, of any client.
+	DiskReadBlockCount int32 `protobuf:"varint,39,opt,name=disk_read_block_count,json=diskReadBlockCount,proto3" json:"disk_read_block_count,omitempty"`
+	// Time of these reads, which run beside the steps.
+	DiskReadTime *durationpb.Duration `protobuf:"bytes,40,opt,name=disk_read_time,json=diskReadTime,proto3" json:"disk_read_time,omitempty"`
 	// Log-probabilities of given tokens, of the runs with a prompt_logprob_count, in
 	// the order of the request's inputs.
 	PromptLogprobs []*PromptLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
@@ -1505,6 +1509,20 @@ func (x *RunStepResponse) GetCopiedBlockCount() int32 {
 		return x.CopiedBlockCount
 	}
 	return 0
+}
+
+func (x *RunStepResponse) GetDiskReadBlockCount() int32 {
+	if x != nil {
+		return x.DiskReadBlockCount
+	}
+	return 0
+}
+
+func (x *RunStepResponse) GetDiskReadTime() *durationpb.Duration {
+	if x != nil {
+		return x.DiskReadTime
+	}
+	return nil
 }
 
 func (x *RunStepResponse) GetPromptLogprobs() []*PromptLogprobs {
@@ -2042,7 +2060,15 @@ type GetStatisticsResponse struct {
 	// Time in these copies, all steps together.
 	HostCopyTime *durationpb.Duration `protobuf:"bytes,18,opt,name=host_copy_time,json=hostCopyTime,proto3" json:"host_copy_time,omitempty"`
 	// How each part of a step runs.
-	StepParts     []*StepPart `protobuf:"bytes,19,rep,name=step_parts,json=stepParts,proto3" json:"step_parts,omitempty"`
+	StepParts []*StepPart `protobuf:"bytes,19,rep,name=step_parts,json=stepParts,proto3" json:"step_parts,omitempty"`
+	// Blocks read from the disk.
+	DiskReadBlockCount int64 `protobuf:"varint,20,opt,name=disk_read_block_count,json=diskReadBlockCount,proto3" json:"disk_read_block_count,omitempty"`
+	// Time of these reads.
+	DiskReadTime *durationpb.Duration `protobuf:"bytes,21,opt,name=disk_read_time,json=diskReadTime,proto3" json:"disk_read_time,omitempty"`
+	// Blocks written to the disk.
+	DiskWriteBlockCount int64 `protobuf:"varint,22,opt,name=disk_write_block_count,json=diskWriteBlockCount,proto3" json:"disk_write_block_count,omitempty"`
+	// Time of these writes.
+	DiskWriteTime *durationpb.Duration `protobuf:"bytes,23,opt,name=disk_write_time,json=diskWriteTime,proto3" json:"disk_write_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2206,6 +2232,34 @@ func (x *GetStatisticsResponse) GetHostCopyTime() *durationpb.Duration {
 func (x *GetStatisticsResponse) GetStepParts() []*StepPart {
 	if x != nil {
 		return x.StepParts
+	}
+	return nil
+}
+
+func (x *GetStatisticsResponse) GetDiskReadBlockCount() int64 {
+	if x != nil {
+		return x.DiskReadBlockCount
+	}
+	return 0
+}
+
+func (x *GetStatisticsResponse) GetDiskReadTime() *durationpb.Duration {
+	if x != nil {
+		return x.DiskReadTime
+	}
+	return nil
+}
+
+func (x *GetStatisticsResponse) GetDiskWriteBlockCount() int64 {
+	if x != nil {
+		return x.DiskWriteBlockCount
+	}
+	return 0
+}
+
+func (x *GetStatisticsResponse) GetDiskWriteTime() *durationpb.Duration {
+	if x != nil {
+		return x.DiskWriteTime
 	}
 	return nil
 }
@@ -2474,7 +2528,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x0eRunStepRequest\x121\n" +
 	"\x05grant\x18\x01 \x01(\v2\x1b.quire.cache.v1.SignedGrantR\x05grant\x127\n" +
 	"\x06inputs\x18\x02 \x03(\v2\x1f.quire.compute.v1.SequenceInputR\x06inputs\x12\x12\n" +
-	"\x04skip\x18\x03 \x01(\bR\x04skip\"\x81\x05\n" +
+	"\x04skip\x18\x03 \x01(\bR\x04skip\"\xf5\x05\n" +
 	"\x0fRunStepResponse\x12\x1f\n" +
 	"\vstep_number\x18\x01 \x01(\x03R\n" +
 	"stepNumber\x12!\n" +
@@ -2485,7 +2539,9 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\atimings\x18\x05 \x01(\v2\x1d.quire.compute.v1.StepTimingsR\atimings\x122\n" +
 	"\x15offloaded_block_count\x18\x06 \x01(\x05R\x13offloadedBlockCount\x120\n" +
 	"\x14restored_block_count\x18\a \x01(\x05R\x12restoredBlockCount\x12,\n" +
-	"\x12copied_block_count\x18\b \x01(\x05R\x10copiedBlockCount\x12I\n" +
+	"\x12copied_block_count\x18\b \x01(\x05R\x10copiedBlockCount\x121\n" +
+	"\x15disk_read_block_count\x18' \x01(\x05R\x12diskReadBlockCount\x12?\n" +
+	"\x0edisk_read_time\x18( \x01(\v2\x19.google.protobuf.DurationR\fdiskReadTime\x12I\n" +
 	"\x0fprompt_logprobs\x18\x14 \x03(\v2 .quire.compute.v1.PromptLogprobsR\x0epromptLogprobs\x12K\n" +
 	"\x10grammar_failures\x18$ \x03(\v2 .quire.compute.v1.GrammarFailureR\x0fgrammarFailures\x12*\n" +
 	"\x11late_sequence_ids\x18% \x03(\x05R\x0flateSequenceIds\"\xb1\x01\n" +
@@ -2519,7 +2575,7 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x04step\x18\x01 \x01(\v2!.quire.compute.v1.RunStepResponseH\x00R\x04step\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x15.quire.cache.v1.ErrorH\x00R\x05errorB\b\n" +
 	"\x06answer\"\x16\n" +
-	"\x14GetStatisticsRequest\"\xfe\a\n" +
+	"\x14GetStatisticsRequest\"\xea\t\n" +
 	"\x15GetStatisticsResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\x03R\x05epoch\x12\x12\n" +
 	"\x04term\x18\x02 \x01(\x03R\x04term\x12\x1a\n" +
@@ -2541,7 +2597,11 @@ const file_quire_compute_v1_worker_service_proto_rawDesc = "" +
 	"\x14restored_block_count\x18\x11 \x01(\x03R\x12restoredBlockCount\x12?\n" +
 	"\x0ehost_copy_time\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\fhostCopyTime\x129\n" +
 	"\n" +
-	"step_parts\x18\x13 \x03(\v2\x1a.quire.compute.v1.StepPartR\tstepParts\x1a@\n" +
+	"step_parts\x18\x13 \x03(\v2\x1a.quire.compute.v1.StepPartR\tstepParts\x121\n" +
+	"\x15disk_read_block_count\x18\x14 \x01(\x03R\x12diskReadBlockCount\x12?\n" +
+	"\x0edisk_read_time\x18\x15 \x01(\v2\x19.google.protobuf.DurationR\fdiskReadTime\x123\n" +
+	"\x16disk_write_block_count\x18\x16 \x01(\x03R\x13diskWriteBlockCount\x12A\n" +
+	"\x0fdisk_write_time\x18\x17 \x01(\v2\x19.google.protobuf.DurationR\rdiskWriteTime\x1a@\n" +
 	"\x12RefusalCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"[\n" +
@@ -2650,42 +2710,45 @@ var file_quire_compute_v1_worker_service_proto_depIdxs = []int32{
 	14, // 11: quire.compute.v1.RunStepRequest.inputs:type_name -> quire.compute.v1.SequenceInput
 	19, // 12: quire.compute.v1.RunStepResponse.logprobs:type_name -> quire.compute.v1.TokenLogprobs
 	20, // 13: quire.compute.v1.RunStepResponse.timings:type_name -> quire.compute.v1.StepTimings
-	17, // 14: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
-	18, // 15: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
-	31, // 16: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
-	31, // 17: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
-	31, // 18: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
-	31, // 19: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
-	31, // 20: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
-	31, // 21: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
-	15, // 22: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
-	16, // 23: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
-	33, // 24: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
-	29, // 25: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
-	31, // 26: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
-	31, // 27: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
-	25, // 28: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
-	1,  // 29: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
-	10, // 30: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
-	15, // 31: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
-	21, // 32: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
-	23, // 33: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
-	26, // 34: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
-	4,  // 35: quire.compute.v1.WorkerService.LoadAdapter:input_type -> quire.compute.v1.LoadAdapterRequest
-	6,  // 36: quire.compute.v1.WorkerService.UnloadAdapter:input_type -> quire.compute.v1.UnloadAdapterRequest
-	2,  // 37: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
-	11, // 38: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
-	16, // 39: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
-	22, // 40: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
-	24, // 41: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
-	27, // 42: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
-	5,  // 43: quire.compute.v1.WorkerService.LoadAdapter:output_type -> quire.compute.v1.LoadAdapterResponse
-	7,  // 44: quire.compute.v1.WorkerService.UnloadAdapter:output_type -> quire.compute.v1.UnloadAdapterResponse
-	37, // [37:45] is the sub-list for method output_type
-	29, // [29:37] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	31, // 14: quire.compute.v1.RunStepResponse.disk_read_time:type_name -> google.protobuf.Duration
+	17, // 15: quire.compute.v1.RunStepResponse.prompt_logprobs:type_name -> quire.compute.v1.PromptLogprobs
+	18, // 16: quire.compute.v1.RunStepResponse.grammar_failures:type_name -> quire.compute.v1.GrammarFailure
+	31, // 17: quire.compute.v1.StepTimings.queue:type_name -> google.protobuf.Duration
+	31, // 18: quire.compute.v1.StepTimings.prepare:type_name -> google.protobuf.Duration
+	31, // 19: quire.compute.v1.StepTimings.forward:type_name -> google.protobuf.Duration
+	31, // 20: quire.compute.v1.StepTimings.sample:type_name -> google.protobuf.Duration
+	31, // 21: quire.compute.v1.StepTimings.offload:type_name -> google.protobuf.Duration
+	31, // 22: quire.compute.v1.StepTimings.restore:type_name -> google.protobuf.Duration
+	15, // 23: quire.compute.v1.RunStepsRequest.step:type_name -> quire.compute.v1.RunStepRequest
+	16, // 24: quire.compute.v1.RunStepsResponse.step:type_name -> quire.compute.v1.RunStepResponse
+	33, // 25: quire.compute.v1.RunStepsResponse.error:type_name -> quire.cache.v1.Error
+	29, // 26: quire.compute.v1.GetStatisticsResponse.refusal_counts:type_name -> quire.compute.v1.GetStatisticsResponse.RefusalCountsEntry
+	31, // 27: quire.compute.v1.GetStatisticsResponse.forward_time:type_name -> google.protobuf.Duration
+	31, // 28: quire.compute.v1.GetStatisticsResponse.host_copy_time:type_name -> google.protobuf.Duration
+	25, // 29: quire.compute.v1.GetStatisticsResponse.step_parts:type_name -> quire.compute.v1.StepPart
+	31, // 30: quire.compute.v1.GetStatisticsResponse.disk_read_time:type_name -> google.protobuf.Duration
+	31, // 31: quire.compute.v1.GetStatisticsResponse.disk_write_time:type_name -> google.protobuf.Duration
+	1,  // 32: quire.compute.v1.WorkerService.GetModel:input_type -> quire.compute.v1.GetModelRequest
+	10, // 33: quire.compute.v1.WorkerService.CheckGrammar:input_type -> quire.compute.v1.CheckGrammarRequest
+	15, // 34: quire.compute.v1.WorkerService.RunStep:input_type -> quire.compute.v1.RunStepRequest
+	21, // 35: quire.compute.v1.WorkerService.RunSteps:input_type -> quire.compute.v1.RunStepsRequest
+	23, // 36: quire.compute.v1.WorkerService.GetStatistics:input_type -> quire.compute.v1.GetStatisticsRequest
+	26, // 37: quire.compute.v1.WorkerService.ChecksumBlocks:input_type -> quire.compute.v1.ChecksumBlocksRequest
+	4,  // 38: quire.compute.v1.WorkerService.LoadAdapter:input_type -> quire.compute.v1.LoadAdapterRequest
+	6,  // 39: quire.compute.v1.WorkerService.UnloadAdapter:input_type -> quire.compute.v1.UnloadAdapterRequest
+	2,  // 40: quire.compute.v1.WorkerService.GetModel:output_type -> quire.compute.v1.GetModelResponse
+	11, // 41: quire.compute.v1.WorkerService.CheckGrammar:output_type -> quire.compute.v1.CheckGrammarResponse
+	16, // 42: quire.compute.v1.WorkerService.RunStep:output_type -> quire.compute.v1.RunStepResponse
+	22, // 43: quire.compute.v1.WorkerService.RunSteps:output_type -> quire.compute.v1.RunStepsResponse
+	24, // 44: quire.compute.v1.WorkerService.GetStatistics:output_type -> quire.compute.v1.GetStatisticsResponse
+	27, // 45: quire.compute.v1.WorkerService.ChecksumBlocks:output_type -> quire.compute.v1.ChecksumBlocksResponse
+	5,  // 46: quire.compute.v1.WorkerService.LoadAdapter:output_type -> quire.compute.v1.LoadAdapterResponse
+	7,  // 47: quire.compute.v1.WorkerService.UnloadAdapter:output_type -> quire.compute.v1.UnloadAdapterResponse
+	40, // [40:48] is the sub-list for method output_type
+	32, // [32:40] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_quire_compute_v1_worker_service_proto_init() }

@@ -97,7 +97,12 @@ class Planning:
             self._extend(suspect.seq_id, suspect, min(suspect.num_schedulable_tokens, self._budget))
 
     def plan(
-        self, *, release_ids: abc.Iterable[int], offload_ids: abc.Iterable[int], host_copy_use: HostCopyUse
+        self,
+        *,
+        release_ids: abc.Iterable[int],
+        offload_ids: abc.Iterable[int],
+        host_copy_use: HostCopyUse,
+        skips_disk: bool,
     ) -> Plan:
         """Return the plan that was made."""
         released, hints = tuple(release_ids), self._queues.expected_back_s
@@ -115,6 +120,7 @@ class Planning:
             drafts=self._drafted,
             num_batched=self._num_batched,
             host_copy_use=host_copy_use,
+            skips_disk=skips_disk,
             restore_ids=tuple(self._restores),
             admissions=tuple(self._admissions),
             admission_token_budget=self._budget if newcomers else 0,

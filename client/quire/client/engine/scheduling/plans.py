@@ -169,6 +169,7 @@ class Plan:
     sequences: abc.Mapping[int, Sequence] = field(default_factory=lambda: MappingProxyType({}))
     num_batched: int = 0
     host_copy_use: HostCopyUse = HostCopyUse.THERE_AND_BACK
+    skips_disk: bool = False
     gives_way: bool = False
     """It releases what another client of the pool may wait for, and admits nothing."""
 

@@ -218,7 +218,10 @@ class Scheduler:
         releases = islice(queues.releases, self.limits.max_running_sequences)
         limits = self.limits
         copy_use = self.costs.host_copy_use(block_size=limits.block_size, block_bytes=limits.block_bytes)
-        return planning.plan(release_ids=releases, offload_ids=queues.offloads, host_copy_use=copy_use)
+        skips_disk = self.costs.skips_disk(block_size=limits.block_size, block_bytes=limits.block_bytes)
+        return planning.plan(
+            release_ids=releases, offload_ids=queues.offloads, host_copy_use=copy_use, skips_disk=skips_disk
+        )
 
     def _fresh_id(self) -> int:
         self._next_seq_id = (self._next_seq_id + 1) % _MAX_SEQ_ID
