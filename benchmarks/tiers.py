@@ -13,7 +13,6 @@ The rates of computing, copying, reading and writing in the laboratory are those
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ import numpy as np
 from engines import NUM_CORES
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from models import llama_56m, tiny_llama
+from models import block_bytes, llama_56m, tiny_llama
 from replay import TRACES
 from report import Findings, benchmark, percent, plain, spread, table
 from rich.progress import Progress
@@ -270,19 +269,12 @@ def _seconds(statistics: worker_service_pb2.GetStatisticsResponse) -> float:
     return statistics.host_copy_time.ToNanoseconds() / 1e9
 
 
-def block_bytes(model: Path) -> int:
-    """Of a block of keys and values in float32."""
-    config = json.loads((model / "config.json").read_text())
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    return 2 * 4 * BLOCK_SIZE * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-
-
 async def measure_steps(model: Path, sizes: Sizes, progress: Progress) -> Measured:
     task = progress.add_task("steps of the worker", total=sizes.rounds + 1)
     num_tokens = sizes.prompt_blocks * BLOCK_SIZE + 1
     num_blocks = 4 * sizes.prompt_blocks
     flags = ("--dtype", "float32", "--device", "cpu", "--threads", str(NUM_CORES), "--block-size", str(BLOCK_SIZE))
-    host_bytes = num_blocks * block_bytes(model)
+    host_bytes = num_blocks * block_bytes(model, BLOCK_SIZE)
     disk = model.with_name("disk")
     tiers = (
         *("--host-memory", str(host_bytes), "--host-cache-share", "1"),

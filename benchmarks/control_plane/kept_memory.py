@@ -1,10 +1,11 @@
-"""The death of a worker under load, with a holder and without: tokens computed again, seconds until all requests go on.
+"""The death of a worker under load, with a holder, with a disk and without: tokens computed again, and seconds lost.
 
     quire bench control-plane kept-memory
 
-Both pairs of services have --state-dir, and one has a holder. In turns each loses its worker by SIGKILL, or the worker
-and right behind it cachemgr, while all requests decode and about 60 % of the pool is published. Before each round the
-prefix cache is emptied.
+All pairs of services have --state-dir, one has a holder and one a disk. In turns each loses its worker by SIGKILL, or
+the worker and right behind it cachemgr, while all requests decode and about 60 % of the pool is published. Before each
+round the prefix cache is emptied. A disk has only what was evicted: there the prompts were computed once before, and
+evicted by others.
 
     computed again   tokens of the requests that came back by re-admission, without those found in the prefix cache
     until all go on  from the kill until the last request has its next token: the start of the worker is most of it
@@ -26,10 +27,11 @@ from typing import Any
 
 import numpy as np
 import psutil
+from models import block_bytes
 from report import Findings, benchmark, spread, table
 from rich.progress import Progress
 
-from quire.cache.v1.cache_service_pb2 import PoolStatistics
+from quire.cache.v1.cache_service_pb2 import MEDIUM_DISK, PoolStatistics
 from quire.cli.launch import LocalServices
 from quire.client import Engine, EngineConfig
 from quire.client.cache_client import CacheClient
@@ -42,6 +44,8 @@ NUM_BEFORE = 3
 DRAIN_S = 0.2
 """After the kill: tokens that were on their way arrive. A worker takes longer to start."""
 OUTAGES = ("worker", "worker and cachemgr")
+WAYS = ("not kept", "kept", "on a disk")
+POLL_S = 0.05
 START_TIMEOUT_S = 300.0
 ROUND_TIMEOUT_S = 600.0
 
@@ -88,7 +92,7 @@ class Answer:
             await self.grown.wait()
 
 
-async def lose(services: LocalServices, outage: str, sizes: Sizes, *, seed: int) -> Outage:
+async def lose(services: LocalServices, outage: str, way: str, sizes: Sizes, *, seed: int) -> Outage:
     """One round of a load."""
     address = services.cachemgr_address
     async with AsyncExitStack() as stack:
@@ -98,6 +102,9 @@ async def lose(services: LocalServices, outage: str, sizes: Sizes, *, seed: int)
         engine = await stack.enter_async_context(Engine.connect(address, config=config))
         shape = (sizes.num_requests, sizes.prompt_tokens)
         prompts = np.random.default_rng(seed).integers(0, VOCABULARY, shape).tolist()
+        if way == "on a disk":
+            await put_on_disk(engine, address, prompts, sizes, seed=seed)
+            before = await statistics_of(address)
         answers = [Answer() for _ in prompts]
         reading = asyncio.gather(
             *(answer.read(engine, prompt, sizes.new_tokens) for answer, prompt in zip(answers, prompts, strict=True))
@@ -116,6 +123,22 @@ async def lose(services: LocalServices, outage: str, sizes: Sizes, *, seed: int)
         after = await statistics_of(address)
         num_again = after.resumed_token_count - after.resumed_cached_token_count
         return Outage(num_published / (sizes.num_blocks - 1), num_again, until_all_go_on_s, times.user + times.system)
+
+
+async def put_on_disk(engine: Engine, address: str, prompts: list[list[int]], sizes: Sizes, *, seed: int) -> None:
+    """Compute the prompts, then others until pool and host tier have no block of them, and the disk has all."""
+    num_others = 2 * sizes.num_blocks * BLOCK_SIZE // sizes.prompt_tokens + 1
+    others = np.random.default_rng(seed + 1_000).integers(0, VOCABULARY, (num_others, sizes.prompt_tokens)).tolist()
+    for prompt in [*prompts, *others]:
+        await Answer().read(engine, prompt, 1)
+        while (await statistics_of(address)).disk_block_counts.retired_count:
+            await asyncio.sleep(POLL_S)
+    async with cache_at(address) as cache:
+        for prompt in prompts:
+            (match,) = (await cache.lookup_prefix(prompt)).matches
+            on_disk = [each.token_count for each in match.tokens_by_medium if each.medium == MEDIUM_DISK]
+            if not on_disk or on_disk[0] != match.cached_token_count:
+                raise RuntimeError(f"{match.tokens_by_medium}: the prompt is not on the disk alone")
 
 
 @asynccontextmanager
@@ -156,13 +179,19 @@ def start_again(services: LocalServices, outage: str) -> None:
     services.worker.start()
 
 
-def start(folder: Path, sizes: Sizes, *, keeps: bool) -> LocalServices:
+def start(folder: Path, sizes: Sizes, way: str) -> LocalServices:
+    host_bytes = sizes.num_blocks * block_bytes(MODEL, BLOCK_SIZE) // 4
+    disk = (
+        *("--host-memory", str(host_bytes), "--host-cache-share", "1"),
+        *("--disk-dir", str(folder / "kv"), "--disk-memory", str(40 * host_bytes)),
+    )
+    flags = ("--block-size", str(BLOCK_SIZE), "--threads", "1")
     return LocalServices.start(
         model=MODEL,
         num_blocks=sizes.num_blocks,
         extra_cachemgr_args=("--state-dir", str(folder / "state")),
-        extra_worker_args=("--block-size", str(BLOCK_SIZE), "--threads", "1"),
-        keeps_memory=keeps,
+        extra_worker_args=(*flags, *disk) if way == "on a disk" else flags,
+        keeps_memory=way == "kept",
         runtime_dir=folder,
         worker_start_timeout_s=START_TIMEOUT_S,
     )
@@ -171,21 +200,21 @@ def start(folder: Path, sizes: Sizes, *, keeps: bool) -> LocalServices:
 def measure(quick: bool, progress: Progress) -> Findings:
     """In turns, so that what else the machine does falls on all."""
     sizes = QUICK if quick else Sizes()
-    found: dict[tuple[str, bool], list[Outage]] = {}
-    task = progress.add_task("outages", total=sizes.rounds * len(OUTAGES) * 2)
+    found: dict[tuple[str, str], list[Outage]] = {}
+    task = progress.add_task("outages", total=sizes.rounds * len(OUTAGES) * len(WAYS))
     with tempfile.TemporaryDirectory(prefix="q-") as name, ExitStack() as stack:
-        pairs: dict[bool, LocalServices] = {}
-        for keeps in (False, True):
-            pairs[keeps] = start(Path(name, str(keeps)), sizes, keeps=keeps)
-            stack.callback(pairs[keeps].stop)
-        for seed, outage, keeps in product(range(sizes.rounds), OUTAGES, (False, True)):
-            losing = asyncio.wait_for(lose(pairs[keeps], outage, sizes, seed=seed), ROUND_TIMEOUT_S)
-            found.setdefault((outage, keeps), []).append(asyncio.run(losing))
+        pairs: dict[str, LocalServices] = {}
+        for number, way in enumerate(WAYS):
+            pairs[way] = start(Path(name, str(number)), sizes, way)
+            stack.callback(pairs[way].stop)
+        for seed, outage, way in product(range(sizes.rounds), OUTAGES, WAYS):
+            losing = asyncio.wait_for(lose(pairs[way], outage, way, sizes, seed=seed), ROUND_TIMEOUT_S)
+            found.setdefault((outage, way), []).append(asyncio.run(losing))
             progress.advance(task)
     made = table("SIGKILL under load", "", "published", "computed again", "seconds until all go on", "processor s")
-    for (outage, keeps), rounds in found.items():
+    for (outage, way), rounds in found.items():
         made.add_row(
-            f"{outage}, {'kept' if keeps else 'not kept'}",
+            f"{outage}, {way}",
             f"{statistics.median(each.published for each in rounds):.0%}",
             f"{statistics.median(each.computed_again for each in rounds):,.0f}",
             spread([each.until_all_go_on_s for each in rounds], ".1f"),
@@ -194,8 +223,8 @@ def measure(quick: bool, progress: Progress) -> Findings:
     figures = {
         "sizes": asdict(sizes),
         "outages": [
-            {"lost": outage, "kept": keeps, "rounds": [asdict(each) for each in rounds]}
-            for (outage, keeps), rounds in found.items()
+            {"lost": outage, "way": way, "rounds": [asdict(each) for each in rounds]}
+            for (outage, way), rounds in found.items()
         ],
     }
     return Findings([made], figures)

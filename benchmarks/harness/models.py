@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,6 +51,13 @@ def tiny_gpt2(directory: Path, dtype: torch.dtype) -> GPT2LMHeadModel:
         vocab_size=512, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None, pad_token_id=0
     )
     return _saved(config, GPT2LMHeadModel, directory, dtype)
+
+
+def block_bytes(model: Path, block_size: int) -> int:
+    """Bytes of a block of keys and values in float32."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 4 * block_size * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
 def number_tokenizer(directory: Path, vocabulary: int) -> None:

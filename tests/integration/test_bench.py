@@ -405,11 +405,14 @@ def test_each_process_is_profiled_by_function(tmp_path: Path) -> None:
 @pytest.mark.night
 def test_a_worker_with_a_holder_computes_less_again(tmp_path: Path) -> None:
     written, _ = run_quick("control-plane kept-memory", tmp_path)
-    rounds = {(row["lost"], row["kept"]): row["rounds"] for row in written["outages"]}
+    rounds = {(row["lost"], row["way"]): row["rounds"] for row in written["outages"]}
     assert all(each["published"] >= 0.5 and each["until_all_go_on_s"] > 0 for row in rounds.values() for each in row)
     for lost in ("worker", "worker and cachemgr"):
-        kept, not_kept = ([each["computed_again"] for each in rounds[lost, keeps]] for keeps in (True, False))
+        kept, on_disk, not_kept = (
+            [each["computed_again"] for each in rounds[lost, way]] for way in ("kept", "on a disk", "not kept")
+        )
         assert 0 < max(kept) < min(not_kept)
+        assert 0 < max(on_disk) < min(not_kept)
 
 
 def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:

@@ -965,6 +965,15 @@ BUGS = [
     ),
     rust(
         DISK_IDEA,
+        "a plan that skips the disk has copies read from it",
+        (
+            "refuse_on_disk",
+            "!admission.waits_for_prefix || self.skips_disk || self.host_copy_use == HostCopyUse::None",
+            "!admission.waits_for_prefix || self.host_copy_use == HostCopyUse::None",
+        ),
+    ),
+    rust(
+        DISK_IDEA,
         "a copy that could not be read from the disk is found in the host tier",
         ("end_order", "host.drop_copies(&[target]); self.pool.drop_copies(&[disk]);", "host.arrive(&[target]);"),
     ),
