@@ -442,6 +442,13 @@ def test_a_cursor_that_is_none_is_refused(cachemgr: LoneCachemgr, serve: Serve) 
         assert refused.metadata["field"] == "cursor"
 
 
+def test_media_that_have_no_copies_are_refused(cachemgr: LoneCachemgr, serve: Serve) -> None:
+    worker = serve()
+    for media in ([0], [1], [2, 4], [2, 3, 3]):
+        refused = end_of_watch(cachemgr.stub("olga"), pool=worker.pool, copy_media=media)
+        assert (refused.reason, refused.metadata["field"]) == ("INVALID_ARGUMENT", "copy_media")
+
+
 def test_a_cursor_beyond_what_has_happened_is_a_gap(cachemgr: LoneCachemgr, serve: Serve) -> None:
     worker = serve()
     cursor = f"{worker.epoch:016x}{1:016x}"

@@ -348,6 +348,7 @@ REAL: Mapping[str, Sequence[Any]] = {
     "WatchBlocks": [
         cache_service_pb2.WatchBlocksRequest(**_POOLED),
         cache_service_pb2.WatchBlocksRequest(**_POOLED, cursor="0" * 15 + "7" + "0" * 16, include_content=True),
+        cache_service_pb2.WatchBlocksRequest(**_POOLED, copy_media=[2, 3]),
     ],
     "LookupPrefix": [cache_service_pb2.LookupPrefixRequest(**_POOLED, **_PREFIX)],
     "ExplainPrefix": [cache_service_pb2.ExplainPrefixRequest(**_POOLED, **_PREFIX)],

@@ -1028,7 +1028,7 @@ BUGS = [
     worker(
         DISK_IDEA,
         "a copy that is cut off is found",
-        ("_scan_file", "b < self.num_blocks and b not in is_cut", "b < self.num_blocks"),
+        ("_scan_file", "block < min(end, self.num_blocks)", "block < self.num_blocks"),
     ),
     worker(
         DISK_IDEA,
@@ -1187,7 +1187,7 @@ BUGS = [
     manager(
         "watches",
         "a watch goes on past changes that it has lost",
-        ("next", "raise cursor_expired(self._ledger)", "return None"),
+        ("next", "raise cursor_expired(self._ledger, medium)", "return None"),
     ),
     worker(
         "grants",
