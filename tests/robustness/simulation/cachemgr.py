@@ -100,6 +100,10 @@ class SimulatedCachemgr:
             if num_rows := pool.ledger.probe.num_rows():
                 found.append(f"{num_rows} rows")
             found += inspector.audit_counts()
+            if pool.ledger.num_erasing:
+                found.append("content that is to be erased")
+            if pool.ledger.geometry.num_disk_blocks and pool.ledger.disk_orders(0) is not None:
+                found.append("orders about the disk")
         calls, service = self.guard.statistics(), self.servicer.statistics()
         if with_leases and calls.num_open != num_pools + service.num_watches:
             found.append(f"{calls.num_open} open calls")
@@ -118,5 +122,6 @@ class SimulatedCachemgr:
 
     def num_kept(self) -> int:
         """Return the blocks that breakpoints keep now, in all pools."""
-        self.servicer.advance()
+        with self.process.entered():
+            self.servicer.advance()
         return sum(len(kept_blocks(pool.ledger)) for pool in self.catalog.pools())

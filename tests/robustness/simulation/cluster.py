@@ -19,17 +19,20 @@ from robustness.simulation.faults import apply
 from robustness.simulation.gateway import DRAFTS, SimulatedGateway, Task
 from robustness.simulation.holdings import of_cachemgr, of_gateway, of_network, of_worker
 from robustness.simulation.network import Network
+from robustness.simulation.resets import Reset
 from robustness.simulation.schedule import LEASE_TTL_S, LONGEST_KEEP_S, FaultKind, Features, Schedule
 from robustness.simulation.server import SimulatedServer
 from robustness.simulation.watcher import SimulatedWatcher
 from robustness.simulation.worker import SimulatedWorker, WorkerSettings, worker_guard
-from robustness.simulation.workload import FUNCTIONS, requests
+from robustness.simulation.worker_disk import WorkerDisks
+from robustness.simulation.workload import FUNCTIONS, TENANTS, requests
 from robustness.simulation.world import Process, World, WorldFailed
 
 from quire.cachemgr.shares import Percentage, Share
 from quire.client.engine.sampling import SamplingParams
 from quire.client.engine.scheduling.beam_search import BeamSearchParams
 from quire.serving.addresses import parse_dial_address
+from quire.serving.server import CannotStartError
 
 CACHEMGR, WATCHER = NAME, "watcher"
 SHARES = {"alice": Share(floor=2, quota=Percentage(50)), "bob": Share(limit=Percentage(100), pin_budget=0)}
@@ -51,6 +54,7 @@ class Cluster:
     schedule: Schedule
     expected: Mapping[int, Answer] | None
     disk: Disk
+    worker_disks: WorkerDisks
     generator: random.Random
     cachemgr: SimulatedCachemgr | None = None
     workers: dict[str, SimulatedWorker] = field(default_factory=dict)
@@ -58,6 +62,8 @@ class Cluster:
     tasks: dict[str, Task] = field(default_factory=dict)
     deliveries: dict[str, Deliveries] = field(default_factory=dict)
     watcher: SimulatedWatcher | None = None
+    resets: list[Reset] = field(default_factory=list)
+    """Those that operators wait for."""
     processes: dict[str, Process] = field(default_factory=dict)
     admissions: Admissions = field(init=False)
     clock_offset_s: float = 0.0
@@ -138,9 +144,14 @@ class Cluster:
             runs_ahead=features.runs_ahead,
             num_ranks=features.num_ranks,
         )
+        cachemgr, disks = parse_dial_address(ADDRESS), self.worker_disks
 
         def begin() -> None:
-            worker = SimulatedWorker(process, settings, address=address, cachemgr=parse_dial_address(ADDRESS))
+            try:
+                worker = SimulatedWorker(process, settings, address=address, cachemgr=cachemgr, disks=disks)
+            except CannotStartError:
+                process.end()
+                return
             server = SimulatedServer(self.network, process, address, worker_guard(process))
             process.spawn(server.start())
             worker.start(server)
@@ -181,6 +192,21 @@ class Cluster:
             self.watcher = SimulatedWatcher(process, pools)
 
         process.loop.call_soon(begin)
+
+    def start_reset(self, worker: str, tenant: str | None) -> None:
+        """Begin a reset of the pool of a worker, as an operator does; None: of all tenants."""
+        process = self.world.start("operator")
+        pool, copies = worker.replace("worker", "pool"), self.worker_disks.copies(worker)
+        self.resets.append(Reset(process, pool, tenant, copies))
+
+    def lose_power_of(self, worker: str) -> None:
+        """The machine of a worker that was killed starts again."""
+        self.world.has_lost_copies = True
+        self.worker_disks.files(worker).lose_power()
+
+    def disturb(self, seconds: float) -> None:
+        """A fault goes on for so long."""
+        self.disturbed_until = max(self.disturbed_until, self.world.now + seconds)
 
     def kill(self, name: str, restart_after_s: float) -> None:
         """SIGKILL; the supervisor starts it again."""
@@ -251,6 +277,8 @@ class Cluster:
         for gateway in self.gateways.values():
             gateway.close()
         self._await_clean(self._is_clean, self.left, "when all leases were given back")
+        if self.features.disk is not None:
+            self._lose_power_in_the_end()
         self._check_invariants()
         self._check_holdings()
         self._await_ends_of_keeps()
@@ -271,6 +299,21 @@ class Cluster:
             lambda: self.cachemgr is not None and not self.cachemgr.num_kept(), ends_at=lambda: ends_at
         ):
             raise WorldFailed("blocks are kept after the last time to live")
+
+    def _lose_power_in_the_end(self) -> None:
+        """A tenant's content is reset, or that of all, or none. Then the workers' machines start again.
+
+        Raises WorldFailed if what was erased is there again.
+        """
+        scopes = self.generator.choice(([], [None], [*TENANTS[:2]]))
+        for name in self.workers:
+            for tenant in scopes:
+                self.start_reset(name, tenant)
+        self._await_clean(self._is_clean, self.left, "when content was reset")
+        for name in list(self.workers):
+            self.kill(name, 0.0)
+            self.lose_power_of(name)
+        self._await_clean(self._is_clean, self.left, "when all workers' machines had lost power")
 
     def _check_holdings(self) -> None:
         """Fail the world if a process holds more of anything than it may."""
@@ -323,6 +366,7 @@ class Cluster:
         if self.cachemgr is None or len(self.workers) < self.features.num_pools:
             return ["a process is not there"]
         found = self.cachemgr.left(num_pools=self.features.num_pools, with_leases=with_leases)
+        found += [f"an operator waits for a reset of {reset.pool}" for reset in self.resets if not reset.is_done]
         for name, worker in self.workers.items():
             found += [f"{name}: {what}" for what in worker.left(with_leases=with_leases)]
         if self.watcher is not None and not found:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from robustness.simulation.disk import FullDisk
 from robustness.simulation.reports import Lie
 from robustness.simulation.schedule import Fault, FaultKind
+from robustness.simulation.workload import TENANTS
 
 if TYPE_CHECKING:
     from robustness.simulation.cluster import Cluster
 
 MAX_FREE_BYTES = 3_000
 SLOW_S = 0.2
+SLOWNESS = 1_000.0
+"""Of a slow disk."""
 
 
 def apply(cluster: Cluster, fault: Fault) -> None:
@@ -22,7 +25,7 @@ def apply(cluster: Cluster, fault: Fault) -> None:
     if world.tells:
         world.tell(f"-- {fault}")
     cluster.fired[fault.kind] += 1
-    cluster.disturbed_until = max(cluster.disturbed_until, world.now + _DO[fault.kind](cluster, fault))
+    cluster.disturb(_DO[fault.kind](cluster, fault))
 
 
 def _kill(cluster: Cluster, fault: Fault) -> float:
@@ -120,8 +123,9 @@ def _full_disk(cluster: Cluster, fault: Fault) -> float:
 
 def _reset(cluster: Cluster, fault: Fault) -> float:
     if cluster.cachemgr is not None:
-        for pool in cluster.cachemgr.catalog.pools():
-            pool.ledger.reset_prefix_cache(now=cluster.world.now)
+        with cluster.cachemgr.process.entered():
+            for pool in cluster.cachemgr.catalog.pools():
+                pool.ledger.reset_prefix_cache(now=cluster.world.now)
     return 0.0
 
 
@@ -141,6 +145,68 @@ def _of_worker(do: Callable[[Any, float], None]) -> Callable[[Cluster, Fault], f
         return fault.size
 
     return apply_to_worker
+
+
+def _disk_slow(cluster: Cluster, fault: Fault) -> float:
+    return _of_disk(cluster, fault, "slowness", SLOWNESS, 1.0)
+
+
+def _disk_full(cluster: Cluster, fault: Fault) -> float:
+    return _of_disk(cluster, fault, "is_full", True, False)
+
+
+def _disk_errors(cluster: Cluster, fault: Fault) -> float:
+    cluster.world.has_lost_copies = True
+    return _of_disk(cluster, fault, "has_errors", True, False)
+
+
+def _of_disk(cluster: Cluster, fault: Fault, name: str, during: Any, afterwards: Any) -> float:
+    files = cluster.worker_disks.files(fault.target[0])
+    setattr(files, name, during)
+    cluster.world.after(fault.size, lambda: setattr(files, name, afterwards))
+    return fault.size
+
+
+def _disk_rot(cluster: Cluster, fault: Fault) -> float:
+    cluster.world.has_lost_copies = True
+    cluster.worker_disks.files(fault.target[0]).rot()
+    return 0.0
+
+
+def _disk_kill(cluster: Cluster, fault: Fault) -> float:
+    return _in_call(cluster, fault, lambda: None)
+
+
+def _disk_power(cluster: Cluster, fault: Fault) -> float:
+    return _in_call(cluster, fault, lambda: cluster.lose_power_of(fault.target[0]))
+
+
+def _in_call(cluster: Cluster, fault: Fault, lose: Callable[[], None]) -> float:
+    """Kill a worker in a call of its disk. One that makes no more calls is not killed."""
+    (name,) = fault.target
+    files, restart_after_s = cluster.worker_disks.files(name), fault.way / 20
+
+    def end() -> None:
+        cluster.disturb(restart_after_s)
+        cluster.kill(name, restart_after_s)
+        lose()
+
+    files.num_calls_left, files.on_last_call = int(fault.size), end
+    return 0.0
+
+
+def _kill_both(cluster: Cluster, fault: Fault) -> float:
+    (name,) = fault.target
+    cluster.kill("cachemgr", fault.size * (fault.way % 3) / 2)
+    cluster.kill(name, fault.size * (fault.way % 4) / 3)
+    if fault.way % 2:
+        cluster.lose_power_of(name)
+    return fault.size
+
+
+def _disk_reset(cluster: Cluster, fault: Fault) -> float:
+    cluster.start_reset(fault.target[0], [None, *TENANTS][fault.way % (1 + len(TENANTS))])
+    return 0.0
 
 
 _DO: dict[FaultKind, Callable[[Cluster, Fault], float]] = {
@@ -168,4 +234,12 @@ _DO: dict[FaultKind, Callable[[Cluster, Fault], float]] = {
     FaultKind.LIE: _lie,
     FaultKind.LOST_RANK: _of_worker(lambda worker, size: worker.lose_rank()),
     FaultKind.RESET: _reset,
+    FaultKind.DISK_SLOW: _disk_slow,
+    FaultKind.DISK_FULL: _disk_full,
+    FaultKind.DISK_ERRORS: _disk_errors,
+    FaultKind.DISK_ROT: _disk_rot,
+    FaultKind.DISK_KILL: _disk_kill,
+    FaultKind.DISK_POWER: _disk_power,
+    FaultKind.KILL_BOTH: _kill_both,
+    FaultKind.DISK_RESET: _disk_reset,
 }

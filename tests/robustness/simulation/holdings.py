@@ -52,7 +52,8 @@ def of_cachemgr(cachemgr: SimulatedCachemgr) -> Iterator[Holding]:
     yield Holding("open calls", cachemgr.guard.statistics().num_open, MAX_CALLS)
     yield Holding("attachments", service._attachments._places.num_taken, MAX_ATTACHMENTS)
     num_listeners = sum(len(listeners) for listeners in cachemgr.catalog._listeners.values())
-    yield Holding("watchers that are told of changes", num_listeners, num_watches)
+    num_disks = sum(bool(pool.ledger.geometry.num_disk_blocks) for pool in pools)
+    yield Holding("watchers that are told of changes", num_listeners, num_watches + num_disks)
     for lease in leases:
         yield Holding("steps in flight of a lease", lease.num_in_flight, MAX_STEPS_IN_FLIGHT)
     for name, stream in service._attachments._streams.items():

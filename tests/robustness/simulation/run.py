@@ -110,6 +110,8 @@ def replay(seed: int, console: Console) -> bool:
     with simulating(told=True):
         outcome = run(schedule, tell=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     console.print(f"{schedule}", markup=False)
+    if schedule.features.disk is not None:
+        console.print(f"{schedule.features.disk}", markup=False)
     console.print(f"digest {outcome.digest}: {outcome.failure or 'all is well'}", markup=False)
     return outcome.failure is None
 

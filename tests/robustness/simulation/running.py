@@ -24,6 +24,7 @@ from robustness.simulation.network import Network
 from robustness.simulation.schedule import Features, Schedule, make_schedule
 from robustness.simulation.surroundings import surroundings
 from robustness.simulation.transport import open_channel
+from robustness.simulation.worker_disk import WorkerDisks
 from robustness.simulation.workload import FUNCTIONS, NUM_REQUESTS, ModelKind, requests
 from robustness.simulation.world import World, WorldFailed
 
@@ -101,12 +102,13 @@ def _run(
         world, schedule.seed, mean_delay_s=delay_s, jitter_s=2 * delay_s, window_bytes=schedule.features.window_bytes
     )
     disk = Disk(random.Random(f"disk {schedule.seed}"))
-    cluster = Cluster(world, network, schedule, expected, disk, random.Random(f"cluster {schedule.seed}"))
+    disks = WorkerDisks(world, schedule.seed, schedule.features.disk)
+    cluster = Cluster(world, network, schedule, expected, disk, disks, random.Random(f"cluster {schedule.seed}"))
     outcome = Outcome(schedule.seed)
     if tell is not None:
         world.tells = network.tells = True
         world.tell = lambda line: tell(f"{world.now - 1000.0:10.6f}  {line}")
-    with _present(world), surroundings(world, partial(open_channel, network)), _booted(disk):
+    with _present(world), surroundings(world, partial(open_channel, network)), _booted(disk), disks.present():
         try:
             cluster.run()
         except WorldFailed as failure:
@@ -121,6 +123,7 @@ def _run(
     outcome.fired = Counter({kind.value: count for kind, count in cluster.fired.items()})
     for task in cluster.tasks.values():
         outcome.happened += task.happened
+    outcome.happened += disks.happened
     outcome.met = tuple(sorted([*schedule.features.names(), *(f"fault: {kind}" for kind in outcome.fired)]))
     outcome.num_callbacks = world.num_callbacks
     outcome.num_tokens = sum(deliveries.num_tokens for deliveries in cluster.deliveries.values())
@@ -136,8 +139,11 @@ EXPECTED_ERRORS = (
     "step failed",
     "pool damaged",
     "the event loop was held",
+    "the disk fails",
 )
 """Errors that a fault explains. Others are findings."""
+LOST_COPIES = ("a copy on the disk is lost",)
+"""Errors that the fault of a disk explains."""
 UNEXPECTED_WARNINGS = ("attachment refused reason=INVALID_ARGUMENT",)
 """Warnings that no fault explains: cachemgr refuses what a worker says that does not lie."""
 
@@ -177,7 +183,8 @@ class _Log(logging.Handler):
             return
         world, who, message = _running, _running.running.name, record.getMessage()
         violations = [each for each in record.args or () if isinstance(each, ProtocolViolation)]
-        is_error = record.levelno >= logging.ERROR and not any(sign in message for sign in EXPECTED_ERRORS)
+        signs = EXPECTED_ERRORS + LOST_COPIES if world.has_lost_copies else EXPECTED_ERRORS
+        is_error = record.levelno >= logging.ERROR and not any(sign in message for sign in signs)
         if world.tells:
             world.tell(f"{who}: {FOLDER.sub('state', message)}")
         is_refused = message.startswith(UNEXPECTED_WARNINGS) and not world.is_deceived

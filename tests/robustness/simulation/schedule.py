@@ -8,7 +8,7 @@ changes no other.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from robustness.simulation.gateway import Call
@@ -53,6 +53,14 @@ class FaultKind(Enum):
     LOST_RANK = "lost rank"  # the second rank of a worker ends
     RESET = "reset"  # an operator empties the prefix cache
     DETACH = "detach"  # the worker's stream breaks
+    DISK_SLOW = "slow disk"  # the worker's: each call takes many times as long
+    DISK_FULL = "full disk of a worker"  # no file can be made, and some bytes that were freed are not there again
+    DISK_ERRORS = "disk errors"  # calls fail
+    DISK_ROT = "changed bytes"  # a byte changes on the disk
+    DISK_KILL = "kill in a call"  # the worker is killed in its next call of the disk but so many
+    DISK_POWER = "power loss in a call"  # its machine starts again there: what was not flushed is lost or torn
+    KILL_BOTH = "kill of both"  # of cachemgr and of a worker; in half of the cases the machine of the disk starts again
+    DISK_RESET = "reset until it is done"  # an operator resets a tenant or all, and repeats the call while it fails
 
 
 OF_PROCESSES = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.PAUSE, FaultKind.OVERSLEEP, FaultKind.SLOW)
@@ -67,8 +75,24 @@ OF_WORKERS = (
     *(FaultKind.FAIL_STEP, FaultKind.DAMAGE, FaultKind.HANG, FaultKind.LATE_REPORTS, FaultKind.DETACH),
     *(FaultKind.TWICE, FaultKind.LIE, FaultKind.LOST_RANK),
 )
+OF_DISKS = (
+    *(FaultKind.DISK_SLOW, FaultKind.DISK_FULL, FaultKind.DISK_ERRORS, FaultKind.DISK_ROT),
+    *(FaultKind.DISK_KILL, FaultKind.DISK_POWER, FaultKind.KILL_BOTH, FaultKind.DISK_RESET),
+)
+FIRST_WITH_DISK = 10_000_000_000
+"""Seeds from here on have a disk below the host tier. What they draw for it is drawn from numbers of its own."""
 MOST_FAILED_STEPS = 2
 NEED_STATE = (FaultKind.POWER_LOSS, FaultKind.FULL_DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFeatures:
+    """A worker's disk, and its sizes."""
+
+    num_blocks: int
+    file_bytes: int
+    """The most bytes of a file."""
+    write_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +127,8 @@ class Features:
     """Of clients. An engine asks again for a plan after a second, and gives the first one up."""
     failover_after_s: float = 0.5
     """A router's."""
+    disk: DiskFeatures | None = field(default=None, repr=False)
+    """Of each worker; left out of the text by which `simulated.py` knows what the seeds without one draw."""
 
     def names(self) -> list[str]:
         """The features that are on, in words: for the pairs that have met."""
@@ -124,6 +150,7 @@ class Features:
             *(["copies of evicted blocks"] if self.host_cache_share else []),
             *(["small windows"] if self.window_bytes < WINDOW_BYTES else []),
             *(["late answers"] if self.call_timeout_s > 1.0 else []),
+            *(["disk"] if self.disk is not None else []),
             *([f"{self.num_ranks} ranks"] if self.num_ranks > 1 else []),
             *([f"{self.num_pools} pools"] if self.num_pools > 1 else []),
             *([f"{self.num_gateways} gateways"] if self.num_gateways > 1 else []),
@@ -162,6 +189,9 @@ class Schedule:
 def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     features = draw_features(random.Random(f"features {seed}"))
+    disk = random.Random(f"disk of a worker {seed}") if seed >= FIRST_WITH_DISK else None
+    if disk is not None:
+        features = with_disk(disk, features)
     calls = random.Random(f"calls {seed}")
     drawn = tuple(draw_calls(calls, features) for _ in range(features.num_gateways))
     # Of a generator of its own, so that everything else of a seed stays as it was without breakpoints.
@@ -172,12 +202,11 @@ def make_schedule(seed: int) -> Schedule:
     # Of another one, too.
     drafting = random.Random(f"drafts {seed}").random()
     features = replace(features, has_drafts=drafting < 0.5, adapts_drafts=drafting < 0.2)
-    return Schedule(
-        seed,
-        features,
-        drawn,
-        draw_faults(random.Random(f"faults {seed}"), features),
-    )
+    faults = draw_faults(random.Random(f"faults {seed}"), features)
+    if disk is not None:
+        drawn = tuple(draw_later_calls(disk, calls) for calls in drawn)
+        faults = draw_disk_faults(disk, features, faults)
+    return Schedule(seed, features, drawn, faults)
 
 
 def draw_features(generator: random.Random) -> Features:
@@ -212,6 +241,51 @@ def draw_features(generator: random.Random) -> Features:
         call_timeout_s=generator.choice((1.0, 3.0)),
         failover_after_s=generator.choice((0.02, 0.5)),
     )
+
+
+def with_disk(generator: random.Random, features: Features) -> Features:
+    """The same features, where a disk can be: one layer group, one rank, copies of evicted blocks. And little room."""
+    least = -(-66 // features.block_size) + 2
+    num_host_blocks = generator.choice((least // 2, least, 2 * least))
+    disk = DiskFeatures(
+        num_blocks=generator.choice((3, least, 3 * least, 10 * least)),
+        file_bytes=generator.choice((1_000, 3_000, 1 << 20)),
+        write_rate=generator.choice((1e4, 1e9, 1e9)),
+    )
+    return replace(
+        features,
+        model=ModelKind.FULL,
+        num_blocks=least + generator.choice((0, least // 3, least)),
+        num_host_blocks=num_host_blocks,
+        host_cache_share=generator.choice((0.5, 1.0, 1.0)),
+        num_ranks=1,
+        disk=disk,
+    )
+
+
+def draw_later_calls(generator: random.Random, calls: tuple[Call, ...]) -> tuple[Call, ...]:
+    """These calls, and others that begin as one of them and come later, when copies may be on a disk."""
+    every, known = requests(), {call.request for call in calls}
+    beginnings = {beginning_of(call.request) for call in calls}
+    single = [n for n in range(NUM_REQUESTS) if n not in known and isinstance(every[n].params, SamplingParams)]
+    alike = [number for number in single if beginning_of(number) in beginnings]
+    later = generator.sample(alike, min(len(alike), 4)) + generator.sample(single, 3)
+    last_s = generator.choice((0.2, 1.0, 4.0))
+    return *calls, *(Call(number, after_s=generator.uniform(0.05, last_s)) for number in dict.fromkeys(later))
+
+
+def beginning_of(number: int) -> tuple[object, ...]:
+    """Requests with the same one can use each other's blocks."""
+    request = requests()[number]
+    return request.params.tenant, request.cache.salt, request.prompt[:8]
+
+
+def draw_disk_faults(generator: random.Random, features: Features, others: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """One to four faults of a few kinds that are about disks, with some of the others."""
+    kinds = generator.sample(OF_DISKS, generator.randint(1, 4))
+    drawn = [draw_fault(generator, generator.choice(kinds), features) for _ in range(generator.choice((1, 2, 3, 4)))]
+    kept = [fault for fault in others if generator.random() < 0.5]
+    return tuple(sorted(drawn + kept, key=lambda fault: fault.at_callback))
 
 
 def draw_calls(generator: random.Random, features: Features) -> tuple[Call, ...]:
@@ -250,7 +324,8 @@ def draw_faults(generator: random.Random, features: Features) -> tuple[Fault, ..
     possible = [
         kind
         for kind in FaultKind
-        if (features.keeps_state or kind not in NEED_STATE)
+        if kind not in OF_DISKS
+        and (features.keeps_state or kind not in NEED_STATE)
         and (features.num_ranks > 1 or kind is not FaultKind.LOST_RANK)
         and generator.random() < LIKELY.get(kind, 1.0)
     ]
@@ -278,7 +353,7 @@ def draw_fault(generator: random.Random, kind: FaultKind, features: Features) ->
     elif kind in OF_LINKS:
         target = generator.choice(links)
     else:
-        target = (generator.choice(workers) if kind in OF_WORKERS else "cachemgr",)
+        target = (generator.choice(workers) if kind in OF_WORKERS + OF_DISKS else "cachemgr",)
     low, high = SIZES.get(kind, (0.0, 0.0))
     # Half of them early: that is where everything begins.
     last = generator.choice((LAST_CALLBACK // 8, LAST_CALLBACK // 3, LAST_CALLBACK))
@@ -299,5 +374,11 @@ SIZES = {
     FaultKind.FULL_DISK: (0.01, 0.6),
     FaultKind.HANG: (0.05, 1.5),
     FaultKind.LATE_REPORTS: (0.001, 0.5),
+    FaultKind.DISK_SLOW: (0.05, 3.0),
+    FaultKind.DISK_FULL: (0.05, 15.0),
+    FaultKind.DISK_ERRORS: (0.01, 3.0),
+    FaultKind.DISK_KILL: (0.0, 40.0),  # calls before it
+    FaultKind.DISK_POWER: (0.0, 40.0),
+    FaultKind.KILL_BOTH: (0.0, 0.5),
 }
 """Seconds, where nothing else is said."""

@@ -43,7 +43,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
                 fewer = calls[:index] + calls[index + 1 :]
                 yield replace(schedule, calls=(*schedule.calls[:gateway], fewer, *schedule.calls[gateway + 1 :]))
     usual, features = Features(), schedule.features
-    memory = ("host_cache_share", "num_host_blocks")
+    memory = ("host_cache_share", "num_host_blocks") if features.disk is None else ("disk",)
     for name in ("has_watcher", "has_shares", *memory, "runs_ahead", "num_ranks", "policy", "keeps_state"):
         if getattr(features, name) != getattr(usual, name):
             yield replace(schedule, features=replace(features, **{name: getattr(usual, name)}))

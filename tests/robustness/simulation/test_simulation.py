@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from robustness.simulation.gateway import Call
 from robustness.simulation.reports import Lie
 from robustness.simulation.running import answers, run, run_seed, simulating
-from robustness.simulation.schedule import Fault, FaultKind, Schedule, make_schedule
+from robustness.simulation.schedule import FIRST_WITH_DISK, OF_DISKS, Fault, FaultKind, Schedule, make_schedule
 from robustness.simulation.shrinking import kind_of, shrink
 from robustness.simulation.workload import ModelKind
 from samples import others_at_night
@@ -25,7 +26,20 @@ from quire.worker.service.steps import Reports
 RUN = Path(__file__).with_name("run.py")
 CHUNK = 250
 CHUNKS = range(3)
-NUM_NEW = 30
+NUM_NEW, NUM_NEW_WITH_DISKS = 30, 10
+WITH_DISKS = range(FIRST_WITH_DISK + 7, FIRST_WITH_DISK + 19)
+HAPPENS = {
+    "bytes changed on the disk",
+    "calls of the disk that failed",
+    "copies found on the disk at a start",
+    "copies read from the disk",
+    "names of files lost with the power",
+    "writes for which there was no room",
+    "writes lost with the power",
+    "writes torn by a loss of power",
+    "writes torn by an error or a kill",
+}
+"""What faults of disks have done."""
 
 
 def run_all(seeds: range) -> None:
@@ -40,18 +54,31 @@ def test_schedules_of_fixed_seeds(chunk: int) -> None:
     run_all(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
+def test_schedules_with_disks_of_fixed_seeds() -> None:
+    """Each kind of fault has happened in them, and copies were read."""
+    fired, happened = Counter[str](), Counter[str]()
+    with simulating():
+        for seed in WITH_DISKS:
+            outcome = run_seed(seed)
+            assert outcome.failure is None, seed
+            fired, happened = fired + outcome.fired, happened + outcome.happened
+    assert {kind.value for kind in OF_DISKS} - fired.keys() == set()
+    assert HAPPENS - happened.keys() == set()
+
+
 @pytest.mark.verify
 def test_schedules_of_new_seeds() -> None:
     """A new seed that fails is no failure of the change that is tested: it is printed, for a row of the bug table."""
     first = time.time_ns() // 10**9
     with simulating():
-        for outcome in map(run_seed, range(first, first + NUM_NEW)):
+        with_disks = range(FIRST_WITH_DISK + first, FIRST_WITH_DISK + first + NUM_NEW_WITH_DISKS)
+        for outcome in map(run_seed, [*range(first, first + NUM_NEW), *with_disks]):
             if outcome.failure is not None:
                 warnings.warn(f"make simulate ARGS='--replay {outcome.seed}': {outcome.failure}", stacklevel=1)
 
 
 def test_a_seed_is_the_same_run_to_the_last_line() -> None:
-    for seed in range(6):
+    for seed in (*range(6), FIRST_WITH_DISK):
         stories: list[list[str]] = [[], []]
         for story in stories:
             with simulating(told=True):

@@ -14,6 +14,8 @@ from robustness.simulation.digest_model import DigestFunction, DigestModel
 from robustness.simulation.model_thread import SimulatedModelThread
 from robustness.simulation.ranks import SimulatedFollower, SimulatedLeader
 from robustness.simulation.reports import UnreliableReports
+from robustness.simulation.schedule import DiskFeatures
+from robustness.simulation.worker_disk import ObservedStore, WorkerDisks
 from robustness.simulation.world import Process
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from quire.serving.dialing import Dialer, DialOptions
 from quire.serving.interceptor import HandlerGuard
 from quire.serving.options import ServerOptions
 from quire.worker.config import WorkerConfig
+from quire.worker.disk.records import HEADER_BYTES
 from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
 from quire.worker.memory.host_pool import make_host_pool
@@ -39,6 +42,7 @@ from quire.worker.sampling.parameters import MAX_LOGPROBS
 from quire.worker.service.adapter_loading import AdapterLoader
 from quire.worker.service.attachment import Attachment
 from quire.worker.service.description import describe_model, describe_pool
+from quire.worker.service.process import open_disk
 from quire.worker.service.roles import MESSAGE_LIMITS
 from quire.worker.service.servicer import WorkerServicer
 from quire.worker.service.steps import StepLimits, Steps, new_epoch
@@ -124,8 +128,19 @@ class SimulatedWorker:
     a rank.
     """
 
-    def __init__(self, process: Process, settings: WorkerSettings, *, address: str, cachemgr: Address) -> None:
-        """`address` is where clients reach its service; `cachemgr` is dialed as all workers do."""
+    def __init__(
+        self,
+        process: Process,
+        settings: WorkerSettings,
+        *,
+        address: str,
+        cachemgr: Address,
+        disks: WorkerDisks | None = None,
+    ) -> None:
+        """`address` is where clients reach its service; `cachemgr` is dialed as all workers do.
+
+        Raises CannotStartError if its disk can't be used.
+        """
         self.process = process
         self.settings = settings
         self.reports = UnreliableReports(process)
@@ -141,13 +156,23 @@ class SimulatedWorker:
         loaded, self.executor = self.ranks[-1].loaded, self.ranks[-1].executor
         self._is_rank_lost = False
         config = make_config(settings, cachemgr)
-        geometry = describe_pool(config, loaded)
+        self.disk = None
+        if disks is not None and disks.features is not None:
+            config = with_disk(config, disks.features, disks.directory(process), self.executor.host_block_bytes)
+            self.disk = open_disk(config, loaded, self.executor, process.loop)
+            assert self.disk is not None, "the configuration has one"
+            self.disk._store = ObservedStore(self.disk._store, disks.copies(process.name))  # type: ignore[assignment]
+        geometry = describe_pool(config, loaded, num_disk_blocks=0 if self.disk is None else self.disk.num_blocks)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
         self.steps = Steps(Gate(config.pool, new_epoch()), self.executor, self.thread, limits, loaded.grammars)
         self.steps.reports = self.reports
         self.steps.on_violation = self._on_violation
         dialer = Dialer(cachemgr, config.cachemgr_dial)
-        self.attachment = Attachment(dialer, self.steps, geometry=geometry, worker_address=lambda: address)
+        if self.disk is not None:
+            self.steps.on_new_epoch = self.disk.begin_epoch
+        self.attachment = Attachment(
+            dialer, self.steps, geometry=geometry, worker_address=lambda: address, disk=self.disk
+        )
         device = "cuda:0" if settings.runs_ahead else "cpu"
         model = replace(describe_model(config, loaded.model, loaded.pool), tokenizer=NO_TOKENIZER, device=device)
         loader = AdapterLoader(
@@ -164,6 +189,8 @@ class SimulatedWorker:
     async def terminate(self) -> None:
         """SIGTERM: it ends the steps that it has accepted, and then itself."""
         await self.servicer.drain()
+        if self.disk is not None:
+            self.disk.close()
         self.process.end()
 
     @property
@@ -260,6 +287,12 @@ def make_rank(settings: WorkerSettings, ranks: OneRank) -> Rank:
     executor.runs_ahead = settings.runs_ahead
     loaded = Loaded(grammars, model, pool, host_pool, None, pool.bytes_per_block * settings.num_ranks)
     return Rank(model, pool, loaded, executor)
+
+
+def with_disk(config: WorkerConfig, disk: DiskFeatures, directory: Any, content_bytes: int) -> WorkerConfig:
+    """The same configuration with a disk; a block's content has so many bytes."""
+    num_bytes = disk.num_blocks * (HEADER_BYTES + content_bytes)
+    return replace(config, disk_dir=directory, disk_memory_bytes=num_bytes, disk_write_rate=int(disk.write_rate))
 
 
 def make_config(settings: WorkerSettings, cachemgr: Address) -> WorkerConfig:

@@ -17,7 +17,7 @@ import heapq
 import math
 import random
 from asyncio import events
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,16 @@ class Process:
         for close in self.at_end:
             close()
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Its loop is the running one: for calls of its code from outside of it."""
+        before = events._get_running_loop()
+        events._set_running_loop(self.loop)
+        try:
+            yield
+        finally:
+            events._set_running_loop(before)
+
     def on_unhandled(self, context: dict[str, Any]) -> None:
         """An exception that nobody took, in a living process, is a finding."""
         if self.is_alive:
@@ -171,6 +181,8 @@ class World:
         self.failure: WorldFailed | None = None
         self.is_deceived = False
         """A worker has lied: answers may be wrong, or errors."""
+        self.has_lost_copies = False
+        """A disk has failed: what was written there may not be read again."""
         self.stop_at: int | None = None
         """The number of the callback before which `on_stop` is called: a fault begins there."""
         self.on_stop: Callable[[], None] = lambda: None

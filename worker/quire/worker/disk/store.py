@@ -4,9 +4,9 @@
     lock                 of the one process that uses the directory
 
 A file is made, with all its bytes reserved, when the first of its blocks is written. Contents are not checked at the
-start, but when they are read. Nothing is flushed to the disk but what removes a copy: one that did not reach the disk
-fails its checksum. A process that dies while it writes leaves a header that is none: at the start the content behind it
-is removed, for it may be of two tenants, and no header names them.
+start, but when they are read. Files are flushed to the disk when content is erased, and only then: a copy that did not
+reach the disk fails its checksum. A process that dies while it writes leaves a header that is none: at the start the
+content behind it is removed, for it may be of two tenants, and no header names them.
 """
 
 from __future__ import annotations
@@ -135,18 +135,17 @@ class Store:
         for block in self._uncertain:
             by_file.setdefault(block // self._blocks_per_file, []).append(block)
         kept = {block // self._blocks_per_file for block in self.records}
-        files = set(by_file) if tenant is not None else {number for number, _ in self._files()}
-        for number in sorted(files):
+        for number, path in self._files():
             if number in kept:
-                self._clear(number, by_file[number])
+                self._clear(number, by_file.get(number, ()))
             else:
-                self._path(number).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         sync_directory(self.directory)
         self._uncertain.clear()
         return len(erased)
 
     def _clear(self, number: int, blocks: Collection[int]) -> None:
-        """Remove copies from one file."""
+        """Remove copies from one file, and what was overwritten there: until it is flushed, the disk still has that."""
         with self._opened(number) as file:
             for block in blocks:
                 index, offset = self._place(block)
