@@ -100,7 +100,10 @@ EXAMPLES = {
 EXAMPLES_OF_IDEA = {
     ADAPTERS_IDEA: ["unit/worker/test_adapters.py", "unit/cachemgr/test_looking.py", "unit/cachemgr/test_ledger.py"],
     GPU_IDEA: ["gpu_desk/test_start.py", "unit/worker/test_process.py", "unit/worker/test_peak_step.py"],
-    DISK_IDEA: ["unit/worker/test_disk_store.py", "unit/worker/test_disk_tier.py"],
+    DISK_IDEA: [
+        *("unit/worker/test_disk_store.py", "unit/worker/test_disk_tier.py"),
+        "robustness/simulation/test_worker_disk.py",
+    ],
     HOLDER_IDEA: [f"unit/worker/test_{name}.py" for name in ("holder", "kept_pool", "deposits")],
     QUANTIZED_IDEA: [f"unit/worker/test_{name}.py" for name in ("kv_scales", "quantized_experts", "int4_weights")],
     RANKS_IDEA: ["unit/worker/test_orders.py", "unit/worker/test_sharding.py"],
@@ -440,7 +443,7 @@ def without_verdict(bugs: Sequence[Bug], suites: Sequence[str], num_schedules: i
     for bug in bugs:
         values = known.get(bug.name, {})
         if suites == ["simulation"]:
-            if not is_judged(values, num_schedules):
+            if not is_judged(bug, values, num_schedules):
                 yield bug
         elif "else" not in values and values.get("schedules") is None:
             yield bug
@@ -452,7 +455,7 @@ def record_verdict(verdict: Verdict, suites: Sequence[str], num_schedules: int) 
     assert not isinstance(noticed, str)
     if suites == ["simulation"]:
         values = (None, "") if noticed is None else (noticed.num_schedules, noticed.failure)
-        record(verdict.bug, schedules=values[0], failure=values[1], limit=num_schedules, drawn=drawn())
+        record(verdict.bug, schedules=values[0], failure=values[1], limit=num_schedules, drawn=drawn(verdict.bug))
     elif "simulation" not in suites:
         record(verdict.bug, **{"else": "" if noticed is None else noticed.suite})
 

@@ -32,6 +32,8 @@ QUANTIZED_IDEA = "quantized"
 """The idea of bugs of quantized weights, and of keys and values in float8."""
 DISK_IDEA = "a disk"
 """The idea of bugs of copies on a disk."""
+DISK = "disk"
+"""The feature of simulated schedules that they need."""
 ADAPTERS_IDEA = "adapters"
 """The idea of bugs of adapters: their owners, their slots, and the tenants that may use them."""
 RANKS_IDEA = "ranks"
@@ -1078,6 +1080,44 @@ BUGS = [
             'self._reads if order.WhichOneof("order") == "read" else self._writes',
             'self._writes if order.WhichOneof("order") == "write" else self._reads',
         ),
+    ),
+    worker(
+        DISK_IDEA,
+        "copies that were overwritten are on the disk when their tenant was reset",
+        (
+            "erase",
+            "self._clear(number, by_file.get(number, ()))",
+            "_ = number in by_file and self._clear(number, by_file[number])",
+        ),
+    ),
+    worker(
+        DISK_IDEA,
+        "an erasure is reported before it is on the disk",
+        ("_clear", "os.fsync(file)", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "the removal of a file is reported before it is on the disk",
+        ("erase", "sync_directory(self.directory)", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a header is written before its content",
+        (
+            "write",
+            "write_all(file, content, offset)",
+            "write_all(file, record.encode(self._mark), index * HEADER_BYTES); write_all(file, content, offset)",
+        ),
+    ),
+    worker(
+        DISK_IDEA,
+        "the end of an order is reported in the epoch after its own",
+        ("_end", "if epoch == self._epoch:", "if True:"),
+    ),
+    worker(
+        DISK_IDEA,
+        "a worker that starts leaves the content behind a header that is torn",
+        ("_scan_file", "self._clear(number, removed)", "pass"),
     ),
     # -- request ids
     rust(
@@ -2231,6 +2271,7 @@ NEEDS: dict[str, frozenset[str]] = {
 _WINDOWS = frozenset({"model: window", "model: full and window", "model: full and chunks"})
 NEEDS_OF_IDEA = {
     "drafts": frozenset({"has drafts"}),
+    DISK_IDEA: frozenset({DISK}),
     "failed steps": frozenset({"failed step", "damage"}),
     "host tier": frozenset({"host tier"}),
     "kept prefixes": frozenset({"has breakpoints"}),
@@ -2251,7 +2292,6 @@ def needs_of(bug: Bug) -> frozenset[str]:
 
 
 _ABSENT_OF_IDEA = {
-    DISK_IDEA: "disks",
     GPU_IDEA: "GPUs",
     ADAPTERS_IDEA: "adapters",
     RANKS_IDEA: "the layers of a large model",
@@ -2260,6 +2300,7 @@ _ABSENT_OF_IDEA = {
     "kept memory": "holders",
 }
 _ABSENT = {
+    "disks with copies of another pool": ["a copy of another pool is used"],
     "adapters": ["the adapter is left out of the prefix hash"],
     "models with a state": ["a prefix of a model with a state is found and published without the state"],
     "pins": [

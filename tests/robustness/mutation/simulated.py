@@ -7,7 +7,8 @@ The record is simulated.json, the table that of docs/reference/simulation.md. Ea
 known, with what its seeds drew: the same command goes on where it was stopped, and judges again where other schedules
 are drawn by now.
 
-Schedules are those of the seeds from 0 on, see robustness/simulation.
+Schedules are those of the seeds from 0 on, for bugs that need a disk those of the first seeds with disks, see
+robustness/simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in (".", "framework"))
 
 # isort: split
-from seeded_bugs import BUGS, KEPT_AWAY_BY, NOT_SIMULATED, SIMULATED_IDEAS, Bug
+from seeded_bugs import BUGS, DISK, KEPT_AWAY_BY, NOT_SIMULATED, SIMULATED_IDEAS, Bug, needs_of
 from standing_in import NOT_RUN, forked, require_imported_from, stand_in
 
 SCHEDULES = 3_000
@@ -77,15 +78,16 @@ def run_schedules(folder: Path, most: int, needs: frozenset[str], progress: mmap
     """Returns 1 if a schedule fails; the last line of the output says how. `progress` has the number of each."""
     stand_in(folder)
     from robustness.simulation.running import SchedulesFailed, run, simulating
-    from robustness.simulation.schedule import make_schedule
+    from robustness.simulation.schedule import FIRST_WITH_DISK, make_schedule
 
     require_imported_from(folder)
     signal.alarm(0)
+    first = FIRST_WITH_DISK if DISK in needs else 0
     with simulating():
-        for seed in range(most):
+        for number in range(most):
             signal.setitimer(signal.ITIMER_PROF, SCHEDULE_TIMEOUT_S)
-            progress[:] = COUNT.pack(seed + 1)
-            schedule = make_schedule(seed)
+            progress[:] = COUNT.pack(number + 1)
+            schedule = make_schedule(first + number)
             has = {*schedule.features.names(), *(fault.kind.value for fault in schedule.faults)}
             if needs and not needs & has:
                 continue
@@ -100,21 +102,28 @@ def run_schedules(folder: Path, most: int, needs: frozenset[str], progress: mmap
     return 0
 
 
+def drawn(bug: Bug) -> int:
+    """Return a number that changes if the seeds that judge a bug draw other schedules than before."""
+    return _drawn(DISK in needs_of(bug))
+
+
 @cache
-def drawn() -> int:
-    """Return a number that changes if the seeds draw other schedules than before."""
-    code, output = forked(print_drawn, timeout_s=START_TIMEOUT_S)
+def _drawn(with_disk: bool) -> int:
+    code, output = forked(partial(print_drawn, with_disk), timeout_s=START_TIMEOUT_S)
     if code != 0:
         raise RuntimeError(f"no schedules are drawn\n{output[-4000:]}")
     return int(output.split()[-1])
 
 
-def print_drawn() -> int:
+def print_drawn(with_disk: bool) -> int:
     """Print the number, in a process that may import the packages."""
-    from robustness.simulation.schedule import make_schedule
+    from robustness.simulation.schedule import FIRST_WITH_DISK, make_schedule
     from robustness.simulation.workload import requests
 
-    print(zlib.crc32(repr((requests(), [make_schedule(seed) for seed in range(NUM_DRAWN)])).encode()))
+    first = FIRST_WITH_DISK if with_disk else 0
+    schedules = [make_schedule(seed) for seed in range(first, first + NUM_DRAWN)]
+    disks = [schedule.features.disk for schedule in schedules if schedule.features.disk is not None]
+    print(zlib.crc32(f"{(requests(), schedules)!r}{disks or ''}".encode()))
     return 0
 
 
@@ -127,9 +136,9 @@ def recorded() -> dict[str, dict[str, Any]]:
     return known
 
 
-def is_judged(values: Mapping[str, Any], limit: int) -> bool:
+def is_judged(bug: Bug, values: Mapping[str, Any], limit: int) -> bool:
     """Return whether the simulation has found a bug, or not within so many schedules, of those that are drawn now."""
-    return values.get("drawn") == drawn() and (values["schedules"] is not None or values["limit"] >= limit)
+    return values.get("drawn") == drawn(bug) and (values["schedules"] is not None or values["limit"] >= limit)
 
 
 def record(bug: Bug, **values: Any) -> None:
@@ -149,7 +158,7 @@ def table() -> str:
     rows = []
     for bug, values in judged:
         found = values["schedules"] if values["schedules"] is not None else f"not in {values['limit']:,}"
-        mark = "" if values.get("drawn") == drawn() else " *"
+        mark = "" if values.get("drawn") == drawn(bug) else " *"
         rows.append(f"| {bug.idea} | {bug.name} | {found}{mark} | {others_that_find(bug, values)} |")
     absent = [bug for bug in BUGS if bug.name in NOT_SIMULATED]
     rows += [

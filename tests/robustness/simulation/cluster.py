@@ -305,7 +305,7 @@ class Cluster:
 
         Raises WorldFailed if what was erased is there again.
         """
-        scopes = self.generator.choice(([], [None], [*TENANTS[:2]]))
+        scopes = self.generator.choice(([], [None], *([tenant] for tenant in TENANTS)))
         for name in self.workers:
             for tenant in scopes:
                 self.start_reset(name, tenant)

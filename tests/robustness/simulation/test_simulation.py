@@ -39,7 +39,7 @@ HAPPENS = {
     "writes torn by a loss of power",
     "writes torn by an error or a kill",
 }
-"""What faults of disks have done."""
+"""Effects of faults of disks."""
 
 
 def run_all(seeds: range) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 from robustness.simulation.schedule import DiskFeatures
 from robustness.simulation.threads import ThreadEnded, Threads
-from robustness.simulation.worker_disk import CALL_S, ObservedStore, SimulatedFiles, WorkerDisks
+from robustness.simulation.worker_disk import CALL_S, Copies, ObservedStore, SimulatedFiles, WorkerDisks
 from robustness.simulation.world import Process, World, WorldFailed
 
+from quire.worker.disk.records import Record
 from quire.worker.disk.store import Store
 
 NAME, CONTENT_BYTES = "worker-0", 100
@@ -47,7 +48,7 @@ class Bench:
         store = Store(
             self.disks.directory(self.process), content_bytes=CONTENT_BYTES, memory_bytes=memory_bytes, mark=bytes(32)
         )
-        return ObservedStore(store, self.disks.copies(NAME))
+        return ObservedStore(store, self.files, self.disks.copies(NAME))
 
     def restart(self, *, loses_power: bool) -> ObservedStore:
         self.process.end()
@@ -124,6 +125,16 @@ def test_no_copy_that_was_overwritten_is_there_when_its_tenant_was_reset_and_pow
 
 
 @of_each_seed
+def test_nothing_is_there_when_all_was_erased_and_power_was_lost(bench: Bench) -> None:
+    store = bench.open()
+    for block in range(FEATURES.num_blocks):
+        write(store, block, block, "alice")
+    store.erase("nobody")
+    store.erase(None)
+    assert found(bench.restart(loses_power=True)) == {}
+
+
+@of_each_seed
 def test_a_kill_in_any_call_leaves_copies_that_are_whole(bench: Bench) -> None:
     store = bench.open()
     write(store, 0, 1, "alice")
@@ -146,6 +157,33 @@ def test_no_wrong_content_is_read_when_power_was_lost() -> None:
         assert bench.world.failure is None
         happened += bench.happened
     assert happened.keys() >= {"writes lost with the power", "writes torn by a loss of power", "refused"}
+
+
+RECORD = Record(bytes(32), "alice", 1, 0)
+WRONG: dict[str, Callable[[Copies], object]] = {
+    "disk block 3 is found again after a reset": lambda copies: (
+        copies.found({}),
+        copies.erase("alice"),
+        copies.found({3: RECORD}),
+    ),
+    "disk block 3 is read with other content than was written": lambda copies: copies.read(3, RECORD, b"other"),
+    "disk block 4 is found, and nobody has written it": lambda copies: copies.found({4: RECORD}),
+    "disk blocks [3] are there after a reset": lambda copies: (copies.found({3: RECORD}), copies.erase(None, 1)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_copies_that_must_not_be_there_are_found(what: str) -> None:
+    world = World(0)
+    copies = Copies(world, NAME, Counter())
+    copies.write(3, RECORD, b"content")
+    copies.found({3: RECORD})
+    copies.erase("bob")
+    copies.erase("alice", before=0)
+    copies.read(3, RECORD, b"content")
+    assert world.failure is None
+    WRONG[what](copies)
+    assert str(world.failure) == f"{NAME}: {what}"
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

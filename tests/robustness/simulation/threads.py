@@ -22,7 +22,7 @@ WAKE_S = 20e-6
 
 
 class ThreadEnded(BaseException):
-    """Raised in a thread whose process has ended: nothing of it runs any more."""
+    """Raised in a thread after the end of its process: nothing of it runs any more."""
 
 
 class Threads:
@@ -204,13 +204,14 @@ class SimulatedEvent:
             self._waiting.pop().wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if self._is_set:
-            return True
-        thread = self._threads.waiting("an event")
-        self._waiting.append(thread)
-        thread.pause(timeout)
-        if thread in self._waiting:
-            self._waiting.remove(thread)
+        while not self._is_set:
+            thread = self._threads.waiting("an event")
+            self._waiting.append(thread)
+            thread.pause(timeout)
+            if thread in self._waiting:
+                self._waiting.remove(thread)
+            if timeout is not None:
+                break
         return self._is_set
 
 

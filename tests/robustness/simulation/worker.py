@@ -161,7 +161,8 @@ class SimulatedWorker:
             config = with_disk(config, disks.features, disks.directory(process), self.executor.host_block_bytes)
             self.disk = open_disk(config, loaded, self.executor, process.loop)
             assert self.disk is not None, "the configuration has one"
-            self.disk._store = ObservedStore(self.disk._store, disks.copies(process.name))  # type: ignore[assignment]
+            files, copies = disks.files(process.name), disks.copies(process.name)
+            self.disk._store = ObservedStore(self.disk._store, files, copies)  # type: ignore[assignment]
         geometry = describe_pool(config, loaded, num_disk_blocks=0 if self.disk is None else self.disk.num_blocks)
         limits = StepLimits.of(geometry, max_step_tokens=config.max_step_tokens, max_logprobs=MAX_LOGPROBS)
         self.steps = Steps(Gate(config.pool, new_epoch()), self.executor, self.thread, limits, loaded.grammars)

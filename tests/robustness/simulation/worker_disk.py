@@ -28,13 +28,16 @@ from robustness.simulation.world import Process, World
 
 from quire.worker.disk import disk_tier, store
 from quire.worker.disk.records import Record
-from quire.worker.disk.store import Store
+from quire.worker.disk.store import FILE_NAME, Store
 from quire.worker.service import steps
 
 CALL_S = 50e-6
 """The mean time of a call to the file system."""
 SHORT_SHARE = 0.05
 """Of writes, those that write only a part of what they were given."""
+WRITTEN_BACK_SHARE = 0.05
+"""Of writes, those behind which the kernel writes back some of the file's changes, the oldest ones, and
+all names."""
 ERROR_SHARE = 0.4
 """Of calls, while the disk has errors."""
 
@@ -57,6 +60,14 @@ class File:
     def resize(self, size: int) -> None:
         del self.data[size:]
         self.data.extend(bytes(size - len(self.data)))
+
+    def write_back(self, count: int) -> None:
+        """The first so many changes reach the disk."""
+        flushed = bytearray(self.flushed)
+        for offset, data in self.changes[:count]:
+            put(flushed, offset, data)
+        self.flushed = bytes(flushed)
+        del self.changes[:count]
 
     def flush(self) -> None:
         self.flushed = bytes(self.data)
@@ -152,9 +163,6 @@ class FilePath:
     def __str__(self) -> str:
         return f"/disk/{self.name}"
 
-    def __lt__(self, other: FilePath) -> bool:
-        return self.name < other.name
-
     @property
     def stem(self) -> str:
         return self.name.split(".")[0]
@@ -207,7 +215,7 @@ class FileCalls:
         self._opened: dict[int, Opened] = {}
         self._last = 0
 
-    def begin(self, files: SimulatedFiles, *, may_fail: bool = True) -> None:
+    def begin(self, files: SimulatedFiles) -> None:
         """A call takes its time, and may fail: with OSError, or because its process is killed."""
         process = self._threads.process
         if files.num_calls_left == 0:
@@ -218,7 +226,7 @@ class FileCalls:
         if not process.is_alive:
             raise ThreadEnded
         self._threads.sleep(CALL_S * files.slowness)
-        if may_fail and files.has_errors and self._numbers.random() < ERROR_SHARE:
+        if files.has_errors and self._numbers.random() < ERROR_SHARE:
             files.happened["calls of the disk that failed"] += 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -282,6 +290,9 @@ class FileCalls:
         if self._numbers.random() < SHORT_SHARE:
             data = part
         file.write(offset, bytes(data))
+        if self._numbers.random() < WRITTEN_BACK_SHARE:
+            file.write_back(self._numbers.randint(1, len(file.changes)))
+            files.flush_names()
         return len(data)
 
     def posix_fallocate(self, number: int, offset: int, count: int) -> None:
@@ -347,34 +358,45 @@ class Copies:
         self._require_known(block, record)
         written = self._written.get((block, record))
         if written is not None and written[1] != content:
-            self._world.fail(f"{self._name}: disk block {block} is read with other content than was written")
+            self.fail(f"disk block {block} is read with other content than was written")
 
-    def erase(self, tenant: str | None, before: int | None = None) -> None:
-        """A tenant's copies were erased; None: those of all. `before`: if they are among the first so many writes."""
-        gone = {
+    def erase(self, tenant: str | None, before: int | None = None) -> list[tuple[int, bytes]]:
+        """A tenant's copies were erased; None: those of all. `before`: if they are among the first so many writes.
+
+        Returns the disk blocks and contents.
+        """
+        gone = [
             key
             for key, (number, _) in self._written.items()
             if (tenant is None or key[1].tenant == tenant) and (before is None or number <= before)
-        }
+        ]
         if found := [block for block, record in gone if self._present.get(block) == record]:
-            self._world.fail(f"{self._name}: disk blocks {sorted(found)} are there after a reset")
-        self._erased |= gone
-        for key in gone:
-            del self._written[key]
+            self.fail(f"disk blocks {sorted(found)} are there after a reset")
+        self._erased.update(gone)
+        return [(key[0], self._written.pop(key)[1]) for key in gone]
+
+    def fail(self, what: str) -> None:
+        self._world.fail(f"{self._name}: {what}")
+
+    def content_of(self, block: int, record: Record | None) -> bytes | None:
+        """Return what was written with a header; None if that was nothing."""
+        written = None if record is None else self._written.get((block, record))
+        return None if written is None else written[1]
 
     def _require_known(self, block: int, record: Record) -> None:
         key = block, record
         if key in self._erased:
-            self._world.fail(f"{self._name}: disk block {block} is found again after a reset")
+            self.fail(f"disk block {block} is found again after a reset")
         elif key not in self._written:
-            self._world.fail(f"{self._name}: disk block {block} is found, and nobody has written it")
+            self.fail(f"disk block {block} is found, and nobody has written it")
 
 
 class ObservedStore:
     """A worker's store, of which `copies` gets to know what it does."""
 
-    def __init__(self, kept: Store, copies: Copies) -> None:
+    def __init__(self, kept: Store, files: SimulatedFiles, copies: Copies) -> None:
         self._store = kept
+        self._files = files
         self._copies = copies
         copies.found(kept.records)
 
@@ -398,8 +420,17 @@ class ObservedStore:
     def erase(self, tenant: str | None) -> int:
         """See Store.erase."""
         count = self._store.erase(tenant)
-        self._copies.erase(tenant)
+        for block, content in self._copies.erase(tenant):
+            left = self._copies.content_of(block, self._store.records.get(block))
+            if self._bytes_of(block) == content != left:
+                self._copies.fail(f"the content of disk block {block} is there after it was erased")
         return count
+
+    def _bytes_of(self, block: int) -> bytes:
+        """Those in the place of a block's content."""
+        _, offset = self._store._place(block)
+        file = self._files.names.get(FILE_NAME.format(block // self._store._blocks_per_file))
+        return b"" if file is None else bytes(file.data[offset : offset + self._store.content_bytes])
 
 
 class WorkerDisks:
