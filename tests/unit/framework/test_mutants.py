@@ -10,7 +10,7 @@ from pathlib import Path
 import mutants
 import pytest
 import simulated
-from robustness.simulation.schedule import make_schedule
+from robustness.simulation.schedule import FIRST_WITH_DISK, make_schedule
 from seeded_bugs import (
     BUGS,
     KEPT_AWAY_BY,
@@ -108,20 +108,20 @@ def test_simulated_schedules_notice_a_seeded_bug() -> None:
 
 def test_a_bug_is_judged_again_with_more_schedules_or_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     found, survivor = {"schedules": 3, "limit": 100, "drawn": 7}, {"schedules": None, "limit": 100, "drawn": 7}
-    monkeypatch.setattr(simulated, "drawn", lambda: 7)
-    assert simulated.is_judged(found, 300)
-    assert simulated.is_judged(survivor, 100)
-    assert not simulated.is_judged(survivor, 300)
-    assert not simulated.is_judged({}, 100)
-    monkeypatch.setattr(simulated, "drawn", lambda: 8)
-    assert not simulated.is_judged(found, 100)
+    monkeypatch.setattr(simulated, "drawn", lambda bug: 7)
+    assert simulated.is_judged(BUGS[0], found, 300)
+    assert simulated.is_judged(BUGS[0], survivor, 100)
+    assert not simulated.is_judged(BUGS[0], survivor, 300)
+    assert not simulated.is_judged(BUGS[0], {}, 100)
+    monkeypatch.setattr(simulated, "drawn", lambda bug: 8)
+    assert not simulated.is_judged(BUGS[0], found, 100)
 
 
 def test_what_a_bug_needs_is_drawn_by_some_schedule() -> None:
     """Else no schedule would run."""
     assert {*NEEDS, *NOT_SIMULATED, *KEPT_AWAY_BY} <= {bug.name for bug in BUGS}
     assert NEEDS_OF_IDEA.keys() <= {bug.idea for bug in BUGS}
-    schedules = list(map(make_schedule, range(300)))
+    schedules = list(map(make_schedule, [*range(300), FIRST_WITH_DISK]))
     drawn = {name for schedule in schedules for name in schedule.features.names()}
     drawn |= {fault.kind.value for schedule in schedules for fault in schedule.faults}
     assert {need for bug in BUGS for need in needs_of(bug)} <= drawn
