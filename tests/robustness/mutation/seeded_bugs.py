@@ -1097,6 +1097,11 @@ BUGS = [
     ),
     worker(
         DISK_IDEA,
+        "a flush that failed is repeated",
+        ("_clear", "self._path(number).unlink()", "pass"),
+    ),
+    worker(
+        DISK_IDEA,
         "the removal of a file is reported before it is on the disk",
         ("erase", "sync_directory(self.directory)", "pass"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import resource
@@ -214,6 +215,24 @@ def test_a_copy_that_could_not_be_overwritten_is_erased_with_its_tenants(open_st
     assert found(store) == {1: 2}
     store.erase("acme")
     assert (found(open_store()), content_of(1) in bytes_of(store.directory)) == ({1: 2}, False)
+
+
+def test_a_file_that_could_not_be_flushed_goes(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux takes pages that it could not write for written: a second flush succeeds, and says nothing of the disk."""
+    store = open_store()
+    write(store, 0, 1)
+    write(store, 1, 2, tenant="other")
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, "it can't be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="it can't be written"):
+            store.erase("acme")
+    assert (found(store), bytes_of(store.directory)) == ({}, b"")
+    write(store, 1, 3, tenant="other")
+    assert (store.erase("acme"), found(open_store())) == (0, {1: 3})
 
 
 @pytest.mark.parametrize("tenant", ["acme", "other"])

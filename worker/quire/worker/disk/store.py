@@ -145,13 +145,24 @@ class Store:
         return len(erased)
 
     def _clear(self, number: int, blocks: Collection[int]) -> None:
-        """Remove copies from one file, and what was overwritten there: until it is flushed, the disk still has that."""
+        """Remove copies from one file, and what was overwritten there: until it is flushed, the disk still has that.
+
+        Raises OSError. A flush that failed once says nothing about the disk if it is repeated: the file goes, with the
+        copies that were to stay.
+        """
         with self._opened(number) as file:
             for block in blocks:
                 index, offset = self._place(block)
                 write_all(file, bytes(HEADER_BYTES), index * HEADER_BYTES)
                 punch_hole(file, offset, self.content_bytes)
-            os.fsync(file)
+            try:
+                os.fsync(file)
+            except OSError:
+                for block in [block for block in self.records if block // self._blocks_per_file == number]:
+                    del self.records[block]
+                    self._uncertain.add(block)
+                self._path(number).unlink()
+                raise
 
     # -- files
 
