@@ -128,7 +128,7 @@ def quire() -> None:
 @option(
     "--keep-cache",
     is_flag=True,
-    help="Keep cached prefixes over restarts of the worker: starts a `quire holder` too. Linux; on a GPU with --num-blocks.",
+    help="Keep cached prefixes over restarts of the worker, by a `quire holder`. Linux; a GPU needs `--num-blocks`.",
 )
 @option(
     "--logs",
