@@ -2211,7 +2211,11 @@ BUGS = [
     worker(
         QUANTIZED_IDEA,
         "the second half of an expert's rows has the scales of the first",
-        ("dequantized", "zip(parts, scales, strict=True)", "zip(parts, [scales[0]] * len(parts), strict=True)"),
+        (
+            "layers",
+            "layer._buffers = {name: part[number] for name, part in parts.items()}",
+            'layer._buffers = {name: part[0 if "scale" in name else number] for name, part in parts.items()}',
+        ),
     ),
     worker(
         QUANTIZED_IDEA,
