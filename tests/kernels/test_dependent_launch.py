@@ -33,6 +33,7 @@ from quire.kernels.dependent_launch import (
     wait_for_earlier_kernels,
 )
 from quire.kernels.fixed_linear import fixed_linear
+from quire.kernels.int4_linear import int4_linear
 from quire.kernels.ring_layout import RingLayout
 from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear
 from quire.kernels.skinny_tiling import Form
@@ -56,11 +57,19 @@ def multiply(batch: Batch, form: Form) -> None:
     """A product with what stands beside it, and one of gates and ups. Of the dot form, sums are split."""
     x, residual, norm_weight = batch.hidden
     norm_weight = norm_weight if form == "gemv" else None
-    parts, tickets = (torch.empty(1 << 24, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
-    workspace = SkinnyWorkspace(parts, tickets)
-    common: dict[str, Any] = {"form": form, "norm_weight": norm_weight, "workspace": workspace}
+    common: dict[str, Any] = {"form": form, "norm_weight": norm_weight, "workspace": large_workspace()}
     skinny_linear(x, x.new_empty(x.shape[1], x.shape[1]), residual=residual, **common)
     skinny_linear(x, x.new_empty(2048, x.shape[1]), gated=True, **common)
+
+
+def multiply_4_bits(batch: Batch) -> None:
+    x = batch.gate_up[:, : batch.shape.intermediate]
+    int4_linear(x, batch.int4_weight(), workspace=large_workspace())
+
+
+def large_workspace() -> SkinnyWorkspace:
+    parts, tickets = (torch.empty(1 << 24, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
+    return SkinnyWorkspace(parts, tickets)
 
 
 def multiply_in_fixed_tiles(batch: Batch) -> None:
@@ -111,6 +120,10 @@ WORK: dict[str, Callable[[Batch], object]] = {
     "fixed_linear_kernel": multiply_in_fixed_tiles,
     "lora_shrink_kernel": Batch.update,
     "lora_expand_kernel": Batch.update,
+    "int4_linear_kernel": multiply_4_bits,
+    "int4_dequantize_kernel": Batch.int4_dequantized,
+    "float8_rows_kernel": Batch.write_float8,
+    "silu_mul_float8_kernel": Batch.write_float8,
     "begin_step_kernel": lambda _: take_turn(),
     "end_step_kernel": lambda _: take_turn(),
 }
