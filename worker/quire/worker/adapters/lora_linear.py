@@ -4,10 +4,11 @@ A step's tokens are packed, and those of one adapter need not lie together. A la
 and then adds the updates, in one of two ways:
 
     by adapter    for each adapter in the step two small products of its tokens. Other tokens take part in none
-    at once       two batched products for all adapters of a rank, each with its tokens: the shorter ones are filled up
+    at once       two products of all tokens with all adapters of the layer, side by side. Between the two, what a token
+                  has of other adapters than its own is set to 0
 
-The second way has few operations, each of which takes some microseconds on a CPU. It is for few tokens of several
-adapters: decode steps.
+The second way has few operations, each of which takes some microseconds on a CPU, and wastes arithmetic. It is for few
+tokens of several adapters: decode steps.
 
 In a model that computes in tiles an update's bits must not depend on the other tokens of a tile. There each adapter has
 memory of its own, and both products are of all tokens of the tile: only their shape changes the bits of a row.
@@ -27,36 +28,9 @@ from quire.worker.memory.step_batch import AdapterTokens
 
 MAX_TOKENS_AT_ONCE = 64
 """Most tokens of a step for which the updates of several adapters are added at once."""
-MOST_FILLED = 2
-"""Most places at once, in tokens of the step."""
 
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A layer's updates of one rank r, of n adapters. The adapters' updates are views of its memory.
-
-    numbers    the adapters, in their order
-    a          [n, r, K]
-    b          [n, r, N]
-    """
-
-    numbers: tuple[int, ...]
-    a: Tensor
-    b: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The tokens of n adapters in a step, m places for each.
-
-    tokens     [n * m] int64: those of each adapter; places without one have token 0
-    of_token   [T] int64: the place of each token; 0 for a token of another adapter or of none
-    without    [T, 1] bool: True for these tokens; None if there are none
-    """
-
-    tokens: Tensor
-    of_token: Tensor
-    without: Tensor | None
+Layout = tuple[tuple[int, int], ...]
+"""The adapters of a layer, side by side: the number and the rank of each."""
 
 
 @dataclass(slots=True)
@@ -66,50 +40,35 @@ class Routing:
     groups: Sequence[AdapterTokens] = ()
     num_tokens: int | None = None
     """Tokens of the step; None: any number."""
-    _places: dict[tuple[int, ...], Places | None] = field(default_factory=dict)
+    _foreign: dict[Layout, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def routed(self, groups: Sequence[AdapterTokens], num_tokens: int | None) -> Iterator[None]:
         """Route forwards within so."""
         before = self.groups, self.num_tokens
-        self.groups, self.num_tokens, self._places = groups, num_tokens, {}
+        self.groups, self.num_tokens, self._foreign = groups, num_tokens, {}
         try:
             yield
         finally:
             self.groups, self.num_tokens = before
-            self._places = {}
+            self._foreign = {}
 
-    def places(self, numbers: tuple[int, ...], num_tokens: int) -> Places | None:
-        """Return the places of the tokens of these adapters; None if their updates are better added by adapter.
+    def foreign(self, layout: Layout, num_tokens: int) -> Tensor:
+        """Return a mask [T, R] for adapters of R ranks together: True where the rank is not of the token's adapter.
 
-        They are found once a step for all layers with these adapters.
+        It is made once a step for all layers with this layout.
         """
-        if numbers not in self._places:
-            self._places[numbers] = self._find_places(numbers, num_tokens)
-        return self._places[numbers]
-
-    def _find_places(self, numbers: tuple[int, ...], num_tokens: int) -> Places | None:
-        tokens = {each.adapter: _indices(each.tokens, num_tokens) for each in self.groups if each.adapter in numbers}
-        # The updates of all are read: at least half of them have to be in the step.
-        if len(tokens) < 2 or num_tokens > MAX_TOKENS_AT_ONCE or 2 * len(tokens) < len(numbers):
-            return None
-        most = max(map(len, tokens.values()))
-        if len(numbers) * most > MOST_FILLED * num_tokens:
-            return None
-        places: list[int] = []
-        of_token = [-1] * num_tokens
-        for number in numbers:
-            own = tokens.get(number, ())
-            for place, token in enumerate(own, len(places)):
-                of_token[token] = place
-            places += [*own, *[0] * (most - len(own))]
-        found = torch.tensor(of_token)
-        without = (found < 0)[:, None] if -1 in of_token else None
-        return Places(torch.tensor(places), found.clamp_(min=0), without)
-
-
-def _indices(tokens: slice | Tensor, num_tokens: int) -> Sequence[int]:
-    return range(num_tokens)[tokens] if isinstance(tokens, slice) else tokens.tolist()
+        mask = self._foreign.get(layout)
+        if mask is None:
+            mask = torch.ones(num_tokens, sum(rank for _, rank in layout), dtype=torch.bool)
+            places = {group.adapter: group.tokens for group in self.groups}
+            start = 0
+            for adapter, rank in layout:
+                if adapter in places:
+                    mask[places[adapter], start : start + rank] = False
+                start += rank
+            self._foreign[layout] = mask
+        return mask
 
 
 class AdaptableLinear(nn.Module):
@@ -131,8 +90,9 @@ class LoraLinear(AdaptableLinear):
         super().__init__(base)
         self._routing = routing
         self._by_tile = by_tile
+        self._layout: Layout = ()
         self._updates: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stacks: tuple[Stack, ...] = ()
+        self._a = self._b = torch.empty(0)
 
     def add(self, adapter: int, a: Tensor, b: Tensor) -> None:
         """Add an adapter's update, b @ a: a [r, K], b [N, r], in the dtype of the layer's results.
@@ -146,18 +106,18 @@ class LoraLinear(AdaptableLinear):
         self._lay_out({number: update for number, update in self._updates.items() if number != adapter})
 
     def _lay_out(self, updates: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Stack updates a [r, K] and b [r, N] of the same rank; each one's parts are views of the same memory."""
+        """Put updates side by side; each one's a [r, K] and b [r, N] are parts of the same memory."""
         if self._by_tile:
             self._updates = {number: (a.clone(), b.contiguous()) for number, (a, b) in updates.items()}
             return
-        stacks: list[Stack] = []
-        laid_out: dict[int, tuple[Tensor, Tensor]] = {}
-        for rank in {len(a): None for a, _ in updates.values()}:
-            chosen = {number: update for number, update in updates.items() if len(update[0]) == rank}
-            stack = Stack(tuple(chosen), *(torch.stack(parts) for parts in zip(*chosen.values(), strict=True)))
-            laid_out.update(zip(stack.numbers, zip(stack.a, stack.b, strict=True), strict=True))
-            stacks.append(stack)
-        self._updates, self._stacks = laid_out, tuple(stacks)
+        if not updates:
+            self._layout, self._updates, self._a, self._b = (), {}, torch.empty(0), torch.empty(0)
+            return
+        self._layout = tuple((number, len(a)) for number, (a, _) in updates.items())
+        self._a, self._b = (torch.cat(parts) for parts in zip(*updates.values(), strict=True))
+        ranks = [rank for _, rank in self._layout]
+        laid_out = zip(torch.split(self._a, ranks), torch.split(self._b, ranks), strict=True)
+        self._updates = dict(zip(updates, laid_out, strict=True))
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.base(input)
@@ -176,24 +136,16 @@ class LoraLinear(AdaptableLinear):
                 a, b = self._updates[group.adapter]
                 output[group.tokens] += (F.linear(input, a) @ b)[group.tokens]
             return
-        for stack in self._stacks:
-            places = self._routing.places(stack.numbers, len(input))
-            if places is not None:
-                _add_at_once(stack, places, input, output)
-                present = [group for group in present if group.adapter not in stack.numbers]
+        # At once, all adapters of the layer are read: at least half of them have to be in the step.
+        if len(present) > 1 and len(input) <= MAX_TOKENS_AT_ONCE and 2 * len(present) >= len(self._layout):
+            shrunk = F.linear(input, self._a)
+            # Not a product with 0, which keeps another adapter's overflow.
+            shrunk.masked_fill_(self._routing.foreign(self._layout, len(input)), 0)
+            output.addmm_(shrunk, self._b)
+            return
         for group in present:
             a, b = self._updates[group.adapter]
             if isinstance(group.tokens, slice):
                 output[group.tokens].addmm_(F.linear(input[group.tokens], a), b)
             else:
                 output.index_add_(0, group.tokens, F.linear(input.index_select(0, group.tokens), a) @ b)
-
-
-def _add_at_once(stack: Stack, places: Places, input: Tensor, output: Tensor) -> None:
-    chosen = input.index_select(0, places.tokens).view(len(stack.numbers), -1, input.shape[-1])
-    updates = torch.bmm(torch.bmm(chosen, stack.a.mT), stack.b).view(-1, output.shape[-1])
-    updates = updates.index_select(0, places.of_token)
-    if places.without is not None:
-        # Not a product with 0, which keeps another token's overflow.
-        updates.masked_fill_(places.without, 0)
-    output.add_(updates)
