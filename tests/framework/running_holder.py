@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Self
 
 from deadlines import DEADLINE_S
 
@@ -27,3 +28,9 @@ class RunningHolder:
         self._listener.close()
         for end in (self._stop_read, self._stop_write):
             os.close(end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -35,16 +35,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_it_is_found_after_the_death_of_its_process_and_freed_when_it_is_replaced(
     device: torch.device, tmp_path: Path
 ) -> None:
-    holder = RunningHolder(tmp_path / "holder.sock")
-    ended = subprocess.run([sys.executable, "-c", WORK, holder.path], timeout=2 * DEADLINE_S, check=False)
-    assert ended.returncode == -9
-    borrowed = Borrowed(holder.path, HOST_BYTES)
-    assert borrowed.deposit is not None
-    memory = open_shared(borrowed.deposit, NUM_BYTES, torch.device("cuda:0"))
-    expected = (torch.arange(NUM_BYTES, device=device) % 251).to(torch.uint8)
-    assert torch.equal(memory, expected)
-    assert memory.view(torch.int64)[:4].clone().is_cuda
-    borrowed.replace()
-    assert borrowed.deposit is None
-    borrowed.close()
-    holder.stop()
+    with RunningHolder(tmp_path / "holder.sock") as holder:
+        ended = subprocess.run([sys.executable, "-c", WORK, holder.path], timeout=2 * DEADLINE_S, check=False)
+        assert ended.returncode == -9
+        borrowed = Borrowed(holder.path, HOST_BYTES)
+        assert borrowed.deposit is not None
+        memory = open_shared(borrowed.deposit, NUM_BYTES, torch.device("cuda:0"))
+        expected = (torch.arange(NUM_BYTES, device=device) % 251).to(torch.uint8)
+        assert torch.equal(memory, expected)
+        assert memory.view(torch.int64)[:4].clone().is_cuda
+        borrowed.replace()
+        assert borrowed.deposit is None
+        borrowed.close()

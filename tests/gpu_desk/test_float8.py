@@ -9,7 +9,6 @@ from gpu_desk.fake_device import FakeGPU, Seen
 from gpu_desk.steps import make_executor, mixed_and_decode_steps, start
 from model_zoo import save
 
-from quire.worker.fusion.steps import KernelSteps
 from quire.worker.quantization.quantized_linear import quantized_linears
 from quire.worker.quantization.scaled_linear import ScaledLinear
 from quire.worker.run.executor import Outcome
@@ -52,7 +51,7 @@ def test_only_what_attention_gives_is_rounded_in_a_launch_of_its_own(model: Path
 def test_modules_that_are_not_fused_round_the_input_of_each_product(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KernelSteps, "takes_float8", False)
+    monkeypatch.setattr("quire.kernels.float8_rows.MAX_COLUMNS", 0)
     seen = decode_step(model)
     assert seen.operations["_scaled_mm"] == seen.operations["abs"] == 7 * NUM_LAYERS
     assert seen.num_launches > 300

@@ -12,7 +12,6 @@ from quire.kernels.activation import ACTIVATIONS, Activation
 from quire.kernels.add_rmsnorm import add_rmsnorm, add_rmsnorm_float8
 from quire.kernels.float8_rows import MAX_COLUMNS, float8_rows
 from quire.kernels.silu_mul import silu_mul, silu_mul_float8
-from quire.worker.fusion.fuse import MAX_FLOAT8_COLUMNS
 from quire.worker.fusion.steps import KernelSteps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
@@ -84,7 +83,7 @@ def test_no_rows_and_rows_that_no_program_takes(device: torch.device) -> None:
     for work in (lambda: float8_rows(wide), lambda: silu_mul_float8(wide, wide)):
         with pytest.raises(ValueError, match=r"has 32769 columns, not 1 \.\. 32768"):
             work()
-    assert MAX_FLOAT8_COLUMNS == MAX_COLUMNS
+    assert KernelSteps().max_float8_columns == MAX_COLUMNS
 
 
 def prepare(device: torch.device, *, fused: bool) -> PagedModel:

@@ -1700,11 +1700,11 @@ BUGS = [
         PROMISE_IDEA,
         "reliable: a tenant is not told of a block that it lost between two parts",
         (
-            "changes",
+            "tell",
             "let (blocks, events): (Vec<BlockId>, Vec<BlockEvent>) = "
-            "changes.into_iter().filter_map(|change| Some((change.block, told(change)?))).unzip();",
+            "changes.into_iter().filter_map(|change| Some((change.block, event_of(change)?))).unzip();",
             "let blocks: Vec<BlockId> = changes.iter().map(|change| change.block).collect();\n"
-            "let events: Vec<BlockEvent> = changes.into_iter().filter_map(told).collect();",
+            "let events: Vec<BlockEvent> = changes.into_iter().filter_map(event_of).collect();",
         ),
     ),
     manager(

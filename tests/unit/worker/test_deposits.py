@@ -30,9 +30,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[RunningHolder]:
-    running = RunningHolder(tmp_path / "holder.sock")
-    yield running
-    running.stop()
+    with RunningHolder(tmp_path / "holder.sock") as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,8 @@ SIZE = 8_192
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[RunningHolder]:
-    running = RunningHolder(tmp_path / "holder.sock")
-    yield running
-    running.stop()
+    with RunningHolder(tmp_path / "holder.sock") as running:
+        yield running
 
 
 def test_memory_outlives_its_borrower(holder: RunningHolder) -> None:

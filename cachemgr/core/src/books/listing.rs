@@ -4,7 +4,7 @@ use crate::books::Books;
 use crate::books::geometry::Geometry;
 use crate::books::lease::leases::Leases;
 use crate::books::sequences::{Row, SequenceTable};
-use crate::cache::journal::{Change, Known};
+use crate::cache::journal::{Change, Journal, Known};
 use crate::cache::pool::{BlockPool, BlockState};
 use crate::cache::prefix::{BlockId, NULL_BLOCK};
 use crate::cache::tenants::{TenantId, Tenants};
@@ -163,9 +163,7 @@ impl Listing<'_> {
         with_content: bool,
     ) -> Option<Vec<BlockEvent>> {
         let tenant = self.tenant_of_filter(tenant);
-        let journal = &self.pool.records.journal;
-        let (changes, next) = journal.since(known, most, tenant)?;
-        let told = |change: Change| {
+        let event_of = |change: Change| {
             let Change { block, of_content, was_own } = change;
             let is_seen = tenant.is_none_or(|tenant| self.pool.owner(block) == Some(tenant));
             if is_seen {
@@ -179,10 +177,7 @@ impl Listing<'_> {
             let kind = if of_content { BlockEventKind::Removed } else { BlockEventKind::Changed };
             was_own.then(|| BlockEvent { kind: kind as i32, block: Some(free_block(block)), ..BlockEvent::default() })
         };
-        let (blocks, events): (Vec<BlockId>, Vec<BlockEvent>) =
-            changes.into_iter().filter_map(|change| Some((change.block, told(change)?))).unzip();
-        known.go_on(next, blocks, journal.num_changes());
-        Some(events)
+        tell(&self.pool.records.journal, known, most, tenant, event_of)
     }
 
     fn event(&self, block: BlockId, kind: BlockEventKind, with_content: bool) -> BlockEvent {
@@ -238,16 +233,13 @@ impl Listing<'_> {
         most: usize,
         tenant: Option<&[u8]>,
     ) -> Option<Vec<BlockEvent>> {
-        let (journal, tenant) = (self.copies(tier).journal(), self.tenant_of_filter(tenant));
-        let (changes, next) = journal.since(known, most, tenant)?;
-        let told = |Change { block, was_own, .. }: Change| {
+        let tenant = self.tenant_of_filter(tenant);
+        let event_of = |Change { block, was_own, .. }: Change| {
             let is_told = tenant.is_none() || was_own;
             let removed = || is_told.then(|| removed_copy(tier, block));
-            Some((block, self.stored_copy(tier, block, tenant).or_else(removed)?))
+            self.stored_copy(tier, block, tenant).or_else(removed)
         };
-        let (blocks, events): (Vec<TierBlockId>, Vec<BlockEvent>) = changes.into_iter().filter_map(told).unzip();
-        known.go_on(next, blocks, journal.num_changes());
-        Some(events)
+        tell(self.copies(tier).journal(), known, most, tenant, event_of)
     }
 
     /// None if the block has no copy that can be found, or that of another tenant.
@@ -263,6 +255,21 @@ impl Listing<'_> {
         let is_seen = tenant.is_none_or(|tenant| tenant == content.tenant);
         is_seen.then(|| copy_event(tier, BlockEventKind::Stored, described()))
     }
+}
+
+/// The events of the next changes in a journal that a reader does not know; `known` has them then.
+fn tell(
+    journal: &Journal,
+    known: &mut Known,
+    most: usize,
+    tenant: Option<TenantId>,
+    event_of: impl Fn(Change) -> Option<BlockEvent>,
+) -> Option<Vec<BlockEvent>> {
+    let (changes, next) = journal.since(known, most, tenant)?;
+    let (blocks, events): (Vec<BlockId>, Vec<BlockEvent>) =
+        changes.into_iter().filter_map(|change| Some((change.block, event_of(change)?))).unzip();
+    known.go_on(next, blocks, journal.num_changes());
+    Some(events)
 }
 
 fn removed_copy(tier: Tier, block: TierBlockId) -> BlockEvent {

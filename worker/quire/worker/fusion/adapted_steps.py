@@ -16,7 +16,7 @@ from quire.worker.fusion.steps import KernelSteps, Norm, as_tensor
 class AdaptedSteps:
     """FusedSteps; see there. An update needs its input in the model's dtype, so no product is in float8."""
 
-    takes_float8 = False
+    max_float8_columns = 0
 
     def __init__(self, steps: KernelSteps) -> None:
         self.name = f"{steps.name}, updates of adapters"

@@ -69,8 +69,6 @@ MLP_PROJECTIONS = (
     ("c_fc", "c_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
-MAX_FLOAT8_COLUMNS = 32768
-"""As MAX_COLUMNS in quire.kernels.float8_rows, which only a process with Triton can import."""
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
 _TRIAL_FAILED = "its trial failed with"
 
@@ -254,7 +252,7 @@ class _Fusion:
     def _takes(self, layer: QuantizedLinear) -> bool:
         """True if the steps run its product: in float8, with rows that fit the kernels which write them."""
         is_float8 = isinstance(layer, ScaledLinear) and layer.multiplies_float8 and has_own_forward(layer)
-        return is_float8 and self._steps.takes_float8 and layer.in_features <= MAX_FLOAT8_COLUMNS
+        return is_float8 and layer.in_features <= self._steps.max_float8_columns
 
     def _head_norms(self, module: Any, spec: LayerSpec) -> tuple[Norm, Norm] | None:
         modules = [getattr(module, name, None) for name in ("q_norm", "k_norm")]

@@ -61,8 +61,8 @@ class FusedSteps(Protocol):
     name: str
     min_block_size: int
     """The least block size of a pool for it."""
-    takes_float8: bool
-    """True if it runs products with weights in float8."""
+    max_float8_columns: int
+    """Most columns of a weight in float8 of which it runs the product; 0: it runs none."""
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
@@ -150,7 +150,7 @@ class TorchSteps(LibraryProducts):
 
     name = "torch"
     min_block_size = 1
-    takes_float8 = False
+    max_float8_columns = 0
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return _rmsnorm(x if residual is None else residual.add_(x), norm)
@@ -190,13 +190,12 @@ class KernelSteps(LibraryProducts):
     """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
     min_block_size = KERNEL_BLOCK_SIZES[0]
-    takes_float8 = True
 
     def __init__(self, products: OwnProducts | FixedProducts | None = None) -> None:
         """products: those that run in kernels of our own; None for none."""
         # Here and not above: TRITON_INTERPRET is read when triton is imported, and a CPU needs no Triton.
         from quire.kernels.add_rmsnorm import add_rmsnorm, add_rmsnorm_float8
-        from quire.kernels.float8_rows import float8_rows
+        from quire.kernels.float8_rows import MAX_COLUMNS, float8_rows
         from quire.kernels.qkv_prologue import qkv_prologue
         from quire.kernels.silu_mul import silu_mul, silu_mul_float8
 
@@ -204,6 +203,7 @@ class KernelSteps(LibraryProducts):
         self._add_rmsnorm = add_rmsnorm
         self._add_rmsnorm_float8 = add_rmsnorm_float8
         self._float8_rows = float8_rows
+        self.max_float8_columns = MAX_COLUMNS
         self._qkv_prologue = qkv_prologue
         self._silu_mul = silu_mul
         self._silu_mul_float8 = silu_mul_float8

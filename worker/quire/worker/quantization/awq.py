@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -29,12 +28,7 @@ def read_awq(config: Mapping[str, Any]) -> Scheme:
     def make(linear: nn.Linear) -> AWQLinear:
         return AWQLinear(linear, group_size=group_size)
 
-    return Scheme(
-        "awq, 4 bits",
-        lambda _, linear: make(linear),
-        fields.get("modules_to_not_convert"),
-        experts=lambda _, sizes: LinearExperts(make, sizes),
-    )
+    return Scheme.of_one("awq, 4 bits", make, fields.get("modules_to_not_convert"))
 
 
 class AWQLinear(PackedLinear):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.scaled_linear import ScaledFormat, ScaledLinear
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -31,12 +30,7 @@ def _scheme(name: str, form: ScaledFormat, fields: Fields) -> Scheme:
     def make(linear: nn.Linear) -> ScaledLinear:
         return ScaledLinear(linear, form)
 
-    return Scheme(
-        name,
-        lambda _, linear: make(linear),
-        fields.get("modules_to_not_convert"),
-        experts=lambda _, sizes: LinearExperts(make, sizes),
-    )
+    return Scheme.of_one(name, make, fields.get("modules_to_not_convert"))
 
 
 def _block(fields: Fields) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.worker.quantization.experts import LinearExperts
 from quire.worker.quantization.packed_linear import PackedLinear, unpack
 from quire.worker.quantization.scheme import Fields, Scheme
 
@@ -32,12 +31,7 @@ def read_gptq(config: Mapping[str, Any]) -> Scheme:
     def make(linear: nn.Linear) -> GPTQLinear:
         return GPTQLinear(linear, name, bits=bits, group_size=group_size, zero_offset=zero_offset)
 
-    return Scheme(
-        name,
-        lambda _, linear: make(linear),
-        fields.get("modules_to_not_convert"),
-        experts=lambda _, sizes: LinearExperts(make, sizes),
-    )
+    return Scheme.of_one(name, make, fields.get("modules_to_not_convert"))
 
 
 class GPTQLinear(PackedLinear):

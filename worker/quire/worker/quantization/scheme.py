@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from quire.worker.quantization.experts import ExpertSizes, QuantizedExperts
+from quire.worker.quantization.experts import ExpertSizes, LinearExperts, QuantizedExperts
 from quire.worker.quantization.quantized_linear import QuantizedLinear
 
 
@@ -35,6 +35,11 @@ class Scheme:
     kept: Sequence[str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     experts: Callable[[str, ExpertSizes], QuantizedExperts | None] | None = None
+
+    @classmethod
+    def of_one(cls, name: str, make: Callable[[nn.Linear], QuantizedLinear], kept: Sequence[str] | None) -> Scheme:
+        """Return the scheme of a checkpoint with one format, for linear layers and for experts."""
+        return cls(name, lambda _, linear: make(linear), kept, experts=lambda _, sizes: LinearExperts(make, sizes))
 
     def replacement(self, name: str, linear: nn.Linear, kept: Sequence[str]) -> QuantizedLinear | None:
         """Return the module in place of a linear layer; None leaves it. `kept` counts if the scheme names none."""
