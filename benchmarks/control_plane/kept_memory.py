@@ -10,6 +10,8 @@ evicted by others.
     computed again   tokens of the requests that came back by re-admission, without those found in the prefix cache
     until all go on  from the kill until the last request has its next token: the start of the worker is most of it
     processor        of the new worker until then
+
+Then what the records of kept blocks cost: see kept_records.py.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from kept_records import measure_records
 from models import block_bytes
 from report import Findings, benchmark, spread, table
 from rich.progress import Progress
@@ -227,7 +230,9 @@ def measure(quick: bool, progress: Progress) -> Findings:
             for (outage, way), rounds in found.items()
         ],
     }
-    return Findings([made], figures)
+    progress.update(task, description="records")
+    records, figures["records"] = measure_records(quick)
+    return Findings([made, records], figures)
 
 
 main = benchmark("control-plane kept-memory", measure, packages=("torch", "transformers", "grpcio"))

@@ -18,15 +18,17 @@ from workload import BF16, Cell, Heads, Tensors, uniform
 from quire.kernels.add_rmsnorm import add_rmsnorm
 from quire.kernels.block_copy import block_runs, copy_blocks
 from quire.kernels.cache_write import write_kv
-from quire.kernels.int4_linear import MAX_ROWS, Int4Weight, int4_dequantize, int4_linear
+from quire.kernels.int4_linear import Int4Weight, int4_dequantize, int4_linear
 from quire.kernels.lora import LoraSlots, add_updates
 from quire.kernels.merge_states import merge_states
 from quire.kernels.offload import gather_blocks, scatter_blocks
 from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, sample
+from quire.kernels.scaled_linear import ScaledWeight, scaled_dequantize, scaled_linear
 from quire.kernels.silu_mul import silu_mul
 from quire.kernels.skinny_linear import SkinnyWorkspace
+from quire.kernels.split_sums import MAX_ROWS
 
 NUM_ADAPTERS, RANK = 8, 16
 
@@ -211,6 +213,23 @@ class Jobs:
         num_bytes = weight.num_bytes + num_outputs * num_inputs * self._dtype.itemsize
         yield Job("int4_dequantize", "", num_bytes, [partial(int4_dequantize, each, self._dtype) for each in weights])
 
+    def scaled_products(self) -> Iterator[Job]:
+        """The MLP's way back with a weight in float8, in blocks of 128 x 128."""
+        num_outputs, num_inputs = self._sizes.hidden, self._sizes.intermediate
+        numbers = torch.randn(num_outputs, num_inputs, device=self._device).to(torch.float8_e4m3fn)
+        scales = torch.rand(math.ceil(num_outputs / 128), math.ceil(num_inputs / 128), device=self._device)
+        num_weight_bytes = numbers.nbytes + scales.nbytes
+        weights = [ScaledWeight(numbers.clone(), scales, (128, 128)) for _ in self._turns(num_weight_bytes)]
+        workspace = SkinnyWorkspace.allocate(self._device)
+        for tokens in [each for each in self._sizes.tokens if each <= MAX_ROWS]:
+            x = self._random(tokens, num_inputs)
+            num_bytes = num_weight_bytes + x.nbytes + tokens * num_outputs * self._dtype.itemsize
+            calls = [partial(scaled_linear, x, each, workspace=workspace) for each in weights]
+            yield Job("scaled_linear", f"{tokens} tokens", num_bytes, calls)
+        num_bytes = num_weight_bytes + num_outputs * num_inputs * self._dtype.itemsize
+        calls = [partial(scaled_dequantize, each, self._dtype) for each in weights]
+        yield Job("scaled_dequantize", "", num_bytes, calls)
+
     def samples(self) -> Iterator[Job]:
         for count in self._sizes.num_seqs:
             num_bytes = count * self._sizes.vocab_size * self._dtype.itemsize
@@ -288,6 +307,7 @@ def jobs(device: torch.device, *, dry: bool) -> list[Job]:
         made.merges,
         made.updates,
         made.int4_products,
+        made.scaled_products,
         made.samples,
         made.block_moves,
         made.plans,

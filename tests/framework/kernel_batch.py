@@ -28,6 +28,7 @@ from quire.kernels.qkv_prologue import qkv_prologue
 from quire.kernels.reference import paged_attention
 from quire.kernels.rope_table import make_rope_table
 from quire.kernels.sampler import SamplerWorkspace, argmax, draw, sample
+from quire.kernels.scaled_linear import ScaledWeight, scaled_dequantize, scaled_linear
 from quire.kernels.silu_mul import silu_mul, silu_mul_float8
 from quire.kernels.skinny_linear import SkinnyWorkspace
 
@@ -349,6 +350,19 @@ class Batch:
 
     def int4_dequantized(self) -> Tensor:
         return int4_dequantize(self.int4_weight(), self.shape.dtype)
+
+    def scaled_weight(self, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledWeight:
+        """The MLP's way back with a weight of 8 bits, in blocks of 128 x 128."""
+        hidden, intermediate, device = self.shape.hidden, self.shape.intermediate, self.device
+        numbers = torch.zeros(hidden, intermediate, dtype=torch.uint8, device=device).view(dtype)
+        return ScaledWeight(numbers, torch.ones(hidden // 128, intermediate // 128, device=device), (128, 128))
+
+    def scaled_product(self, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        x = self.gate_up[:, : self.shape.intermediate]
+        return scaled_linear(x, self.scaled_weight(dtype), workspace=SkinnyWorkspace.allocate(self.device))
+
+    def scaled_dequantized(self, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        return scaled_dequantize(self.scaled_weight(dtype), self.shape.dtype)
 
     def activation(self) -> Tensor:
         gate, up = self.gate_up.chunk(2, -1)

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 GROUP = 16
 COLUMNS = 32
-"""Columns of a group of packed integers: the fewest that have a kernel on a GPU."""
+"""Columns of a group of packed integers, or of a block in float8: the fewest that have a kernel on a GPU."""
 Packed = tuple[dict[str, Tensor], Tensor]
 """The tensors of a layer in the checkpoint, and the weight that they stand for."""
 
 
 def _float8_blocks(weight: Tensor) -> Packed:
     rows, columns = weight.shape
-    parts = weight.view(rows // GROUP, GROUP, columns // GROUP, GROUP)
+    parts = weight.view(rows // GROUP, GROUP, columns // COLUMNS, COLUMNS)
     scale = parts.abs().amax((1, 3)) / 448
     values = (parts / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     expected = (values.float() * scale[:, None, :, None]).view(rows, columns)
@@ -122,7 +122,7 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
 
 _EIGHT_BITS: dict[str, Any] = {"num_bits": 8, "symmetric": True}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _float8_blocks),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, COLUMNS]}, _float8_blocks),
     "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, _rows_of_8_bits(torch.float8_e4m3fn)),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": COLUMNS, "desc_act": True}, _gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": COLUMNS, "version": "gemm"}, _awq),

@@ -40,7 +40,7 @@ from quire.kernels.ring_layout import TAGS
 from quire.worker.device import capture
 from quire.worker.fusion import trial as fusion_trial
 from quire.worker.model import checkpoint, paged_model, probe, self_check
-from quire.worker.quantization import int4_product, scaled_linear
+from quire.worker.quantization import product_trial, scaled_linear
 from quire.worker.run import graphs
 
 TOTAL_BYTES = 80 << 30
@@ -477,7 +477,7 @@ class FakeGPU:
         yield capture, "_line_of", _line_outside
         yield checkpoint, "find_fault", lambda model: None
         yield scaled_linear, "agree", _agree_in_kind
-        yield int4_product, "agree", _agree_in_kind
+        yield product_trial, "agree", _agree_in_kind
         yield int4_linear, "has_equal_groups", lambda groups, num_groups: True
         yield int4_linear, "is_reordered", lambda groups: True
         yield fusion_trial.FusionTrial, "differ", _differ_in_kind

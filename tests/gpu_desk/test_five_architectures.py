@@ -45,6 +45,8 @@ def name(value: object) -> str:
         return "reordered" if value else "in-order"
     if isinstance(value, int):
         return f"d{value}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     assert isinstance(value, Shape)
     dtypes = [str(dtype).removeprefix("torch.") for dtype in (value.dtype, value.kv_dtype) if dtype is not None]
     return "-".join([f"d{value.head_dim}", *dtypes])
@@ -159,6 +161,28 @@ def test_products_of_4_bits_keep_weights_in_flight_and_use_matrix_instructions(
 def test_a_weight_of_4_bits_is_dequantized_without_spills(gpu: GPU) -> None:
     batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,), (100,), META)
     check_small(batch.int4_dequantized, gpu)
+
+
+SCALED = [(gpu, num_rows, FP8) for gpu in (L4, H100, B200, RTX_5090) for num_rows in (1, 32)]
+SCALED += [(gpu, num_rows, torch.int8) for gpu in GPUS for num_rows in (1, 32)]
+SCALED_BY_DAY = [(L4, 1, FP8), (H100, 32, FP8), (A100, 1, torch.int8)]
+
+
+@pytest.mark.parametrize(("gpu", "num_rows", "dtype"), others_at_night(SCALED, SCALED_BY_DAY), ids=name)
+def test_products_of_8_bits_keep_weights_in_flight_and_use_matrix_instructions(
+    gpu: GPU, num_rows: int, dtype: torch.dtype
+) -> None:
+    batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,) * num_rows, (100,) * num_rows, META)
+    (launch,) = recorded(lambda: batch.scaled_product(dtype), gpu)
+    assert launch.constant("SPLIT") > 1
+    code = compile_launch(launch)
+    check_fits(code)
+    assert code.spills <= 2, code.summary()
+    assert code.count("HMMA") > 0, code.summary()
+    (loop,) = code.copy_loops
+    assert (loop.copies_outstanding or 0) >= 4, code.summary()
+    assert code.count(r"LDGSTS.*\.128") > 0, code.summary()
+    check_small(lambda: batch.scaled_dequantized(dtype), gpu)
 
 
 @pytest.mark.parametrize("gpu", others_at_night([L4, H100, B200, RTX_5090], [L4]), ids=name)

@@ -40,7 +40,16 @@ def test_a_quick_run_measures_every_row_and_writes_what_it_measured(tmp_path: Pa
         assert cell["errors"].keys() == cell["taken_us"].keys()
         assert all(error < 1e-5 for error in cell["errors"].values())
     kernels = {timing["kernel"] for timing in results["elementwise"]}
-    some = {"add_rmsnorm", "copy_blocks", "qkv_prologue", "add_updates", "int4_linear", "argmax", "build_decode_plan"}
+    some = {
+        "add_rmsnorm",
+        "copy_blocks",
+        "qkv_prologue",
+        "add_updates",
+        "int4_linear",
+        "scaled_linear",
+        "argmax",
+        "build_decode_plan",
+    }
     assert some <= kernels
     everyone = {"Quire", "tutorial", "FlashInfer", "FlashInfer, CUDA cores", "vLLM Triton", "dense SDPA"}
     assert set(results["absent"]) <= everyone - {"Quire", "tutorial", "dense SDPA"}

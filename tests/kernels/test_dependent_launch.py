@@ -35,6 +35,7 @@ from quire.kernels.dependent_launch import (
 from quire.kernels.fixed_linear import fixed_linear
 from quire.kernels.int4_linear import int4_linear
 from quire.kernels.ring_layout import RingLayout
+from quire.kernels.scaled_linear import scaled_linear
 from quire.kernels.skinny_linear import SkinnyWorkspace, skinny_linear
 from quire.kernels.skinny_tiling import Form
 from quire.kernels.step_ring import StepMemory, begin_step, end_step
@@ -65,6 +66,11 @@ def multiply(batch: Batch, form: Form) -> None:
 def multiply_4_bits(batch: Batch) -> None:
     x = batch.gate_up[:, : batch.shape.intermediate]
     int4_linear(x, batch.int4_weight(), workspace=large_workspace())
+
+
+def multiply_8_bits(batch: Batch) -> None:
+    x = batch.gate_up[:, : batch.shape.intermediate]
+    scaled_linear(x, batch.scaled_weight(), workspace=large_workspace())
 
 
 def large_workspace() -> SkinnyWorkspace:
@@ -122,6 +128,8 @@ WORK: dict[str, Callable[[Batch], object]] = {
     "lora_expand_kernel": Batch.update,
     "int4_linear_kernel": multiply_4_bits,
     "int4_dequantize_kernel": Batch.int4_dequantized,
+    "scaled_linear_kernel": multiply_8_bits,
+    "scaled_dequantize_kernel": Batch.scaled_dequantized,
     "float8_rows_kernel": Batch.write_float8,
     "silu_mul_float8_kernel": Batch.write_float8,
     "begin_step_kernel": lambda _: take_turn(),

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.kernels import reference_elementwise as reference
-from quire.kernels.int4_linear import MAX_ROWS, Int4Weight, find_split, int4_dequantize, int4_linear
+from quire.kernels.int4_linear import Int4Weight, int4_dequantize, int4_linear
 from quire.kernels.skinny_linear import SkinnyWorkspace
+from quire.kernels.split_sums import MAX_ROWS, find_split
 from quire.worker.quantization import int4_product
 from quire.worker.quantization.int4_product import try_int4
 from quire.worker.quantization.packed_linear import PackedLinear

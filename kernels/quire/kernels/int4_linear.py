@@ -7,10 +7,6 @@
 A byte has two numbers of one group, half a group apart. So a tile of bytes [outputs, half a group] is two tiles of
 numbers without a move between threads, and a group is two products. A number less its zero point is a small integer,
 which every float dtype has exactly. The scale multiplies the group's sum, in float32, and not each weight.
-
-Where a weight has few outputs, several programs share the sum of a tile, as in skinny_linear.py: each leaves its part
-in a workspace and takes a ticket, and the last one adds all parts in their order. The split follows from the weight
-and the GPU alone. So a row's sum has one order, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from quire.kernels.launching import (
     Layout,
     ceil_div,
     contiguous,
-    device_limits,
     dot,
     layouts,
     prepared_once,
@@ -41,21 +36,12 @@ from quire.kernels.launching import (
     require_shape,
     round_to,
 )
-from quire.kernels.product_parts import require_vector
+from quire.kernels.product_parts import require_vector, write_out
 from quire.kernels.skinny_linear import SkinnyWorkspace
+from quire.kernels.split_sums import OUTPUTS, add_parts, plan_tiles
 
 GROUP_SIZES = (128, 64, 32)
 """Columns of a group that the kernel takes."""
-
-MAX_ROWS = 64
-"""Rows up to which the weight's bytes decide the time. More take a dequantized weight."""
-
-_ROWS = (16, 32)
-"""Rows of a tile: with 64, threads run out of registers."""
-_OUTPUTS = 64
-_MOST_SPLIT = 16
-_PROGRAMS = 2
-"""Programs of a multiprocessor below which sums are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +129,6 @@ def is_reordered(group_of_column: Tensor) -> bool:
     return bool((group_of_column.diff() < 0).any())
 
 
-def takes(x: Tensor | Layout) -> bool:
-    """True if the kernel multiplies so many rows [M, K]."""
-    return 0 < x.shape[0] <= MAX_ROWS and x.dtype in FLOAT_DTYPES
-
-
 def int4_linear(
     x: Tensor,
     weight: Int4Weight,
@@ -213,9 +194,7 @@ def _prepare(
     require_shape("x", x, (None, None))
     require_dtype("x", x, FLOAT_DTYPES)
     require_last_contiguous("x", x)
-    num_rows, num_inputs = x.shape
-    if not takes(x):
-        raise ValueError(f"x has {num_rows} rows, not 1 to {MAX_ROWS}")
+    num_inputs = x.shape[1]
     num_outputs, num_groups = _check_weight(group_size, packed, scales, zeros)
     require_shape("packed", packed, (num_outputs, num_inputs // 2))
     if order is not None:
@@ -224,30 +203,20 @@ def _prepare(
         require_contiguous("order", order)
     if bias is not None:
         require_vector("bias", bias, num_outputs)
-    out = out or contiguous((num_rows, num_outputs), x)
-    require_shape("out", out, (num_rows, num_outputs))
+    out = out or contiguous((x.shape[0], num_outputs), x)
+    require_shape("out", out, (x.shape[0], num_outputs))
     require_dtype("out", out, x.dtype)
     require_last_contiguous("out", out)
     require_same_device(x=x, packed=packed, scales=scales, zeros=zeros, order=order, bias=bias, out=out)
-    tiles = ceil_div(num_outputs, _OUTPUTS)
-    rows, split = _ROWS[num_rows > _ROWS[0]], 1
-    row_tiles = ceil_div(num_rows, rows)
-    if parts is not None and tickets is not None:
-        split = find_split(tiles, num_groups, device_limits(x.device).num_multiprocessors)
-        needed = (
-            {"parts": row_tiles * tiles * split * rows * _OUTPUTS, "tickets": row_tiles * tiles} if split > 1 else {}
-        )
-        for (name, want), have in zip(needed.items(), (parts.shape[0], tickets.shape[0]), strict=False):
-            if have < want:
-                raise ValueError(f"the workspace has {have} {name}, not {want}")
+    tiles = plan_tiles(x, num_outputs, num_groups, (parts, tickets))
     return Launch(
-        grid=(row_tiles, tiles, split),
-        strides=(ceil_div(num_groups, split), x.stride(0), out.stride(0)),
+        grid=tiles.grid,
+        strides=(ceil_div(num_groups, tiles.split), x.stride(0), out.stride(0)),
         options={
             "GROUP": group_size,
-            "ROWS": rows,
-            "OUTPUTS": _OUTPUTS,
-            "SPLIT": split,
+            "ROWS": tiles.rows,
+            "OUTPUTS": OUTPUTS,
+            "SPLIT": tiles.split,
             "STAGES": 4 if order is None else 3,
             "HAS_ORDER": order is not None,
             "HAS_BIAS": bias is not None,
@@ -255,14 +224,6 @@ def _prepare(
             **dependent_options(int4_linear_kernel, x.device),
         },
     )
-
-
-def find_split(tiles: int, num_groups: int, num_multiprocessors: int) -> int:
-    """Return the programs that share the sum of each tile: a power of two, at most one for each group."""
-    split = 1
-    while tiles * split < _PROGRAMS * num_multiprocessors and 2 * split <= min(num_groups, _MOST_SPLIT):
-        split *= 2
-    return split
 
 
 def _check_weight(group_size: int, packed: Layout, scales: Layout, zeros: Layout) -> tuple[int, int]:
@@ -285,11 +246,11 @@ def _prepare_dequantize(group_size: int, dtype: torch.dtype, packed: Layout, sca
     num_outputs, num_groups = _check_weight(group_size, packed, scales, zeros)
     require_same_device(packed=packed, scales=scales, zeros=zeros)
     return Launch(
-        grid=(ceil_div(num_outputs, _OUTPUTS), num_groups),
+        grid=(ceil_div(num_outputs, OUTPUTS), num_groups),
         strides=(),
         options={
             "GROUP": group_size,
-            "OUTPUTS": _OUTPUTS,
+            "OUTPUTS": OUTPUTS,
             "num_warps": 4,
             **dependent_options(int4_dequantize_kernel, packed.device),
         },
@@ -351,28 +312,13 @@ def int4_linear_kernel(
         sums = dot(x_low, tl.trans(((both & 15) - zero).to(tl.float32).to(dtype)))
         sums += dot(x_high, tl.trans(((both >> 4) - zero).to(tl.float32).to(dtype)))
         total += sums * scale[None, :]
-    is_last = True
-    if SPLIT > 1:
-        size: tl.constexpr = ROWS * OUTPUTS
-        place = tile * tl.num_programs(0) + tl.program_id(0)
-        elements = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        parts = parts_ptr + place.to(tl.int64) * (SPLIT * size) + elements
-        tl.store(parts + part * size, total)
-        tl.debug_barrier()  # all of this part is written when its ticket is taken
-        is_last = tl.atomic_add(tickets_ptr + place, 1, sem="acq_rel") == SPLIT - 1
-        if is_last:
-            total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            for each in tl.range(0, SPLIT, num_stages=1):
-                # Past the first cache, which could hold what lay there before.
-                total += tl.load(parts + each * size, cache_modifier=".cg")
-            tl.store(tickets_ptr + place, 0)
+    total, is_last = add_parts(total, parts_ptr, tickets_ptr, ROWS, OUTPUTS, SPLIT)
     if not is_last:
         return
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n).to(tl.float32)[None, :]
-    inside = (m < num_rows) & (all_n < num_outputs)[None, :]
-    at = out_ptr + m * stride_out.to(tl.int64) + all_n[None, :]
-    tl.store(at, round_to(total, out_ptr.dtype.element_ty), mask=inside)
+    write_out(
+        total, total, m, all_n[None, :], num_rows, num_outputs, bias_ptr, out_ptr, out_ptr,
+        0, stride_out, HAS_BIAS, False, False, "none",
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_outputs", "num_groups"])

@@ -70,6 +70,19 @@ def int4_linear(x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor, group
     return total
 
 
+def scaled_linear(x: Tensor, numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return x [M, K] times a weight of numbers [N, K] that share the scales of blocks, in float64.
+
+    Number [n, k] has scale [n // rows of a block, k // columns of a block]; 0 rows or columns: all of them.
+    """
+    rows, columns = (each or size for each, size in zip(block, numbers.shape, strict=True))
+    total = torch.zeros(len(x), len(numbers), dtype=torch.float64, device=x.device)
+    for column in range(numbers.shape[1]):
+        of_rows = scales[torch.arange(len(numbers), device=x.device) // rows, column // columns]
+        total += x[:, column, None].double() * (of_rows.double() * numbers[:, column].double())
+    return total
+
+
 def block_bytes(pools: Sequence[Tensor], block_id: int) -> Tensor:
     """Return one block's bytes of all tensors [B, ...], in the order in which they lie in memory: [n] uint8.
 

@@ -44,7 +44,7 @@ from quire.worker.model.tiles import TILE_ROWS
 from quire.worker.model.token_ids import check_output_rows, end_token_ids
 from quire.worker.quantization.experts import QuantizedExperts
 from quire.worker.quantization.packed_linear import PackedLinear
-from quire.worker.quantization.quantized_module import quantized_modules
+from quire.worker.quantization.quantized_module import QuantizedModule, quantized_modules
 from quire.worker.quantization.scaled_linear import ScaledLinear, Way, try_float8
 from quire.worker.unsupported_model import OffTheInterface, UnsupportedModel, first_line
 
@@ -124,24 +124,28 @@ def _choose_products(paged: PagedModel, model: Any, arithmetic: Arithmetic) -> N
     modules = [module for _, module in quantized_modules(model)]
     if not modules:
         return
-    degraded = ""
-    if model.device.type == "cuda":
-        float8 = [each for each in modules if isinstance(each, ScaledLinear) and each.way is Way.FLOAT8]
-        packed = [each for each in modules if isinstance(each, PackedLinear)]
-        if arithmetic is Arithmetic.ANY:
-            reasons = [try_float8(float8), _try_int4(packed, model.dtype)]
-        else:
-            reasons = ["--deterministic" if float8 or packed else None]
-        if not all(each.multiplies_packed for each in modules):
-            degraded = ": ".join(["each product dequantizes its weight", *filter(None, reasons)])
+    reasons = _use_kernels(modules, model.dtype, arithmetic) if model.device.type == "cuda" else []
+    if model.device.type == "cuda" and not all(each.multiplies_packed for each in modules):
+        reasons.insert(0, "each product dequantizes its weight")
     formats = sorted({each.dequantizer for each in modules})
-    paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=degraded)
+    paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=": ".join(reasons))
 
 
-def _try_int4(layers: list[PackedLinear], dtype: torch.dtype) -> str | None:
-    from quire.worker.quantization.int4_product import try_int4  # it imports Triton, which a CPU does not need
+def _use_kernels(modules: list[QuantizedModule], dtype: torch.dtype, arithmetic: Arithmetic) -> list[str]:
+    """Let layers on a GPU multiply by packed weights, where products that were tried are right. Returns why not."""
+    scaled = [each for each in modules if isinstance(each, ScaledLinear)]
+    packed = [each for each in modules if isinstance(each, PackedLinear)]
+    if arithmetic is not Arithmetic.ANY:
+        return ["--deterministic"] if scaled or packed else []
+    # Here and not above: they import Triton, which a CPU does not need.
+    from quire.worker.quantization.int4_product import try_int4
+    from quire.worker.quantization.scaled_product import try_scaled
 
-    return try_int4(layers, dtype)
+    float8 = [each for each in scaled if each.way is Way.FLOAT8 and dtype == torch.bfloat16]
+    without_float8 = try_float8(float8)
+    others = [each for each in scaled if not each.multiplies_packed]
+    reasons = [without_float8, try_scaled(others, dtype), try_int4(packed, dtype)]
+    return [each for each in reasons if each is not None]
 
 
 def _prepare(

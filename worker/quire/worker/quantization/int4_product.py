@@ -12,19 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.errors import TritonError  # type: ignore[import-untyped]
 
-from quire.kernels.int4_linear import MAX_ROWS, Int4Weight, find_group_size, int4_dequantize, int4_linear, takes
+from quire.kernels.int4_linear import Int4Weight, find_group_size, int4_dequantize, int4_linear
 from quire.kernels.skinny_linear import SkinnyWorkspace
-from quire.worker.device.rounding import agree
+from quire.kernels.split_sums import takes
 from quire.worker.quantization.packed_linear import PackedLinear
-from quire.worker.quantization.quantized_linear import QuantizedLinear
-
-TOLERANCE = 2e-2
-"""Greatest difference of a product from that of the dequantized weight, of the largest result."""
-
-TRIED_ROWS = (1, 17, 33, MAX_ROWS + 1)
-"""Rows of the trial: one of each code that the kernels are compiled to."""
+from quire.worker.quantization.product_trial import find_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,7 @@ def try_int4(layers: Sequence[PackedLinear], dtype: torch.dtype) -> str | None:
         workspace = SkinnyWorkspace.allocate(next(fitting[0].buffers()).device)
         sizes = {(each.in_features, each.out_features, each.bias is None): each for each in fitting}
         for layer in sizes.values():
-            fault = _find_fault(layer, Int4Product(_pack(layer), workspace), dtype)
+            fault = find_fault(layer, Int4Product(_pack(layer), workspace), dtype)
             if fault is not None:
                 return f"a product of 4 bits, {layer.in_features} to {layer.out_features}, {fault}"
         for layer in fitting:
@@ -84,18 +77,3 @@ def try_int4(layers: Sequence[PackedLinear], dtype: torch.dtype) -> str | None:
 
 def _pack(layer: PackedLinear) -> Int4Weight:
     return Int4Weight.pack(layer.numbers(), layer.group_scales(), layer.zero_points(), group_of_column=layer.groups())
-
-
-def _find_fault(layer: PackedLinear, product: Int4Product, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with a product, None if it is that of the layer's own forward."""
-    device = product.weight.packed.device
-    for num_rows in TRIED_ROWS:
-        generator = torch.Generator().manual_seed(num_rows)
-        rows = torch.randn(num_rows, layer.in_features, generator=generator).to(device, dtype)
-        try:
-            found = product.multiply(rows, layer.bias)
-        except (RuntimeError, ValueError, TritonError) as error:
-            return f"fails: {(str(error) or repr(error)).splitlines()[0]}"
-        if not agree(found, QuantizedLinear.forward(layer, rows), tolerance=TOLERANCE):
-            return "is wrong"
-    return None

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
-from quire.worker.quantization.quantized_linear import QuantizedLinear, is_dequantizing
+from quire.worker.quantization.quantized_linear import PackedProduct, QuantizedLinear
 
 WORD_BITS = 32
-
-
-class PackedProduct(Protocol):
-    """A weight as kernels take it, and products with it."""
-
-    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product [..., N] with an input [..., K]."""
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, [N, K]."""
 
 
 class PackedLinear(QuantizedLinear):
@@ -27,9 +15,6 @@ class PackedLinear(QuantizedLinear):
 
     weight[n, k] = scale[n, g] * (number[n, k] - zero[n, g]), with g the group of column k
     """
-
-    product: PackedProduct | None = None
-    """The weight as kernels of a GPU take it, in place of the checkpoint's tensors: see use_kernel()."""
 
     def __init__(self, linear: nn.Linear, name: str, *, bits: int, group_size: int) -> None:
         """group_size: columns of a group; -1: all of them.
@@ -73,17 +58,8 @@ class PackedLinear(QuantizedLinear):
 
     def use_kernel(self, product: PackedProduct) -> None:
         """Multiply by a product with the same weight from here on, and free the checkpoint's tensors."""
-        self.product = product
+        super().use_kernel(product)
         self._buffers.clear()
-
-    @property
-    def multiplies_packed(self) -> bool:
-        return self.product is not None
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.product is None or is_dequantizing():
-            return super().forward(input)
-        return self.product.multiply(input, self.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         if self.product is not None:

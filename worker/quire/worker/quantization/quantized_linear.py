@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ _dequantizing: ContextVar[bool] = ContextVar("dequantizing", default=False)
 
 @contextmanager
 def dequantizing() -> Iterator[None]:
-    """Let layers with weights of 4 bits multiply by the dequantized weight: what kernels are compared with."""
+    """Let layers with a PackedProduct multiply by the dequantized weight: what kernels are compared with."""
     token = _dequantizing.set(True)
     try:
         yield
@@ -27,9 +27,14 @@ def dequantizing() -> Iterator[None]:
         _dequantizing.reset(token)
 
 
-def is_dequantizing() -> bool:
-    """True within dequantizing()."""
-    return _dequantizing.get()
+class PackedProduct(Protocol):
+    """A weight as kernels of a GPU take it, and products with it."""
+
+    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product [..., N] with an input [..., K]."""
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, [N, K]."""
 
 
 class QuantizedLinear(QuantizedModule):
@@ -38,6 +43,9 @@ class QuantizedLinear(QuantizedModule):
     input [..., K], any float dtype; returns [..., N] of that dtype. Cost beside the product: reads the packed weight,
     and writes and reads N * K elements of the input's dtype.
     """
+
+    product: PackedProduct | None = None
+    """Multiplies in place of the dequantized weight: see use_kernel()."""
 
     def __init__(self, linear: nn.Linear, inputs: InputRounding = KEEP) -> None:
         """`linear` is the layer that this one replaces: it has the sizes, and the bias."""
@@ -50,8 +58,19 @@ class QuantizedLinear(QuantizedModule):
         """Return the weight, [N, K]."""
         raise NotImplementedError
 
+    def use_kernel(self, product: PackedProduct) -> None:
+        """Multiply by a product with the same weight from here on."""
+        self.product = product
+
+    @property
+    def multiplies_packed(self) -> bool:
+        return self.product is not None
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self.inputs.round(input, self), self.dequantized(input.dtype), self.bias)
+        rounded = self.inputs.round(input, self)
+        if self.product is None or _dequantizing.get():
+            return F.linear(rounded, self.dequantized(input.dtype), self.bias)
+        return self.product.multiply(rounded, self.bias)
 
     @property
     def num_weights(self) -> int:

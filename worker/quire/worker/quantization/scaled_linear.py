@@ -84,7 +84,7 @@ class ScaledLinear(QuantizedLinear):
 
     @property
     def multiplies_packed(self) -> bool:
-        return self.multiplies_float8
+        return self.multiplies_float8 or super().multiplies_packed
 
     def quantize(self, weight: Tensor) -> None:
         """Take the numbers nearest to a weight [N, K], on its device. The format has a scale for each row."""
