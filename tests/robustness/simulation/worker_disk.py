@@ -269,12 +269,6 @@ class FileCalls:
         self.begin(files)
         return bytes(file.data[offset : offset + count])
 
-    def preadv(self, number: int, buffers: list[memoryview], offset: int) -> int:
-        (buffer,) = buffers
-        found = self.pread(number, len(buffer), offset)
-        buffer[: len(found)] = found
-        return len(found)
-
     def pwrite(self, number: int, data: bytes | memoryview, offset: int) -> int:
         files, file = self._file(number)
         part = bytes(data[: self._numbers.randint(1, len(data))])

@@ -259,14 +259,14 @@ def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
 
 def read_all(file: int, num_bytes: int, offset: int) -> bytes:
     """Raises OSError if the file ends before."""
-    data = bytearray(num_bytes)
-    view, done = memoryview(data), 0
-    while done < num_bytes:
-        count = os.preadv(file, [view[done:]], offset + done)
-        if not count:
+    parts = []
+    while num_bytes:
+        part = os.pread(file, num_bytes, offset)
+        if not part:
             raise OSError(errno.EIO, "the file ends too early")
-        done += count
-    return bytes(data)
+        parts.append(part)
+        num_bytes, offset = num_bytes - len(part), offset + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def punch_hole(file: int, offset: int, num_bytes: int) -> None:

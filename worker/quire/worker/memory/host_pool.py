@@ -13,18 +13,19 @@ copies, done when the call returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.worker.device.transfer import pin
-from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, indexable
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
 
 Pairs = Sequence[tuple[int, int]]
 """Sources and targets."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Move = Callable[..., None]
 """gather_blocks or scatter_blocks of kernels/quire/kernels/offload.py."""
 
@@ -102,31 +103,32 @@ class HostPool:
                     raise ValueError(f"{name} {value} is not in {first} .. {end - 1}")
 
     def _offload(self, pairs: Pairs) -> None:
-        def copy(tensor: Tensor, host: Tensor, index: Tensor) -> None:
-            host.index_copy_(0, index[1], tensor.index_select(0, index[0]))
-
-        seconds = self._copy_now(copy, pairs)
-        self._copies = HostCopies(num_offloaded=len(pairs), offload_s=seconds)
+        started = time.perf_counter()
+        for first, blocks in self._rows():
+            host = self._storage.numpy()[:, first : first + blocks.shape[1]]
+            for block_id, host_block in pairs:
+                host[host_block] = blocks[block_id]
+        self._copies = HostCopies(num_offloaded=len(pairs), offload_s=time.perf_counter() - started)
 
     def _restore(self, pairs: Pairs) -> None:
-        def copy(tensor: Tensor, host: Tensor, index: Tensor) -> None:
-            tensor.index_copy_(0, index[1], host.index_select(0, index[0]))
-
-        seconds, before = self._copy_now(copy, pairs), self._copies
+        started, before = time.perf_counter(), self._copies
+        for first, blocks in self._rows():
+            host = self._storage.numpy()[:, first : first + blocks.shape[1]]
+            for host_block, block_id in pairs:
+                blocks[block_id] = host[host_block]
+        seconds = time.perf_counter() - started
         self._copies = HostCopies(before.num_offloaded, len(pairs), before.offload_s, seconds)
 
-    def _copy_now(self, copy: Callable[[Tensor, Tensor, Tensor], None], pairs: Pairs) -> float:
-        """Calls `copy` for each tensor of the pool with its part of the host memory and the pairs, [2, P] int64."""
-        started = time.perf_counter()
-        index = torch.tensor(pairs, dtype=torch.int64).T
+    def _rows(self) -> Iterator[tuple[int, Bytes]]:
+        """The bytes of each tensor of the pool, [num_blocks, n], and their first place in a host block.
+
+        Row by row numpy copies three times as fast as torch with indices, which copies twice.
+        """
         first = 0
-        for tensor in self._pool.tensors():
-            end = first + tensor[0].nbytes
-            elements = indexable(tensor)
-            host = self._storage[:, first:end].view(elements.dtype).view(self.num_blocks, *tensor.shape[1:])
-            copy(elements, host, index)
-            first = end
-        return time.perf_counter() - started
+        for tensor in self._pool.block_tensors:
+            rows = tensor.view(torch.uint8).view(len(tensor), -1).numpy()
+            yield first, rows
+            first += rows.shape[1]
 
 
 class TimedCopies:
