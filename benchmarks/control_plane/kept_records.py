@@ -42,7 +42,7 @@ class Heads:
     values_in_keys: bool = False
 
 
-SMALL = [Heads(1, 8, 8)]
+SMALL = {0: Heads(1, 8, 8)}
 """A block of 1 KiB."""
 
 
@@ -58,7 +58,7 @@ class Memory:
         raise RuntimeError("the memory is another pool's")
 
 
-def keep(layers: list[Heads], num_blocks: int, memory: Memory | None = None) -> tuple[KeptPool, KVPool, Memory]:
+def keep(layers: dict[int, Heads], num_blocks: int, memory: Memory | None = None) -> tuple[KeptPool, KVPool, Memory]:
     """A pool in memory that is kept, or that was kept before."""
     size = bytes_per_block(layers, BLOCK_SIZE, torch.float32)
     tensors = size_of_tensors(num_blocks=num_blocks, bytes_per_block=size, num_tensors=2 * len(layers))
@@ -89,7 +89,9 @@ def cost_of_records(num_rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model = llama_56m(Path(folder)).eval()
         config = model.config
-        layers = [Heads(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
+        layers = dict.fromkeys(
+            range(config.num_hidden_layers), Heads(config.num_key_value_heads, config.head_dim, config.head_dim)
+        )
         kept, _, _ = keep(layers, 64)
         prompt, tokens = (
             torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64),

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ MIX = -7046029254386353131
 """Odd: what the sum of a tensor is multiplied with before that of the next one is added."""
 SUMMED_BYTES = 16 << 20
 """Of blocks that are summed at a time on a GPU: so much memory is taken twice."""
+Words = np.ndarray[Any, np.dtype[np.int64]]
 EPOCH, TERM, STEPS, MARK = range(4)
 """Places in the header, 8 bytes each; the mark takes four."""
 
@@ -233,21 +235,26 @@ class BlockSums:
 
     def of(self, block_ids: Sequence[int]) -> Tensor:
         """Return [n] int64 on the device. No sync."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(self._of_host(np.array(block_ids, np.int64)))
         total = torch.zeros(len(block_ids), dtype=torch.int64, device=self._device)
+        parts = torch.split(indices(block_ids, self._device), self._at_a_time)
         for view in self._views:
-            total = total * MIX + self._sum(view, block_ids)
+            factors = self._factors[view.shape[1]]
+            sums = [(view.index_select(0, part).to(torch.int64) * factors).sum(1) for part in parts]
+            total = total * MIX + torch.cat(sums)
         return total.masked_fill_(total == 0, 1)
 
-    def _sum(self, view: Tensor, block_ids: Sequence[int]) -> Tensor:
-        factors = self._factors[view.shape[1]]
-        if self._device.type == "cpu":
-            return torch.stack([torch.dot(view[block_id].to(torch.int64), factors) for block_id in block_ids])
-        return torch.cat(
-            [
-                (view.index_select(0, part).to(torch.int64) * factors).sum(1)
-                for part in torch.split(indices(block_ids, self._device), self._at_a_time)
-            ]
-        )
+    def _of_host(self, block_ids: Words) -> Words:
+        """The same in numpy, which has the sums of few blocks in a quarter of torch's time."""
+        total = np.zeros_like(block_ids)
+        for view in self._views:
+            rows, factors = view.numpy(), self._factors[view.shape[1]].numpy()
+            for first in range(0, len(block_ids), self._at_a_time):
+                part = slice(first, first + self._at_a_time)
+                total[part] = total[part] * MIX + rows[block_ids[part]] @ factors
+        total[total == 0] = 1
+        return total
 
 
 def words_of_blocks(tensor: Tensor) -> Tensor:
