@@ -26,9 +26,9 @@ Packed = tuple[dict[str, Tensor], Tensor]
 """The tensors of a layer in the checkpoint, and the weight that they stand for."""
 
 
-def _float8_blocks(weight: Tensor) -> Packed:
+def _float8_blocks(weight: Tensor, block_columns: int = COLUMNS) -> Packed:
     rows, columns = weight.shape
-    parts = weight.view(rows // GROUP, GROUP, columns // COLUMNS, COLUMNS)
+    parts = weight.view(rows // GROUP, GROUP, columns // block_columns, block_columns)
     scale = parts.abs().amax((1, 3)) / 448
     values = (parts / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     expected = (values.float() * scale[:, None, :, None]).view(rows, columns)
@@ -183,10 +183,10 @@ def _layers(tensors: dict[str, Tensor]) -> set[str]:
 # -- mixtures of experts
 
 _PLAIN = {"modules_to_not_convert": ["lm_head", r".*self_attn"]}
-_FLOAT8_EXPERTS = FORMATS["fp8"][0] | _PLAIN
+_FLOAT8_EXPERTS = FORMATS["fp8"][0] | {"weight_block_size": [GROUP, GROUP]} | _PLAIN
 EXPERTS: dict[str, tuple[str, dict[str, Any], Callable[[Tensor], Packed]]] = {
-    "qwen3_moe fp8": ("qwen3_moe", _FLOAT8_EXPERTS, _float8_blocks),
-    "deepseek_v3 fp8": ("deepseek_v3", _FLOAT8_EXPERTS, _float8_blocks),
+    "qwen3_moe fp8": ("qwen3_moe", _FLOAT8_EXPERTS, lambda weight: _float8_blocks(weight, GROUP)),
+    "deepseek_v3 fp8": ("deepseek_v3", _FLOAT8_EXPERTS, lambda weight: _float8_blocks(weight, GROUP)),
     "mixtral int8": ("mixtral", FORMATS["compressed_int8"][0], _rows_of_8_bits(torch.int8)),
     "mixtral float8": ("mixtral", {"quant_method": "fp8"} | _PLAIN, _float8_tensor),
     "mixtral fbgemm": ("mixtral", FORMATS["fbgemm_fp8"][0] | _PLAIN, _rows_of_8_bits(torch.float8_e4m3fn)),
