@@ -1,4 +1,4 @@
-"""What keeping a pool's memory costs while all is well, and how long a start reads the records of many blocks.
+"""The cost of a kept pool while all is well, and the time that a start takes with the records of many blocks.
 
 a record        the checksum of a block of a 56M, of 262 kB, and its store; beside the time in which transformers
                 computes the block's 16 tokens in a prompt, or 16 sequences a token each, of which one fills a block
@@ -47,7 +47,7 @@ SMALL = {0: Heads(1, 8, 8)}
 
 
 class Memory:
-    """What a holder lends, without the holder."""
+    """Memory as a holder lends it, without the holder."""
 
     memory_id = "benchmark"
 
@@ -78,7 +78,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def record(kept: KeptPool, block_id: int) -> None:
-    """What a step does for a block that it fills."""
+    """Record a block, as the step that fills it does."""
     kept.begin_writing([block_id])
     kept.end_writing([block_id])()
 
@@ -106,7 +106,7 @@ def cost_of_records(num_rounds: int) -> dict[str, list[float]]:
 
 
 def starts(num_blocks: int, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of both processes with so many blocks whose content is kept."""
+    """Seconds of both processes with so many kept blocks."""
     kept, _, memory = keep(SMALL, num_blocks)
     kept.attached(EPOCH, 1)
     for first in range(1, num_blocks, 10_000):

@@ -52,7 +52,7 @@ def takes(x: Tensor | Layout) -> bool:
 
 
 def plan_tiles(x: Layout, num_outputs: int, num_steps: int, workspace: tuple[Layout | None, Layout | None]) -> Tiles:
-    """Return the tiles of x [M, K] times a weight whose sums have num_steps steps.
+    """Return the tiles of x [M, K] times a weight; each sum has num_steps steps.
 
     workspace: parts and tickets, of a SkinnyWorkspace; None: no sum is shared. Raises ValueError if it is too small, or
     if there are too many rows.
