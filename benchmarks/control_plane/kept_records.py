@@ -1,7 +1,8 @@
 """The cost of a kept pool while all is well, and the time that a start takes with the records of many blocks.
 
-a record        the checksum of a block of a 56M, of 262 kB, and its store; beside the time in which transformers
-                computes the block's 16 tokens in a prompt, or 16 sequences a token each, of which one fills a block
+records         the checksums of the blocks that a step fills, of 262 kB each in a 56M, and their stores; beside the
+                step's forward by transformers: a prompt of 512 tokens fills 32 blocks, and 16 decoding sequences
+                fill one on average
 a start         of the worker: the records of all blocks, and the sums of some; the tensors are small, so that
                 they fit this machine. Of cachemgr: the new epoch, in which all blocks stay cached
 """
@@ -12,8 +13,9 @@ import mmap
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from quire.worker.memory.kv_pool import KVPool, bytes_per_block
 
 PROMPT_TOKENS = 512
 NUM_SEQUENCES = 16
+NUM_FILLED = PROMPT_TOKENS // BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +80,32 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def record(kept: KeptPool, block_id: int) -> None:
-    """Record a block, as the step that fills it does."""
-    kept.begin_writing([block_id])
-    kept.end_writing([block_id])()
+def record(kept: KeptPool, block_ids: Sequence[int]) -> None:
+    """Record blocks, as the step that fills them does."""
+    kept.begin_writing(block_ids)
+    kept.end_writing(block_ids)()
 
 
-def cost_of_records(num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of a record, of a block's part of a prompt, and of a step of decoding sequences, in turns."""
-    taken: dict[str, list[float]] = {"record": [], "block of a prompt": [], "step of 16 sequences": []}
+def cost_of_records(num_rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step's forward, and of its records, in turns."""
+    taken: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model = llama_56m(Path(folder)).eval()
         config = model.config
-        layers = dict.fromkeys(
-            range(config.num_hidden_layers), Heads(config.num_key_value_heads, config.head_dim, config.head_dim)
-        )
-        kept, _, _ = keep(layers, 64)
-        prompt, tokens = (
-            torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64),
-            torch.zeros(NUM_SEQUENCES, 1, dtype=torch.int64),
-        )
+        heads = Heads(config.num_key_value_heads, config.head_dim, config.head_dim)
+        kept, pool, _ = keep(dict.fromkeys(range(config.num_hidden_layers), heads), 1 + 2 * NUM_FILLED)
+        steps = {
+            f"a prompt of {PROMPT_TOKENS} tokens": (torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64), NUM_FILLED),
+            f"{NUM_SEQUENCES} decoding sequences": (torch.zeros(NUM_SEQUENCES, 1, dtype=torch.int64), 1),
+        }
         for number in range(num_rounds):
-            taken["record"].append(seconds_of(lambda block=number % 63 + 1: record(kept, block)))
-            whole = seconds_of(lambda: model(prompt, logits_to_keep=1))
-            taken["block of a prompt"].append(whole * BLOCK_SIZE / PROMPT_TOKENS)
-            taken["step of 16 sequences"].append(seconds_of(lambda: model(tokens)))
+            for name, (tokens, num_filled) in steps.items():
+                forward = seconds_of(partial(model, tokens, logits_to_keep=1))
+                first = 1 + number % 2 * NUM_FILLED
+                for tensor in pool.tensors():
+                    tensor[first : first + num_filled] = number
+                records = seconds_of(partial(record, kept, range(first, first + num_filled)))
+                taken.setdefault(name, []).append((forward, records))
     return taken
 
 
@@ -138,11 +142,11 @@ def measure_records(quick: bool) -> tuple[Table, dict[str, Any]]:
     """A table for people, and its figures."""
     num_blocks, num_rounds = (10_000, 1) if quick else (1_000_000, 5)
     costs, begun = cost_of_records(num_rounds * 7), starts(num_blocks, num_rounds)
-    made = table("records of kept blocks", "", "ms", "a record's part")
-    record_s = statistics.median(costs["record"])
-    for name, samples in costs.items():
-        part = "" if name == "record" else f"{record_s / statistics.median(samples):.2%}"
-        made.add_row(name, spread([1e3 * each for each in samples], ".3f"), part)
+    made = table("records of kept blocks", "", "ms", "ms of records", "part")
+    for name, pairs in costs.items():
+        forwards, records = ([1e3 * each[which] for each in pairs] for which in (0, 1))
+        part = statistics.median(records) / statistics.median(forwards)
+        made.add_row(name, spread(forwards, ".1f"), spread(records, ".2f"), f"{part:.1%}")
     for name, samples in begun.items():
-        made.add_row(f"start of the {name}, {num_blocks:,} blocks", spread([1e3 * each for each in samples]), "")
+        made.add_row(f"start of the {name}, {num_blocks:,} blocks", spread([1e3 * each for each in samples]), "", "")
     return made, {"num_blocks": num_blocks, "costs_s": costs, "starts_s": begun}

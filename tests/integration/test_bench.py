@@ -414,7 +414,8 @@ def test_a_worker_with_a_holder_computes_less_again(tmp_path: Path) -> None:
         assert 0 < max(kept) < min(not_kept)
         assert 0 < max(on_disk) < min(not_kept)
     measured = written["records"]
-    assert {"record", "worker", "cachemgr"} < measured["costs_s"].keys() | measured["starts_s"].keys()
+    assert all(records > 0 for pairs in measured["costs_s"].values() for _, records in pairs)
+    assert measured["starts_s"].keys() == {"worker", "cachemgr"}
 
 
 def test_restart_measures_both_ways_and_the_way_back(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ class BlockSums:
             rows, factors = view.numpy(), self._factors[view.shape[1]].numpy()
             for first in range(0, len(block_ids), self._at_a_time):
                 part = slice(first, first + self._at_a_time)
-                total[part] = total[part] * MIX + rows[block_ids[part]] @ factors
+                total[part] = total[part] * MIX + np.einsum("ij,j->i", rows[block_ids[part]], factors)
         total[total == 0] = 1
         return total
 
