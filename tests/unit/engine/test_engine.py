@@ -6,6 +6,9 @@ output is a slice, and a token that is lost, doubled or out of place shows.
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -1271,6 +1274,46 @@ def test_a_loop_that_dies_tells_everybody(error: BaseException) -> None:
         assert "a bug" in str(await engine.failed())
 
     with_engine(body)
+
+
+DROPPED = """
+import asyncio, contextlib
+from unit.engine.test_engine import *
+
+class Away(Services):
+    async def get_model(self):
+        if self.num_leases > 1:
+            waits.set()
+            await asyncio.Event().wait()
+        return await super().get_model()
+
+async def main():
+    services = Away()
+    config = EngineConfig(max_recoveries=1_000_000)
+    engine = await Engine(services, lambda _: services, config=config, tokenizer=TOKENIZER).__aenter__()
+    services.result_errors.append(LeaseLost("gone"))
+    asyncio.ensure_future(engine.complete(["once\\n"], greedy(20)))
+    await waits.wait()
+    (task,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Engine._run"]
+    return task.get_coro()
+
+waits = asyncio.Event()
+loop = asyncio.new_event_loop()
+running = loop.run_until_complete(main())
+loop.close()
+with contextlib.suppress(RuntimeError):  # it is not done yet
+    running.close()  # as the collector of garbage does
+print("ended")
+"""
+
+
+def test_an_engine_ends_when_its_event_loop_has_gone() -> None:
+    """While it connects again: the task gives its new lease back, for which it needs the loop that has gone."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", DROPPED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.stdout == "ended\n", done.stderr
+    assert done.stderr.count("an unexpected error") <= 1, "it has not gone on"
 
 
 def test_closing_the_engine_tells_who_waits() -> None:
