@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOT_RUN = ("graphs", "sync", "capture-failure", "memory")
-RUN = ("environment", "kernels", "start", "dtypes", "traces", "compilations", "host-tier", "device-loss")
+RUN = ("environment", "kernels", "start", "dtypes", "traces", "compilations", "host-tier", "kept-memory", "device-loss")
 
 
 def make(arguments: str) -> subprocess.CompletedProcess[str]:
