@@ -104,31 +104,30 @@ class HostPool:
 
     def _offload(self, pairs: Pairs) -> None:
         started = time.perf_counter()
-        for first, blocks in self._rows():
-            host = self._storage.numpy()[:, first : first + blocks.shape[1]]
+        for host, blocks in self._rows():
             for block_id, host_block in pairs:
                 host[host_block] = blocks[block_id]
         self._copies = HostCopies(num_offloaded=len(pairs), offload_s=time.perf_counter() - started)
 
     def _restore(self, pairs: Pairs) -> None:
         started, before = time.perf_counter(), self._copies
-        for first, blocks in self._rows():
-            host = self._storage.numpy()[:, first : first + blocks.shape[1]]
+        for host, blocks in self._rows():
             for host_block, block_id in pairs:
                 blocks[block_id] = host[host_block]
         seconds = time.perf_counter() - started
         self._copies = HostCopies(before.num_offloaded, len(pairs), before.offload_s, seconds)
 
-    def _rows(self) -> Iterator[tuple[int, Bytes]]:
-        """The bytes of each tensor of the pool, [num_blocks, n], and their first place in a host block.
+    def _rows(self) -> Iterator[tuple[Bytes, Bytes]]:
+        """Return each tensor's part of the host blocks, and its blocks: bytes [H, n] and [B, n].
 
-        Row by row numpy copies three times as fast as torch with indices, which copies twice.
+        Row by row numpy copies three times as fast as torch by indices, which copies twice.
         """
         first = 0
         for tensor in self._pool.block_tensors:
-            rows = tensor.view(torch.uint8).view(len(tensor), -1).numpy()
-            yield first, rows
-            first += rows.shape[1]
+            blocks = tensor.view(torch.uint8).view(len(tensor), -1).numpy()
+            end = first + blocks.shape[1]
+            yield self._storage.numpy()[:, first:end], blocks
+            first = end
 
 
 class TimedCopies:
