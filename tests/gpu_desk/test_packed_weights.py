@@ -31,7 +31,8 @@ FORMATS = {
     "compressed_int8": "scaled",
 }
 """The kernels of each format."""
-NUM_LINEARS = 7 * 2
+NUM_LAYERS = 2
+NUM_LINEARS = 7 * NUM_LAYERS
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,19 @@ def test_a_product_has_one_launch_and_that_of_a_prompt_two(folder: Path) -> None
                 with gpu.watch() as seen, dequantizing():
                     layer(rows)
                 assert not seen.kernels, "what kernels are compared with has none"
+
+
+@pytest.mark.parametrize("name", others_at_night(list(FORMATS), ["fp8"]))
+def test_modules_with_packed_weights_are_fused(name: str, folder: Path) -> None:
+    """A layer has 12 launches: 2 norms, 7 products, prologue, attention, and the activation."""
+    with FakeGPU() as gpu:
+        loaded = start(quantized_zoo.save(name, folder)[0], dtype="bfloat16", cuda_graphs=False)
+        executor, (mixed, decodes) = make_executor(loaded), mixed_and_decode_steps(SamplingParams())
+        for step in (*mixed, *decodes):
+            with gpu.watch() as seen:
+                assert executor.launch(step).result.outcome is Outcome.COMPUTED
+    assert seen.kernels["qkv_prologue_kernel"] == seen.kernels["silu_mul_kernel"] == NUM_LAYERS
+    assert seen.num_launches == 12 * NUM_LAYERS + 12
 
 
 @pytest.mark.night

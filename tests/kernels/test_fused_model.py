@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import model_zoo as zoo
 import pytest
+import quantized_zoo
 import torch
 from paged_run import run
 from samples import others_at_night
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.kernels.launching import BLOCK_SIZES
 from quire.worker.fusion.products import OwnEverywhere, OwnProducts
 from quire.worker.fusion.steps import KERNEL_BLOCK_SIZES, KernelSteps, TorchSteps, choose_steps
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.model.preparing import prepare_model
+from quire.worker.quantization.int4_product import try_int4
+from quire.worker.quantization.packed_linear import PackedLinear
+from quire.worker.quantization.quantized_linear import quantized_linears
+from quire.worker.quantization.quantizer import use_scheme
+from quire.worker.quantization.scaled_linear import ScaledLinear
+from quire.worker.quantization.scaled_product import try_scaled
 
 PROMPTS = [[5, 3, 11, 60], [90, 2, 7, 7, 40]]
 NUM_LAYERS, MAX_MODEL_LEN, NEW_TOKENS = 2, 24, 2
@@ -71,6 +81,32 @@ def test_own_products_say_what_the_modules_of_a_model_say(name: str, fused: str,
     assert own.fusion.swapped["mlp"] == (ALL if name != "mixtral" else (0, NUM_LAYERS))
     tokens, expected = run(prepare(name, device, torch.float32, fused=False), PROMPTS, NEW_TOKENS, block_size=16)
     greedy, actual = run(own, PROMPTS, NEW_TOKENS, block_size=16)
+    assert greedy == tokens
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def prepare_quantized(name: str, folder: Path, device: torch.device, *, fused: bool) -> PagedModel:
+    """Layers that multiply by their packed weights in kernels, as on a GPU."""
+    path, _ = quantized_zoo.save(name, folder)
+    config = AutoConfig.from_pretrained(path)
+    use_scheme(config)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).to(device)
+    layers = [layer for _, layer in quantized_linears(model.requires_grad_(False))]
+    assert try_int4([each for each in layers if isinstance(each, PackedLinear)], torch.float32) is None
+    assert try_scaled([each for each in layers if isinstance(each, ScaledLinear)], torch.float32) is None
+    return prepare_model(model, max_model_len=MAX_MODEL_LEN, fused_steps=KernelSteps() if fused else None)
+
+
+@pytest.mark.parametrize("name", others_at_night(["awq", "gptq", "fp8", "compressed_int8_inputs"], ["gptq", "fp8"]))
+def test_a_fused_model_with_packed_weights_says_what_its_own_modules_say(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    fused = prepare_quantized(name, tmp_path, device, fused=True)
+    assert fused.fusion is not None
+    assert fused.fusion.swapped == {"norm": (5, 5), "attention": ALL, "mlp": ALL, "layer": ALL}
+    own = prepare_quantized(name, tmp_path, device, fused=False)
+    tokens, expected = run(own, PROMPTS, NEW_TOKENS, block_size=16)
+    greedy, actual = run(fused, PROMPTS, NEW_TOKENS, block_size=16)
     assert greedy == tokens
     assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
 

@@ -14,9 +14,13 @@ from quire.worker.fusion.steps import KernelSteps, Norm, as_tensor
 
 
 class AdaptedSteps:
-    """FusedSteps; see there. An update needs its input in the model's dtype, so no product is in float8."""
+    """FusedSteps; see there. An update needs its input in the model's dtype, so no product is in float8.
+
+    Layers with packed weights have their updates themselves.
+    """
 
     max_float8_columns = 0
+    takes_packed = False
 
     def __init__(self, steps: KernelSteps) -> None:
         self.name = f"{steps.name}, updates of adapters"

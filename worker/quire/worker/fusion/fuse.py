@@ -242,17 +242,23 @@ class _Fusion:
         raise Unmatched(f"its {max(reasons, key=COMPARED.index)} are other than projections, norms and a rope give")
 
     def _linears(self, module: nn.Module, names: Sequence[str]) -> list[Linear]:
-        """The children of these names, if all are there and are linear layers, either plain or in float8."""
+        """The children of these names, if all are there and are linear layers: plain, or all quantized in one way."""
         found = [getattr(module, name, None) for name in names]
         plain: list[Linear] = [each for each in found if type(each) is nn.Linear or type(each) is Conv1D]
         plain = [each for each in plain if has_own_forward(each)]
-        float8: list[Linear] = [each for each in found if isinstance(each, ScaledLinear) and self._takes(each)]
-        return next((each for each in (plain, float8) if len(each) == len(names)), [])
+        quantized = [each for each in found if isinstance(each, QuantizedLinear) and self._takes(each)]
+        if len({each.product is None for each in quantized}) > 1:
+            return []
+        kinds: tuple[Sequence[Linear], ...] = (plain, quantized)
+        return next((list(each) for each in kinds if len(each) == len(names)), [])
 
     def _takes(self, layer: QuantizedLinear) -> bool:
-        """True if the steps run its product: in float8, with rows that fit the kernels which write them."""
-        is_float8 = isinstance(layer, ScaledLinear) and layer.multiplies_float8 and has_own_forward(layer)
-        return is_float8 and layer.in_features <= self._steps.max_float8_columns
+        """True if the steps run its product: by its packed weight, or in float8 with rows that kernels write."""
+        if not has_own_forward(layer):
+            return False
+        if isinstance(layer, ScaledLinear) and layer.multiplies_float8:
+            return layer.in_features <= self._steps.max_float8_columns
+        return layer.product is not None and self._steps.takes_packed
 
     def _head_norms(self, module: Any, spec: LayerSpec) -> tuple[Norm, Norm] | None:
         modules = [getattr(module, name, None) for name in ("q_norm", "k_norm")]

@@ -63,6 +63,8 @@ class FusedSteps(Protocol):
     """The least block size of a pool for it."""
     max_float8_columns: int
     """Most columns of a weight in float8 of which it runs the product; 0: it runs none."""
+    takes_packed: bool
+    """True if it runs products with packed weights."""
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """x [T, C] is added to the residual [T, C], in place, if there is one; returns the norm of the sum."""
@@ -151,6 +153,7 @@ class TorchSteps(LibraryProducts):
     name = "torch"
     min_block_size = 1
     max_float8_columns = 0
+    takes_packed = False
 
     def add_rmsnorm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return _rmsnorm(x if residual is None else residual.add_(x), norm)
@@ -190,6 +193,7 @@ class KernelSteps(LibraryProducts):
     """The fused steps in Triton. Raises ValueError for heads or a block size that quire.kernels does not take."""
 
     min_block_size = KERNEL_BLOCK_SIZES[0]
+    takes_packed = True
 
     def __init__(self, products: OwnProducts | FixedProducts | None = None) -> None:
         """products: those that run in kernels of our own; None for none."""
@@ -212,12 +216,14 @@ class KernelSteps(LibraryProducts):
     def linear(
         self, x: Rows, projection: Projection, norm: Norm | None = None, activation: Activation | None = None
     ) -> Tensor:
-        if projection.weight_scale is not None:
+        if not projection.is_plain:
             return super().linear(x, projection, norm, activation)
         done, x, norm = self._own(as_tensor(x), projection, norm, activation, _PLAIN)
         return super().linear(x, projection, norm, activation) if done is None else done
 
     def multiply(self, x: Rows, projection: Projection) -> Tensor:
+        if projection.packed:
+            return _multiply_packed(as_tensor(x), projection)
         if projection.weight_scale is None:
             return super().multiply(x, projection)
         numbers, scale = self._float8_rows(x) if isinstance(x, Tensor) else x
@@ -225,7 +231,7 @@ class KernelSteps(LibraryProducts):
         return result if projection.bias is None else result.add_(projection.bias)
 
     def gated(self, x: Rows, gate_up: Projection, down: Projection, norm: Norm | None, activation: Activation) -> Rows:
-        if gate_up.weight_scale is None:
+        if gate_up.is_plain:
             done, x, norm = self._own(as_tensor(x), gate_up, norm, activation, _GATED)
             if done is not None:
                 return done
@@ -255,7 +261,7 @@ class KernelSteps(LibraryProducts):
         return self._products.run(kind, x, projection, activation=activation), x, None
 
     def add_linear(self, residual: Tensor, x: Rows, projection: Projection) -> Tensor | None:
-        if self._products is not None and projection.weight_scale is None:
+        if self._products is not None and projection.is_plain:
             x = as_tensor(x)
             if self._products.run(ProductKind.RESIDUAL, x, projection, residual=residual) is not None:
                 return None
@@ -297,6 +303,17 @@ class KernelSteps(LibraryProducts):
             eps=1e-6 if norms is None else norms[0].eps,
             kv_scales=kv_scales,
         )
+
+
+def _multiply_packed(x: Tensor, projection: Projection) -> Tensor:
+    """Return the products of x [T, C] with each packed weight side by side, [T, N]."""
+    if len(projection.packed) == 1:
+        return projection.packed[0](x)  # type: ignore[no-any-return]
+    result = x.new_empty(len(x), projection.weight.shape[0])
+    parts = torch.split(result, [linear.out_features for linear in projection.packed], 1)
+    for linear, part in zip(projection.packed, parts, strict=True):
+        linear.multiply_into(part, x)
+    return result
 
 
 def choose_steps(

@@ -33,10 +33,20 @@ class Int4Product:
         if takes(rows):
             result = int4_linear(rows, self.weight, bias=bias, workspace=self.workspace)
         else:
-            order = self.weight.order
-            ordered = rows if order is None else rows.index_select(1, order)
-            result = F.linear(ordered, int4_dequantize(self.weight, input.dtype), bias)
+            result = self._multiply_many(rows, bias)
         return result.view(*input.shape[:-1], len(self.weight.packed))
+
+    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        """See PackedProduct."""
+        if takes(rows):
+            int4_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
+        else:
+            out.copy_(self._multiply_many(rows, bias))
+
+    def _multiply_many(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        order = self.weight.order
+        ordered = rows if order is None else rows.index_select(1, order)
+        return F.linear(ordered, int4_dequantize(self.weight, rows.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """See PackedProduct."""

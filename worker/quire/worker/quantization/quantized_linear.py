@@ -33,6 +33,9 @@ class PackedProduct(Protocol):
     def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product [..., N] with an input [..., K]."""
 
+    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        """Write the product of rows [T, K] to out [T, N], whose rows may have any stride."""
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [N, K]."""
 
@@ -71,6 +74,13 @@ class QuantizedLinear(QuantizedModule):
         if self.product is None or _dequantizing.get():
             return F.linear(rounded, self.dequantized(input.dtype), self.bias)
         return self.product.multiply(rounded, self.bias)
+
+    def multiply_into(self, out: Tensor, rows: Tensor) -> None:
+        """Write the product of rows [T, K] to out [T, N], whose rows may have any stride."""
+        if self.product is None or _dequantizing.get():
+            out.copy_(self(rows))
+        else:
+            self.product.multiply_into(out, self.inputs.round(rows, self), self.bias)
 
     @property
     def num_weights(self) -> int:

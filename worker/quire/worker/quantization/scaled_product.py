@@ -33,8 +33,15 @@ class ScaledProduct:
         if takes(rows):
             result = scaled_linear(rows, self.weight, bias=bias, workspace=self.workspace)
         else:
-            result = F.linear(rows, scaled_dequantize(self.weight, input.dtype), bias)
+            result = F.linear(rows, scaled_dequantize(self.weight, rows.dtype), bias)
         return result.view(*input.shape[:-1], len(self.weight.numbers))
+
+    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        """See PackedProduct."""
+        if takes(rows):
+            scaled_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
+        else:
+            out.copy_(F.linear(rows, scaled_dequantize(self.weight, rows.dtype), bias))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """See PackedProduct."""
