@@ -521,7 +521,7 @@ class Engine:
                 except BrokenInvariantError:
                     raise
                 except Exception as error:
-                    # Others run in between. And a task whose event loop has gone ends here: all that it awaits fails.
+                    # Others run in between. If the event loop has gone, the task ends here: all that it awaits fails.
                     await asyncio.sleep(0)
                     await self._contain(error)
         except BaseException as error:

@@ -34,7 +34,7 @@ class PackedProduct(Protocol):
         """Return the product [..., N] with an input [..., K]."""
 
     def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
-        """Write the product of rows [T, K] to out [T, N], whose rows may have any stride."""
+        """Write the product of rows [T, K] to out [T, N], with rows of any stride."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [N, K]."""
@@ -76,7 +76,7 @@ class QuantizedLinear(QuantizedModule):
         return self.product.multiply(rounded, self.bias)
 
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
-        """Write the product of rows [T, K] to out [T, N], whose rows may have any stride."""
+        """Write the product of rows [T, K] to out [T, N], with rows of any stride."""
         if self.product is None or _dequantizing.get():
             out.copy_(self(rows))
         else:
