@@ -232,7 +232,7 @@ def make_long_config(model: Path, **settings: Any) -> WorkerConfig:
     return make_config(model, **sizes, max_num_seqs=MAX_NUM_SEQS, **settings)
 
 
-@pytest.mark.parametrize("family", others_at_night(MODELS, ["gpt_oss", "mistral"]))
+@pytest.mark.parametrize("family", others_at_night(MODELS, ["gpt_oss"]))
 def test_no_step_launches_a_kernel_that_the_start_has_not(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
