@@ -134,6 +134,19 @@ def test_rows_of_a_head_dim_that_16_does_not_divide_are_moved_in_pieces_of_16_by
     check_small(lambda: SMALL[kernels](batch), H100)
 
 
+def check_packed_product(multiply: Callable[[], object], gpu: GPU) -> None:
+    """The sum is split, weights are in flight, and matrix instructions multiply."""
+    (launch,) = recorded(multiply, gpu)
+    assert launch.constant("SPLIT") > 1
+    code = compile_launch(launch)
+    check_fits(code)
+    assert code.spills <= 2, code.summary()
+    assert code.count("HMMA") > 0, code.summary()
+    (loop,) = code.copy_loops
+    assert (loop.copies_outstanding or 0) >= 4, code.summary()
+    assert code.count(r"LDGSTS.*\.128") > 0, code.summary()
+
+
 INT4 = [(gpu, num_rows, is_reordered) for gpu in GPUS for num_rows in (1, 32) for is_reordered in (False, True)]
 
 
@@ -146,15 +159,7 @@ def test_products_of_4_bits_keep_weights_in_flight_and_use_matrix_instructions(
     gpu: GPU, num_rows: int, is_reordered: bool
 ) -> None:
     batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,) * num_rows, (100,) * num_rows, META)
-    (launch,) = recorded(lambda: batch.int4_product(is_reordered=is_reordered), gpu)
-    assert launch.constant("SPLIT") > 1
-    code = compile_launch(launch)
-    check_fits(code)
-    assert code.spills <= 2, code.summary()
-    assert code.count("HMMA") > 0, code.summary()
-    (loop,) = code.copy_loops
-    assert (loop.copies_outstanding or 0) >= 4, code.summary()
-    assert code.count(r"LDGSTS.*\.128") > 0, code.summary()
+    check_packed_product(lambda: batch.int4_product(is_reordered=is_reordered), gpu)
 
 
 @pytest.mark.parametrize("gpu", others_at_night(GPUS, [A100]), ids=name)
@@ -173,15 +178,7 @@ def test_products_of_8_bits_keep_weights_in_flight_and_use_matrix_instructions(
     gpu: GPU, num_rows: int, dtype: torch.dtype
 ) -> None:
     batch = Batch(replace(LLAMA, hidden=1024, intermediate=4096), (1,) * num_rows, (100,) * num_rows, META)
-    (launch,) = recorded(lambda: batch.scaled_product(dtype), gpu)
-    assert launch.constant("SPLIT") > 1
-    code = compile_launch(launch)
-    check_fits(code)
-    assert code.spills <= 2, code.summary()
-    assert code.count("HMMA") > 0, code.summary()
-    (loop,) = code.copy_loops
-    assert (loop.copies_outstanding or 0) >= 4, code.summary()
-    assert code.count(r"LDGSTS.*\.128") > 0, code.summary()
+    check_packed_product(lambda: batch.scaled_product(dtype), gpu)
     check_small(lambda: batch.scaled_dequantized(dtype), gpu)
 
 

@@ -24,21 +24,19 @@ from quire.kernels.launching import (
     Launch,
     Layout,
     ceil_div,
-    contiguous,
     dot,
     layouts,
     prepared_once,
     require_contiguous,
     require_dtype,
     require_in,
-    require_last_contiguous,
     require_same_device,
     require_shape,
     round_to,
 )
-from quire.kernels.product_parts import require_vector, write_out
+from quire.kernels.product_parts import write_out
 from quire.kernels.skinny_linear import SkinnyWorkspace
-from quire.kernels.split_sums import OUTPUTS, add_parts, plan_tiles
+from quire.kernels.split_sums import OUTPUTS, add_parts, check_rows, plan_tiles
 
 GROUP_SIZES = (128, 64, 32)
 """Columns of a group that the kernel takes."""
@@ -191,22 +189,14 @@ def _prepare(
     tickets: Layout | None,
     out: Layout | None,
 ) -> Launch:
-    require_shape("x", x, (None, None))
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_last_contiguous("x", x)
-    num_inputs = x.shape[1]
     num_outputs, num_groups = _check_weight(group_size, packed, scales, zeros)
+    out = check_rows(x, num_outputs, bias, out)
+    num_inputs = x.shape[1]
     require_shape("packed", packed, (num_outputs, num_inputs // 2))
     if order is not None:
         require_shape("order", order, (num_inputs,))
         require_dtype("order", order, torch.int32)
         require_contiguous("order", order)
-    if bias is not None:
-        require_vector("bias", bias, num_outputs)
-    out = out or contiguous((x.shape[0], num_outputs), x)
-    require_shape("out", out, (x.shape[0], num_outputs))
-    require_dtype("out", out, x.dtype)
-    require_last_contiguous("out", out)
     require_same_device(x=x, packed=packed, scales=scales, zeros=zeros, order=order, bias=bias, out=out)
     tiles = plan_tiles(x, num_outputs, num_groups, (parts, tickets))
     return Launch(

@@ -23,21 +23,19 @@ from quire.kernels.launching import (
     Launch,
     Layout,
     ceil_div,
-    contiguous,
     dot,
     layouts,
     prepared_once,
     require_contiguous,
     require_dtype,
     require_in,
-    require_last_contiguous,
     require_same_device,
     require_shape,
     round_to,
 )
-from quire.kernels.product_parts import load_inputs, require_vector, write_out
+from quire.kernels.product_parts import load_inputs, write_out
 from quire.kernels.skinny_linear import SkinnyWorkspace
-from quire.kernels.split_sums import OUTPUTS, add_parts, plan_tiles
+from quire.kernels.split_sums import OUTPUTS, add_parts, check_rows, plan_tiles
 
 WEIGHT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
@@ -127,18 +125,10 @@ def _prepare(
     tickets: Layout | None,
     out: Layout | None,
 ) -> Launch:
-    require_shape("x", x, (None, None))
-    require_dtype("x", x, FLOAT_DTYPES)
-    require_last_contiguous("x", x)
     columns = _check_weight(block, numbers, scales)
     num_outputs, num_inputs = numbers.shape
+    out = check_rows(x, num_outputs, bias, out)
     require_shape("x", x, (None, num_inputs))
-    if bias is not None:
-        require_vector("bias", bias, num_outputs)
-    out = out or contiguous((x.shape[0], num_outputs), x)
-    require_shape("out", out, (x.shape[0], num_outputs))
-    require_dtype("out", out, x.dtype)
-    require_last_contiguous("out", out)
     require_same_device(x=x, numbers=numbers, scales=scales, bias=bias, out=out)
     num_steps = ceil_div(num_inputs, columns)
     tiles = plan_tiles(x, num_outputs, num_steps, (parts, tickets))

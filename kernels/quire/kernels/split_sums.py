@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launching import FLOAT_DTYPES, Layout, ceil_div, device_limits
+from quire.kernels.launching import (
+    FLOAT_DTYPES,
+    Layout,
+    ceil_div,
+    contiguous,
+    device_limits,
+    require_dtype,
+    require_last_contiguous,
+    require_shape,
+)
+from quire.kernels.product_parts import require_vector
 
 MAX_ROWS = 64
 """Rows up to which the weight's bytes decide the time. More take a dequantized weight."""
@@ -49,6 +59,24 @@ class Tiles:
 def takes(x: Tensor | Layout) -> bool:
     """True if kernels of packed weights multiply so many rows [M, K]."""
     return 0 < x.shape[0] <= MAX_ROWS and x.dtype in FLOAT_DTYPES
+
+
+def check_rows(x: Layout, num_outputs: int, bias: Layout | None, out: Layout | None) -> Layout:
+    """Return the layout of the result [M, N] of x [M, K]. Raise ValueError for arguments that no product here takes.
+
+    x, out      [M, K] and [M, N]   fp32/fp16/bf16, the same, last dimension contiguous
+    bias        [N]                 fp32/fp16/bf16, contiguous
+    """
+    require_shape("x", x, (None, None))
+    require_dtype("x", x, FLOAT_DTYPES)
+    require_last_contiguous("x", x)
+    if bias is not None:
+        require_vector("bias", bias, num_outputs)
+    out = out or contiguous((x.shape[0], num_outputs), x)
+    require_shape("out", out, (x.shape[0], num_outputs))
+    require_dtype("out", out, x.dtype)
+    require_last_contiguous("out", out)
+    return out
 
 
 def plan_tiles(x: Layout, num_outputs: int, num_steps: int, workspace: tuple[Layout | None, Layout | None]) -> Tiles:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from quire.worker.device.transfer import pin
-from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool
+from quire.worker.memory.kv_pool import NULL_BLOCK, KVPool, bytes_of_blocks
 
 Pairs = Sequence[tuple[int, int]]
 """Sources and targets."""
@@ -124,7 +124,7 @@ class HostPool:
         """
         first = 0
         for tensor in self._pool.block_tensors:
-            blocks = tensor.view(torch.uint8).view(len(tensor), -1).numpy()
+            blocks = bytes_of_blocks(tensor).numpy()
             end = first + blocks.shape[1]
             yield self._storage.numpy()[:, first:end], blocks
             first = end

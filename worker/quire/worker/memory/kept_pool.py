@@ -29,7 +29,7 @@ from torch import Tensor
 from quire.worker.device.shared_memory import make_shared, open_shared
 from quire.worker.device.transfer import Readback, indices
 from quire.worker.holder.borrowing import Borrowed
-from quire.worker.memory.kv_pool import KVPool
+from quire.worker.memory.kv_pool import KVPool, bytes_of_blocks
 
 LAYOUT_VERSION = 2
 HEADER_BYTES = 4_096
@@ -259,7 +259,7 @@ class BlockSums:
 
 def words_of_blocks(tensor: Tensor) -> Tensor:
     """Return a view of a pool's tensor, [num_blocks, n]: of words as long as its blocks' size allows, up to 8 bytes."""
-    rows = tensor.view(torch.uint8).view(len(tensor), -1)
+    rows = bytes_of_blocks(tensor)
     dtype = next(
         each for each in (torch.int64, torch.int32, torch.int16, torch.uint8) if not rows.shape[1] % each.itemsize
     )

@@ -224,6 +224,11 @@ def kernels_run_on(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def bytes_of_blocks(tensor: Tensor) -> Tensor:
+    """Return a view of a pool's tensor [B, ...], one of `block_tensors`: the bytes of each block, [B, n] uint8."""
+    return tensor.view(torch.uint8).view(len(tensor), -1)
+
+
 def indexable(tensor: Tensor) -> Tensor:
     """The tensor, or a view of float8 as uint8: torch does not index it on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

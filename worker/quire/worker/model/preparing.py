@@ -124,9 +124,11 @@ def _choose_products(paged: PagedModel, model: Any, arithmetic: Arithmetic) -> N
     modules = [module for _, module in quantized_modules(model)]
     if not modules:
         return
-    reasons = _use_kernels(modules, model.dtype, arithmetic) if model.device.type == "cuda" else []
-    if model.device.type == "cuda" and not all(each.multiplies_packed for each in modules):
-        reasons.insert(0, "each product dequantizes its weight")
+    reasons: list[str] = []
+    if model.device.type == "cuda":
+        reasons = _use_kernels(modules, model.dtype, arithmetic)
+        if not all(each.multiplies_packed for each in modules):
+            reasons.insert(0, "each product dequantizes its weight")
     formats = sorted({each.dequantizer for each in modules})
     paged.modes.note(Part.WEIGHTS, f"quantized, {', '.join(formats)}", degraded=": ".join(reasons))
 

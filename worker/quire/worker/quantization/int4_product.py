@@ -27,26 +27,14 @@ class Int4Product:
     weight: Int4Weight
     workspace: SkinnyWorkspace
 
-    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """See PackedProduct."""
-        rows = input.reshape(-1, input.shape[-1])
-        if takes(rows):
-            result = int4_linear(rows, self.weight, bias=bias, workspace=self.workspace)
-        else:
-            result = self._multiply_many(rows, bias)
-        return result.view(*input.shape[:-1], len(self.weight.packed))
-
-    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+    def multiply(self, rows: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See PackedProduct."""
         if takes(rows):
-            int4_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
-        else:
-            out.copy_(self._multiply_many(rows, bias))
-
-    def _multiply_many(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+            return int4_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
         order = self.weight.order
         ordered = rows if order is None else rows.index_select(1, order)
-        return F.linear(ordered, int4_dequantize(self.weight, rows.dtype), bias)
+        result = F.linear(ordered, int4_dequantize(self.weight, rows.dtype), bias)
+        return result if out is None else out.copy_(result)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """See PackedProduct."""

@@ -30,11 +30,8 @@ def dequantizing() -> Iterator[None]:
 class PackedProduct(Protocol):
     """A weight as kernels of a GPU take it, and products with it."""
 
-    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product [..., N] with an input [..., K]."""
-
-    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
-        """Write the product of rows [T, K] to out [T, N], with rows of any stride."""
+    def multiply(self, rows: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Return the product [T, N] of rows [T, K]; in `out`, with rows of any stride, if it is given."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [N, K]."""
@@ -73,14 +70,15 @@ class QuantizedLinear(QuantizedModule):
         rounded = self.inputs.round(input, self)
         if self.product is None or _dequantizing.get():
             return F.linear(rounded, self.dequantized(input.dtype), self.bias)
-        return self.product.multiply(rounded, self.bias)
+        rows = rounded.reshape(-1, self.in_features)
+        return self.product.multiply(rows, self.bias).view(*input.shape[:-1], self.out_features)
 
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Write the product of rows [T, K] to out [T, N], with rows of any stride."""
         if self.product is None or _dequantizing.get():
             out.copy_(self(rows))
         else:
-            self.product.multiply_into(out, self.inputs.round(rows, self), self.bias)
+            self.product.multiply(self.inputs.round(rows, self), self.bias, out)
 
     @property
     def num_weights(self) -> int:

@@ -27,21 +27,12 @@ class ScaledProduct:
     weight: ScaledWeight
     workspace: SkinnyWorkspace
 
-    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """See PackedProduct."""
-        rows = input.reshape(-1, input.shape[-1])
-        if takes(rows):
-            result = scaled_linear(rows, self.weight, bias=bias, workspace=self.workspace)
-        else:
-            result = F.linear(rows, scaled_dequantize(self.weight, rows.dtype), bias)
-        return result.view(*input.shape[:-1], len(self.weight.numbers))
-
-    def multiply_into(self, out: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+    def multiply(self, rows: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See PackedProduct."""
         if takes(rows):
-            scaled_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
-        else:
-            out.copy_(F.linear(rows, scaled_dequantize(self.weight, rows.dtype), bias))
+            return scaled_linear(rows, self.weight, bias=bias, workspace=self.workspace, out=out)
+        result = F.linear(rows, scaled_dequantize(self.weight, rows.dtype), bias)
+        return result if out is None else out.copy_(result)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """See PackedProduct."""
