@@ -113,8 +113,9 @@ def held(table: list[int]) -> list[int]:
     return [block for block in table if block]
 
 
-def num_passed(table: list[int]) -> int:
-    return next((index for index, block in enumerate(table) if block), len(table))
+def num_passed(table: list[int | None]) -> int:
+    """The leading entries that are null; None is one that is still to be filled."""
+    return next((index for index, block in enumerate(table) if block != 0), len(table))
 
 
 def blocks_in_order(tables: list[list[int]], first: int = 0) -> list[int]:
@@ -142,6 +143,11 @@ def hash_of(prefix: tuple, block_size: int) -> bytes:
     if len(prefix) == 1:
         return root_of(prefix[0])
     return sha256(hash_of(prefix[:-block_size], block_size) + pack(prefix[-block_size:])).digest()
+
+
+def tenant_of(key: tuple) -> str:
+    """The name of the tenant that content belongs to, by its group, tag and tokens."""
+    return TENANTS[key[1] // len(NAMESPACES)]
 
 
 def sample(prefix: tuple) -> int:
@@ -220,6 +226,7 @@ def writes_of(plan: Planned) -> list[tuple[int, int, int, int]]:
 @dataclass(frozen=True)
 class DiskRecord:
     prefix_hash: bytes
+    group: int
     tenant: str
     slots: list[tuple]
 
@@ -249,12 +256,13 @@ class Worker:
                 self.disk.pop(order.write.disk_block_id, None)
                 if not fails:
                     slots = list(self.host_slots[order.write.host_block_id])
-                    record = DiskRecord(order.write.prefix_hash, order.write.tenant, slots)
+                    record = DiskRecord(order.write.prefix_hash, order.write.layer_group, order.write.tenant, slots)
                     self.disk[order.write.disk_block_id] = record
             case "read":
                 record = self.disk.get(order.read.disk_block_id)
                 assert record is not None, "a disk block is read that was never written"
-                assert record.prefix_hash == order.read.prefix_hash, "a disk block has other content than is read"
+                content = (order.read.prefix_hash, order.read.layer_group)
+                assert (record.prefix_hash, record.group) == content, "a disk block has other content than is read"
                 self.host_slots[order.read.host_block_id] = [POISON] * self.block_size if fails else list(record.slots)
             case _:
                 erased = TENANTS if not order.erase.HasField("tenant") else (order.erase.tenant,)
@@ -385,7 +393,8 @@ class BookOrder:
     kind: str
     host: int
     disk: int
-    prefix: tuple
+    key: tuple
+    """Group, tag and tokens of the content."""
     tenants: tuple[int, ...] = ()
     """Of an erasure."""
     is_dropped: bool = False
@@ -457,7 +466,7 @@ class BookStep:
     num_released: int
     host_touched: set[int] = field(default_factory=set)
     arriving: dict[int, tuple] = field(default_factory=dict)
-    """Host blocks to which it copies evicted blocks, with tag and tokens, as long as no reset was about these."""
+    """Host blocks to which it copies evicted blocks, with what content, as long as no reset was about it."""
     is_doomed: bool = False
     let_go: list[int] = field(default_factory=list)
     """Blocks that left a table while it was the last step in flight."""
@@ -540,7 +549,7 @@ class Books:
         self.sealed: set[int] = set()
         self.lru: list[int] = []
         self.copies: dict[int, tuple] = {}
-        """Tag and tokens of the evicted blocks that can be found in the host tier, by host block."""
+        """Group, tag and tokens of the evicted blocks that can be found in the host tier, by host block."""
         self.on_disk: dict[int, tuple] = {}
         """The same on the disk, by disk block."""
         self.orders: dict[int, BookOrder] = {}
@@ -635,17 +644,14 @@ class Books:
                 self.orders[order.order_number] = BookOrder("erase", -1, -1, (), tenants)
                 continue
             assert order.WhichOneof("order") == "write", "a read that no admission waits for"
-            host, disk, prefix = (
-                order.write.host_block_id,
-                order.write.disk_block_id,
-                self.copies.get(order.write.host_block_id),
-            )
-            assert prefix is not None, f"host block {host} is written to the disk, and is no copy"
-            assert order.write.prefix_hash == hash_of(prefix, self.size)
-            assert order.write.tenant == TENANTS[prefix[0] // len(NAMESPACES)]
-            assert prefix not in self.on_disk.values(), "a copy is written that is on the disk"
+            host, disk = order.write.host_block_id, order.write.disk_block_id
+            key = self.copies.get(host)
+            assert key is not None, f"host block {host} is written to the disk, and is no copy"
+            assert (order.write.layer_group, order.write.prefix_hash) == (key[0], hash_of(key[1:], self.size))
+            assert order.write.tenant == tenant_of(key)
+            assert key not in self.on_disk.values(), "a copy is written that is on the disk"
             self.take_disk_block(disk)
-            self.orders[order.order_number] = BookOrder("write", host, disk, prefix)
+            self.orders[order.order_number] = BookOrder("write", host, disk, key)
 
     def take_disk_block(self, disk: int) -> None:
         states = self.disk_states()
@@ -656,40 +662,56 @@ class Books:
         )
         self.on_disk.pop(disk, None)
 
-    def take_reads(self, prefixes: list[tuple]) -> bool:
-        """The reads that the ledger has ordered for an admission that finds no more than what is before these prefixes.
+    def take_reads(self, keys: list[tuple]) -> bool:
+        """The reads that the ledger has ordered for an admission that needs these copies, which are on the disk alone.
         Returns True if the first of them is being read: the admission waits."""
-        hashes = {hash_of(prefix, self.size): prefix for prefix in prefixes}
-        while self.reads_now and self.reads_now[0].read.prefix_hash in hashes:
-            order = self.reads_now.pop(0)
-            host, disk, prefix = order.read.host_block_id, order.read.disk_block_id, hashes[order.read.prefix_hash]
-            assert self.on_disk.get(disk) == prefix, f"disk block {disk} is read for something else"
-            assert prefix not in self.copies.values(), "a copy is read that is in the host tier"
+        left = list(keys)
+        while self.reads_now and left:
+            order = self.reads_now[0]
+            content = (order.read.layer_group, order.read.prefix_hash)
+            while left and (left[0][0], hash_of(left[0][1:], self.size)) != content:
+                left.pop(0)
+            if not left:
+                break
+            self.reads_now.pop(0)
+            host, disk, key = order.read.host_block_id, order.read.disk_block_id, left.pop(0)
+            assert self.on_disk.get(disk) == key, f"disk block {disk} is read for something else"
+            assert key not in self.copies.values(), "a copy is read that is in the host tier"
             states, evictable = self.host_states(), self.evictable_copies()
             is_room = self.num_copies() < self.geometry.host_cached_limit and "free" in states.values()
             assert states[host] == "free" if is_room else host in evictable, f"a read to host block {host}"
             self.copies.pop(host, None)
             self.generations[-1 - host] += 1
-            self.orders[order.order_number] = BookOrder("read", host, disk, prefix)
-        being_read = [order.prefix for order in self.orders.values() if order.kind == "read"]
-        if not prefixes:
+            self.orders[order.order_number] = BookOrder("read", host, disk, key)
+        being_read = [order.key for order in self.orders.values() if order.kind == "read"]
+        if not keys:
             return False
         is_room = self.num_copies() < self.geometry.host_cached_limit and "free" in self.host_states().values()
-        is_there = prefixes[0] in self.on_disk.values() and prefixes[0] not in being_read
+        is_there = keys[0] in self.on_disk.values() and keys[0] not in being_read
         assert not (is_there and is_room), "a copy on the disk is not read, though there is room"
-        return prefixes[0] in being_read
+        return keys[0] in being_read
+
+    def reads_for(self, prefixes: list[tuple], num_found: int, num_copies: int) -> list[tuple]:
+        """The keys of the copies on the disk that a prefix needs to be longer, if the host tier has room for all."""
+        limit = self.geometry.host_cached_limit
+        most = num_found + max(0, limit - num_copies) // len(self.groups)
+        for tried in (prefixes, prefixes[:most]):
+            length, places = self.longest_with_copies(tried, {*self.copies.values(), *self.on_disk.values()})
+            if length > num_found and len(places) <= limit:
+                return [key for _, _, key in places if key not in self.copies.values()]
+        return []
 
     def end_order(self, number: int, *, is_done: bool) -> None:
         order = self.orders.pop(number, None)
         if order is None or order.kind == "erase":
             return
-        if order.kind == "write" and is_done and not order.is_dropped and order.prefix not in self.on_disk.values():
-            self.on_disk[order.disk] = order.prefix
+        if order.kind == "write" and is_done and not order.is_dropped and order.key not in self.on_disk.values():
+            self.on_disk[order.disk] = order.key
         if order.kind == "read" and not order.is_dropped:
             if not is_done:
                 self.on_disk.pop(order.disk, None)
-            elif order.prefix not in self.copies.values():
-                self.copies[order.host] = order.prefix
+            elif order.key not in self.copies.values():
+                self.copies[order.host] = order.key
 
     def rest(self) -> None:
         """After every event: what became evictable goes to the recent end, in the order of release."""
@@ -911,7 +933,7 @@ class Books:
         (key,) = [key for key, b in self.index.items() if b == block]
         del self.index[key]
         self.evicted += 1
-        self.evicted_now.append((block, key[1:]))
+        self.evicted_now.append((block, key))
         lost = self.groups[key[0]]
         for number, group in enumerate(self.groups):
             if (lost == FULL or group == lost) and (number, *key[1:]) in self.index:
@@ -948,14 +970,14 @@ class Books:
             elif sequence.cache_use is not CacheUse.NONE and computed > sequence.published:
                 sequence.withheld = sequence.published = computed
         tenants = {tag // len(NAMESPACES) for tag in tags}
-        is_left = lambda prefix: prefix[0] // len(NAMESPACES) not in tenants  # noqa: E731
-        self.copies = {block: prefix for block, prefix in self.copies.items() if is_left(prefix)}
+        is_left = lambda key: key[1] // len(NAMESPACES) not in tenants  # noqa: E731
+        self.copies = {block: key for block, key in self.copies.items() if is_left(key)}
         for step in (step for lease in self.leases.values() for step in lease.steps):
-            step.arriving = {block: prefix for block, prefix in step.arriving.items() if is_left(prefix)}
+            step.arriving = {block: key for block, key in step.arriving.items() if is_left(key)}
         self.reset_at |= dict.fromkeys(tenants, next(self.ticks))
-        self.on_disk = {block: prefix for block, prefix in self.on_disk.items() if is_left(prefix)}
+        self.on_disk = {block: key for block, key in self.on_disk.items() if is_left(key)}
         for order in self.orders.values():
-            order.is_dropped |= order.kind != "erase" and not is_left(order.prefix)
+            order.is_dropped |= order.kind != "erase" and not is_left(order.key)
         if self.geometry.num_disk_blocks:
             self.expected_erasures.append(tuple(sorted(tenants)))
 
@@ -1178,12 +1200,12 @@ class Books:
     def keep_evicted(self) -> None:
         """The blocks that this plan has evicted are copied to the host tier, where there is room for a copy."""
         most = self.geometry.host_cached_limit
-        for block, prefix in self.evicted_now if most and self.host_copy_use is HostCopyUse.THERE_AND_BACK else ():
+        for block, key in self.evicted_now if most and self.host_copy_use is HostCopyUse.THERE_AND_BACK else ():
             states, evictable = self.host_states(), self.evictable_copies()
             states |= dict.fromkeys(self.step.arriving, "retired")
-            tenant = prefix[0] // len(NAMESPACES)
+            tenant = key[1] // len(NAMESPACES)
             source, target = self.writes.offloads[0] if self.writes.offloads else (0, 0)
-            if prefix in self.copies.values() or self.published_at[block] <= self.reset_at.get(tenant, -1):
+            if key in self.copies.values() or self.published_at[block] <= self.reset_at.get(tenant, -1):
                 assert source != block, f"block {block} was copied to the host tier, which has it or must not"
                 continue
             is_room = self.num_copies() < most and "free" in states.values()
@@ -1196,7 +1218,7 @@ class Books:
             assert states[target] == "free" if is_room else target in evictable, f"a copy to host block {target}"
             self.copies.pop(target, None)
             self.generations[-1 - target] += 1
-            self.step.arriving[target] = prefix
+            self.step.arriving[target] = key
             self.host_touched_now = {*self.host_touched_now, target}
 
     def restore(self, restore: Restore, reserve: int) -> Reason | int:
@@ -1484,8 +1506,10 @@ class Books:
         length, published, tables = self.find(tag, tokens, is_read=admission.cache_use is CacheUse.READ_AND_WRITE)
         prefixes = self.prefixes(tag, tokens, len(tokens) - 1) if admission.cache_use is CacheUse.READ_AND_WRITE else []
         may_copy = length == published and self.host_copy_use is not HostCopyUse.NONE
-        copies = self.find_copies(prefixes[length:]) if may_copy else []
-        cached = (length + len(copies)) * self.size
+        num_found, copies = length, []
+        if may_copy:
+            num_found, tables, copies = self.add_copies(prefixes, length, tables)
+        cached = num_found * self.size
         message = f"another lease computes the prefix of sequence {admission.seq_id} behind {cached} tokens"
         if admission.waits_for_prefix and message in self.refused_elsewhere:
             others = [lease for lease in self.leases.values() if lease is not self.lease]
@@ -1493,30 +1517,31 @@ class Books:
             return Reason.PREFIX_BEING_COMPUTED
         count = min(len(tokens) - cached, admission.max_compute or 10**9, self.budget)
         ends = self.ends_of_tables(len(tokens), cached + count)
-        found = [block for table in tables for block in held(table)]
-        unpublished = [block for table in tables for block in held(table[published:])]
+        found = [block for table in tables for block in table if block]
+        unpublished = [block for table in tables for block in held(table[published:])] if not copies else []
         most = self.num_blocks_for(admission.reserved_tokens)
         later = sum(max(0, most - end) for end in ends) + (len(unpublished) if admission.reserved_tokens else 0)
         later += sum(self.needs_more(other, shared=unpublished) for other in self.lease.sequences.values())
-        needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + later
+        needed = sum(end - len(table) for end, table in zip(ends, tables, strict=True)) + len(copies) + later
         if (reason := self.refuse(tenant, needed, parked=self.num_parked(found), spared=reserve)) is not None:
             return reason
         reads = admission.waits_for_prefix and may_copy and not self.skips_disk
-        if reads and self.take_reads(prefixes[length + len(copies) :]):
+        if reads and self.take_reads(self.reads_for(prefixes, num_found, len(copies))):
             return Reason.PREFIX_BEING_COMPUTED
         is_written = admission.cache_use is not CacheUse.NONE
-        unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[length + len(copies) :]
+        unfound = self.prefixes(tag, tokens, len(tokens) * is_written)[num_found:]
         is_new = lambda prefix: any((number, *prefix) not in self.index for number in range(len(self.groups)))  # noqa: E731
         self.expected_written.append(self.size * sum(map(is_new, unfound)))
-        self.host_touched_now = {*self.host_touched_now, *copies}
+        sources = {key: host for host, key in self.copies.items()}
+        self.host_touched_now = {*self.host_touched_now, *(sources[key] for _, _, key in copies)}
         tables = self.take_blocks(admission.seq_id, tables, ends, tenant)
-        self.expected_restores += zip(copies, tables[0][length:], strict=False)
+        self.expected_restores += [(sources[key], tables[number][index]) for index, number, key in copies]
         sequence = BookSequence(
             admission.seq_id,
             tag,
             [Token(value) for value in tokens],
             tables,
-            computed=(published + len(copies)) * self.size,
+            computed=(published + num_found - length) * self.size,
             scheduled=cached,
             published=published,
             reserved_tokens=admission.reserved_tokens,
@@ -1532,16 +1557,18 @@ class Books:
         return cached
 
     def take_blocks(self, seq_id: int, tables: list[list[int]], ends: list[int], tenant: int) -> list[list[int]]:
-        """Tables with those that were found, and up to these indexes fresh ones of the ledger's choice."""
-        found = {block for table in tables for block in held(table)}
+        """Tables with those that were found, and fresh ones of the ledger's choice instead of None and up to the ends."""
+        found = {block for table in tables for block in table if block}
         self.taken = set(found)
         self.lru = [block for block in self.lru if block not in found]
         taken = []
         for number, (table, end) in enumerate(zip(tables, ends, strict=True)):
             first = num_passed(table)
             ids = self.writes.take(seq_id, number, first, end - first) if end > first else []
-            assert ids[: len(table) - first] == table[first:], "other blocks than the ones that hold the prefix"
-            self.hand_out(ids[len(table) - first :], tenant)
+            places = [*table[first:], *[None] * (end - len(table))]
+            are_right = all(block in (None, given) for block, given in zip(places, ids, strict=True))
+            assert are_right, "other blocks than the ones that hold the prefix"
+            self.hand_out([given for block, given in zip(places, ids, strict=True) if block is None], tenant)
             taken.append([0] * first + ids)
         self.taken = set()
         return taken
@@ -1562,10 +1589,35 @@ class Books:
             length += 1
         return length, published, tables
 
-    def find_copies(self, prefixes: list[tuple]) -> list[int]:
-        """The host blocks with the first of these, as far as there are any."""
-        found = {prefix: block for block, prefix in self.copies.items()}
-        return [found[prefix] for prefix in itertools.takewhile(found.__contains__, prefixes)]
+    def longest_with_copies(
+        self, prefixes: list[tuple], copies: Collection[tuple]
+    ) -> tuple[int, list[tuple[int, int, tuple]]]:
+        """The longest prefix of which the index or these copies have all that its next token sees: the number of its
+        blocks, and index, group and key of those that are copies. A full group's blocks of the index come first."""
+        for length in range(len(prefixes), -1, -1):
+            places: list[tuple[int, int, tuple]] = []
+            for number, group in enumerate(self.groups):
+                first = self.first_needed(group, length * self.size)
+                keys = [(number, *prefix) for prefix in prefixes[:length]]
+                num_leading = sum(1 for _ in itertools.takewhile(self.index.__contains__, keys))
+                is_in_pool = lambda index: keys[index] in self.index and (group != FULL or index < num_leading)  # noqa: B023, E731
+                places += [(index, number, keys[index]) for index in range(first, length) if not is_in_pool(index)]
+            if all(key in copies for _, _, key in places):
+                return length, sorted(places)
+        raise AssertionError("nothing is a prefix, too")
+
+    def add_copies(
+        self, prefixes: list[tuple], num_in_pool: int, tables: list[list[int]]
+    ) -> tuple[int, list[list[int]], list[tuple[int, int, tuple]]]:
+        """A prefix with copies of the host tier, if they make it longer: its blocks, the tables with None in the places
+        of copies, and the copies."""
+        length, copies = self.longest_with_copies(prefixes, self.copies.values())
+        if length == num_in_pool:
+            return num_in_pool, tables, []
+        tables = [self.table_of(prefixes[:length], number) for number in range(len(self.groups))]
+        for index, number, _ in copies:
+            tables[number][index] = None
+        return length, tables, copies
 
     def pending(self) -> dict[tuple, int]:
         """Blocks that steps in flight fill, that of the step being planned included; of equal blocks the first. It is 0
@@ -1614,9 +1666,9 @@ class Books:
                 sequence.scheduled, sequence.num_drafts = sequence.computed, 0
                 if sequence.sampled_at is not None and sequence.sampled_at >= len(sequence.tokens):
                     sequence.sampled_at = None
-        for block, prefix in step.arriving.items():
-            if prefix not in self.copies.values():
-                self.copies[block] = prefix
+        for block, key in step.arriving.items():
+            if key not in self.copies.values():
+                self.copies[block] = key
         self.promise(*lease.sequences.values())
         self.rest()
 
@@ -1772,7 +1824,7 @@ class LedgerMachine(RuleBasedStateMachine):
             groups, keeping, expecting, max_sequences = (FULL,), max(keeping, 0.5), 0.0, 8
             num_usable, max_tokens, reserving = max(num_usable, 6), 24, 0.0
         if self.is_tiered:
-            groups, keeping, expecting, max_sequences, max_tokens, reserving = (FULL,), 0.0, 0.0, 8, 24, 0.0
+            keeping, expecting, max_sequences, max_tokens, reserving = 0.0, 0.0, 8, 24, 0.0
             num_usable, num_host, num_copies = max(num_usable, 5), max(num_host, 6), max(num_copies, 3)
         if self.has_disk:
             num_usable, num_copies, block_size = min(num_usable, 6), min(num_copies, 4), min(block_size, 2)
@@ -1790,7 +1842,7 @@ class LedgerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host,
             layer_groups=groups,
             max_drafts=MAX_DRAFTS,
-            host_cached_limit=min(num_copies, num_host) if groups == (FULL,) else 0,
+            host_cached_limit=min(num_copies, num_host),
             num_disk_blocks=num_disk if self.has_disk else 0,
         )
         self.epoch = EPOCH
@@ -1885,7 +1937,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 tokens = self.prompt(book, rng)
                 cache_use = rng.choices([*CacheUse], [6, 1, 2])[0]
                 if self.books.copies and rng.random() < 0.6:
-                    tag, *tokens = rng.choice(sorted(self.books.copies.values()))
+                    _, tag, *tokens = rng.choice(sorted(self.books.copies.values()))
                     tokens.append(rng.randrange(VOCAB))
                     tenant, (salt, adapter) = tag // len(NAMESPACES), NAMESPACES[tag % len(NAMESPACES)]
                     tenant = None if tenant == book.tenant else tenant
@@ -1894,7 +1946,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     tokens, cache_use, tenant = self.known_prompt(rng), CacheUse.READ_AND_WRITE, None
                     salt, adapter = NAMESPACES[0]
                 if self.books.on_disk and rng.random() < 0.3:
-                    tag, *tokens = rng.choice(sorted(self.books.on_disk.values()))
+                    _, tag, *tokens = rng.choice(sorted(self.books.on_disk.values()))
                     tokens.append(rng.randrange(VOCAB))
                     tenant, (salt, adapter) = tag // len(NAMESPACES), NAMESPACES[tag % len(NAMESPACES)]
                     tenant = None if tenant == book.tenant else tenant
@@ -2417,11 +2469,10 @@ class LedgerMachine(RuleBasedStateMachine):
         tokens = self.prompt(book, rng)
         prefixes = self.books.prefixes(tenant * len(NAMESPACES) + number, tokens, len(tokens) - 1)
         length = self.books.longest_hit(prefixes)[0]
-        num_in_host = len(self.books.find_copies(prefixes[length:]))
-        on_disk = list(
-            itertools.takewhile(set(self.books.on_disk.values()).__contains__, prefixes[length + num_in_host :])
-        )
-        num_blocks = (length, num_in_host, len(on_disk))
+        in_host, on_disk = self.books.copies.values(), self.books.on_disk.values()
+        with_host = self.books.longest_with_copies(prefixes, in_host)[0]
+        with_disk = self.books.longest_with_copies(prefixes, {*in_host, *on_disk})[0]
+        num_blocks = (length, with_host - length, with_disk - with_host)
         expected = tuple(num * self.geometry.block_size for num in num_blocks)
         before = state_of(self.ledger)
         salt, adapter = NAMESPACES[number]
@@ -2473,28 +2524,28 @@ class LedgerMachine(RuleBasedStateMachine):
             content.disk_block_ids.append(block)
             content.prefix_hashes += record.prefix_hash
             content.tenant_indexes.append(TENANTS.index(record.tenant))
+            content.layer_groups.append(record.group)
         self.ledger.enter_disk_content(content.SerializeToString())
         left = {b: r for b, r in self.worker.disk.items() if TENANTS.index(r.tenant) not in erased}
         found = {block: left[block] for block, *_ in self.ledger.probe.disk_copies()}
-        books.on_disk = {block: record.slots[-1][1:] for block, record in found.items()}
-        assert all(hash_of(prefix, size) == found[block].prefix_hash for block, prefix in books.on_disk.items())
+        books.on_disk = {block: record.slots[-1] for block, record in found.items()}
+        assert all(hash_of(key[1:], size) == found[block].prefix_hash for block, key in books.on_disk.items())
         if all(share.limit >= self.geometry.num_blocks - 1 for share in books.shares):
-            assert set(books.on_disk.values()) == {record.slots[-1][1:] for record in left.values()}
+            assert set(books.on_disk.values()) == {record.slots[-1] for record in left.values()}
         self.follow_disk()
 
     def disk_agrees(self):
         """The copies on the disk, those that are being written, and what they hold."""
         books, size = self.books, self.geometry.block_size
         orders = [order for order in books.orders.values() if order.kind == "write" and not order.is_dropped]
-        expected = [(block, prefix, False) for block, prefix in books.on_disk.items()]
-        expected += [(order.disk, order.prefix, True) for order in orders]
+        expected = [(block, key, False) for block, key in books.on_disk.items()]
+        expected += [(order.disk, order.key, True) for order in orders]
         assert sorted(self.ledger.probe.disk_copies()) == sorted(
-            (block, hash_of(prefix, size), TENANTS[prefix[0] // len(NAMESPACES)], is_arriving)
-            for block, prefix, is_arriving in expected
+            (block, hash_of(key[1:], size), key[0], tenant_of(key), is_arriving) for block, key, is_arriving in expected
         )
-        for block, prefix in books.on_disk.items():
-            ends = range(len(prefix) - size + 1, len(prefix) + 1)
-            assert self.worker.disk[block].slots == [(0, *prefix[:end]) for end in ends], "a copy holds something else"
+        for block, key in books.on_disk.items():
+            ends = range(len(key) - size + 1, len(key) + 1)
+            assert self.worker.disk[block].slots == [key[:end] for end in ends], "a copy holds something else"
         if self.geometry.num_disk_blocks:
             counts, states = statistics_of(self.ledger).disk_block_counts, Counter(books.disk_states().values())
             told = (counts.free_count, counts.held_count, counts.retired_count, counts.cached_count)
@@ -2524,8 +2575,9 @@ class LedgerMachine(RuleBasedStateMachine):
             for event in pb.WatchBlocksResponse.FromString(events).events:
                 told.pop(event.block.block_id, None)
                 if event.kind == pb.BLOCK_EVENT_KIND_STORED:
-                    told[event.block.block_id] = (event.block.prefix_hash, event.block.tenant)
-            listed = {block: (each, tenant) for block, each, tenant, is_arriving in copies() if not is_arriving}
+                    content = (event.block.prefix_hash, event.block.layer_group, event.block.tenant)
+                    told[event.block.block_id] = content
+            listed = {block: tuple(content) for block, *content, is_arriving in copies() if not is_arriving}
             assert told == listed, f"a watch of the {medium} has other copies"
 
     def books_agree(self):
@@ -2560,17 +2612,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def copies_agree(self):
         """The copies of evicted blocks, and what they hold."""
         size, steps = self.geometry.block_size, [s for lease in self.books.leases.values() for s in lease.steps]
-        expected = [(block, prefix, False) for block, prefix in self.books.copies.items()]
-        expected += [(block, prefix, True) for step in steps for block, prefix in step.arriving.items()]
+        expected = [(block, key, False) for block, key in self.books.copies.items()]
+        expected += [(block, key, True) for step in steps for block, key in step.arriving.items()]
         reads = [order for order in self.books.orders.values() if order.kind == "read" and not order.is_dropped]
-        expected += [(order.host, order.prefix, True) for order in reads]
+        expected += [(order.host, order.key, True) for order in reads]
         assert sorted(self.ledger.probe.host_copies()) == sorted(
-            (block, hash_of(prefix, size), TENANTS[prefix[0] // len(NAMESPACES)], is_arriving)
-            for block, prefix, is_arriving in expected
+            (block, hash_of(key[1:], size), key[0], tenant_of(key), is_arriving) for block, key, is_arriving in expected
         )
-        for block, prefix in self.books.copies.items():
-            ends = range(len(prefix) - size + 1, len(prefix) + 1)
-            assert self.worker.host_slots[block] == [(0, *prefix[:end]) for end in ends], "a copy holds something else"
+        for block, key in self.books.copies.items():
+            ends = range(len(key) - size + 1, len(key) + 1)
+            assert self.worker.host_slots[block] == [key[:end] for end in ends], "a copy holds something else"
 
     def tenants_agree(self):
         for use in self.ledger.inspector.tenants():

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
+use crate::cache::groups::{Group, identity};
 use crate::cache::prefix::Hash;
 use crate::cache::tier::{Content, TierBlockId};
 use crate::errors::Result;
@@ -11,7 +12,8 @@ use crate::errors::Result;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FoundCopy {
     pub disk: TierBlockId,
-    pub hash: Hash,
+    pub prefix_hash: Hash,
+    pub group: Group,
     /// The name.
     pub tenant: Vec<u8>,
 }
@@ -30,7 +32,8 @@ impl Books {
     pub fn enter_found_copies(&mut self, found: &[FoundCopy]) {
         let with_content = |copy: &FoundCopy| {
             let tenant = self.enter_tenant(&copy.tenant);
-            (copy.disk, Content { hash: copy.hash, tenant }, copy.tenant.clone())
+            let content = Content { hash: identity(&copy.prefix_hash, copy.group), group: copy.group, tenant };
+            (copy.disk, content, copy.tenant.clone())
         };
         let found: Vec<_> = found.iter().map(with_content).collect();
         self.disk.enter_found(found.into_iter(), self.pool.accounts());
@@ -247,7 +250,13 @@ mod tests {
 
     fn found_copies(bench: &Bench) -> Vec<FoundCopy> {
         let copies = bench.0.disk().copies().listing();
-        copies.map(|(disk, hash, ..)| FoundCopy { disk, hash, tenant: Vec::new() }).collect()
+        let found = |(disk, content, _): (TierBlockId, Content, bool)| FoundCopy {
+            disk,
+            prefix_hash: content.prefix_hash(),
+            group: content.group,
+            tenant: Vec::new(),
+        };
+        copies.map(found).collect()
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::books::Books;
 use crate::books::explainer::{Asked, Explainer, is_being_filled};
-use crate::books::hits::Prefix;
+use crate::books::hits::Tiers;
 use crate::books::miss::Miss;
 use crate::cache::groups::{Group, identity};
 use crate::cache::prefix::{Hash, Namespace, chain_hashes, root_hash};
@@ -44,12 +44,12 @@ impl Books {
         let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
         let mut hashes = Vec::new();
         chain_hashes(root, self.geometry.holdable(tokens), size, &mut hashes);
-        let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes: &hashes };
         let num_usable = hashes.len().min(tokens.len().saturating_sub(1) / size); // one token is left to compute
-        let num_in_pool = Prefix { hashes: &hashes[..num_usable], ..prefix }.find().num_blocks;
-        let num_in_host = self.host.copies().find(&hashes[num_in_pool..num_usable]).len();
-        let num_on_disk = self.disk.copies().find(&hashes[num_in_pool + num_in_host..num_usable]).len();
-        let (num_blocks, num_found) = (hashes.len(), num_in_pool + num_in_host + num_on_disk);
+        let usable = self.tiers(&hashes[..num_usable], true);
+        let in_pool = usable.prefix.find();
+        let num_with_host = Tiers { disk: None, ..usable }.find(&in_pool).num_blocks;
+        let (num_blocks, num_found) = (hashes.len(), usable.find(&in_pool).num_blocks);
+        let (num_in_host, num_on_disk) = (num_with_host - in_pool.num_blocks, num_found - num_with_host);
         let is_all_found = Explanation {
             num_blocks,
             num_found,
@@ -59,12 +59,8 @@ impl Books {
             miss: Miss::None,
             num_stranded: 0,
         };
-        let Some((index, group)) = prefix.first_missing() else { return is_all_found };
-        let index = index + self.host.copies().find(&hashes[index..]).len();
-        let index = index + self.disk.copies().find(&hashes[index..]).len();
-        if index == num_blocks {
-            return is_all_found;
-        }
+        let whole = self.tiers(&hashes, true);
+        let Some((index, group)) = whole.find(&whole.prefix.find()).missing else { return is_all_found };
         let missing = hashes[index];
         let is_known = |hash: &&Hash| self.pool.index().lookup(&identity(hash, group)).is_some();
         let num_stranded = hashes[index + 1..].iter().filter(is_known).count();

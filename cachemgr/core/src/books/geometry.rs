@@ -18,8 +18,7 @@ pub struct Geometry {
     pub num_blocks: usize,
     /// Blocks of the host tier; 0: there is none.
     pub num_host_blocks: usize,
-    /// The limit of host blocks with copies of evicted blocks; 0: none are made. With several groups, or recurrent states,
-    /// there are none: a prefix needs the blocks of all groups.
+    /// The limit of host blocks with copies of evicted blocks; 0: none are made. With recurrent states there are none.
     pub host_cached_limit: usize,
     /// Blocks of the disk below the host tier; 0: there is none, as without copies in the host tier.
     pub num_disk_blocks: usize,

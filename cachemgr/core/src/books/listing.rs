@@ -248,7 +248,8 @@ impl Listing<'_> {
         let described = || Block {
             block_id: block as i32,
             state: number_of(BlockState::Cached),
-            prefix_hash: content.hash.to_vec(),
+            prefix_hash: content.prefix_hash().to_vec(),
+            layer_group: content.group.into(),
             tenant: String::from_utf8_lossy(self.tenants.name(content.tenant)).into_owned(),
             ..Block::default()
         };

@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::books::counters::Counters;
 use crate::books::geometry::Geometry;
-use crate::books::hits::find_cached;
+use crate::books::hits::{Prefix, Tiers, find_cached};
 use crate::books::lease::Lease;
 use crate::books::lease::answers::RequestKey;
 use crate::books::lease::leases::Leases;
@@ -49,7 +49,7 @@ use crate::cache::advice::millis;
 use crate::cache::disk::DiskTier;
 use crate::cache::eviction::policies::Policy;
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::{BlockId, Namespace, chain_hashes, root_hash};
+use crate::cache::prefix::{BlockId, Hash, Namespace, chain_hashes, root_hash};
 use crate::cache::tenants::{TenantId, Tenants, beginning_of};
 use crate::cache::tier::{Tier, TierPool};
 use crate::errors::{Refusal, Result};
@@ -233,9 +233,12 @@ impl Books {
         let room = Room { geometry, pool, tenant: tenant_id };
         let num_tokens = admission.tokens.len();
         let looked_up: &[i32] = if admission.cache_use.reads() { &admission.tokens } else { &[] };
-        let hit = find_cached(looked_up, &admission.namespace, tenant, pool.index(), geometry);
-        let [num_in_host, _] = self.num_below(looked_up, &admission.namespace, tenant, hit.num_blocks);
-        let num_cached_tokens = (hit.num_blocks + num_in_host) * geometry.block_size;
+        let mut hit = find_cached(looked_up, &admission.namespace, tenant, pool.index(), geometry);
+        if self.host.copies().are_made() {
+            let hashes = self.usable_hashes(looked_up, &admission.namespace, tenant);
+            hit = self.tiers(&hashes, false).find(&hit).into_hit();
+        }
+        let num_cached_tokens = hit.num_blocks * geometry.block_size;
         let num_parked = pool.num_parked(&hit.blocks());
         let num_left = num_tokens - num_cached_tokens.min(num_tokens);
         let most = if admission.max_compute > 0 { num_left.min(admission.max_compute) } else { num_left };
@@ -337,24 +340,30 @@ impl Books {
 
     /// The same in the pool, behind that in the host tier, and behind that on the disk.
     pub fn cached_tokens(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> [usize; 3] {
-        let num_blocks = find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry).num_blocks;
-        let [num_in_host, num_on_disk] = self.num_below(tokens, namespace, tenant, num_blocks);
-        [num_blocks, num_in_host, num_on_disk].map(|num_blocks| num_blocks * self.geometry.block_size)
+        let hit = find_cached(tokens, namespace, tenant, self.pool.index(), &self.geometry);
+        let in_pool = hit.num_blocks;
+        let (mut with_host, mut with_disk) = (in_pool, in_pool);
+        if self.host.copies().are_made() {
+            let hashes = self.usable_hashes(tokens, namespace, tenant);
+            with_host = self.tiers(&hashes, false).find(&hit).num_blocks;
+            with_disk = self.tiers(&hashes, true).find(&hit).num_blocks;
+        }
+        [in_pool, with_host - in_pool, with_disk - with_host].map(|num_blocks| num_blocks * self.geometry.block_size)
     }
 
-    /// Blocks of a prompt that an admission would find in the host tier, behind so many in the pool, and behind these on
-    /// the disk.
-    fn num_below(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8], num_in_pool: usize) -> [usize; 2] {
-        if !self.host.copies().are_made() {
-            return [0, 0];
-        }
-        let num_usable = tokens.len().saturating_sub(1).min(self.geometry.max_tokens());
+    /// The hashes of the blocks that an admission may find.
+    fn usable_hashes(&self, tokens: &[i32], namespace: &Namespace, tenant: &[u8]) -> Vec<Hash> {
+        let num_usable = tokens.len().saturating_sub(1).min(self.geometry.max_tokens()); // one is left to compute
         let mut hashes = Vec::new();
         let root = root_hash(tenant, namespace, &self.geometry.model_fingerprint);
         chain_hashes(root, &tokens[..num_usable], self.geometry.block_size, &mut hashes);
-        let hashes = &hashes[num_in_pool..];
-        let num_in_host = self.host.copies().find(hashes).len();
-        [num_in_host, self.disk.copies().find(&hashes[num_in_host..]).len()]
+        hashes
+    }
+
+    /// A prompt's blocks in the pool, the host tier, and perhaps the disk.
+    pub(crate) fn tiers<'a>(&'a self, hashes: &'a [Hash], has_disk: bool) -> Tiers<'a> {
+        let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes };
+        Tiers { prefix, host: self.host.copies(), disk: has_disk.then(|| self.disk.copies()) }
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.
@@ -473,6 +482,13 @@ pub(crate) mod tests {
             let with_host = geometry(num_usable);
             let num_host_blocks = with_host.num_host_blocks.max(host_cached_limit);
             Bench::of(Geometry { num_host_blocks, host_cached_limit, num_disk_blocks, ..with_host }, "lru")
+        }
+
+        /// For a model with layer groups, with both.
+        pub(crate) fn with_groups_and_disk(num_usable: usize, groups: &[Span], num_disk_blocks: usize) -> Bench {
+            let sizes =
+                Geometry { num_host_blocks: 12, host_cached_limit: 12, num_disk_blocks, ..geometry(num_usable) };
+            Bench::of(Geometry { groups: groups.to_vec(), ..sizes }, "lru")
         }
 
         fn with_policy(policy: &str, num_usable: usize) -> Bench {
@@ -836,6 +852,13 @@ pub(crate) mod tests {
         }
     }
 
+    /// The worker reports some of the open orders about the disk, in any order.
+    fn end_some_orders(books: &mut Books, random: &mut Random) {
+        let open: Vec<u64> = books.disk().orders_after(0).map(|(number, _)| number).collect();
+        let (done, failed) = random.sample(open).into_iter().partition::<Vec<u64>, _>(|_| random.below(6) > 0);
+        books.end_disk_orders(&done, &failed).unwrap();
+    }
+
     /// A sequence with a reservation never runs out of blocks.
     fn check_promises(bench: &Bench, lease_id: &str, plan: &GrantedStep) {
         for refused in &plan.refusals {
@@ -873,10 +896,12 @@ pub(crate) mod tests {
     #[test]
     fn whatever_is_asked_the_books_are_right() {
         let (mut reasons, mut most_kept, mut num_accepted) = (BTreeSet::new(), [0; SHAPES.len()], 0);
+        let mut found_below = [[0; 2]; SHAPES.len()];
         let shapes = SHAPES.into_iter().flat_map(|groups| POLICIES.map(|policy| (policy, groups)));
         let shapes: Vec<_> = shapes.filter(|(policy, groups)| groups.len() == 1 || *policy == "lru").collect();
         for (seed, (policy, groups)) in (0..40).flat_map(|seed| shapes.iter().map(move |shape| (seed, *shape))) {
-            let of_groups = Geometry { groups: groups.to_vec(), ..geometry(12) };
+            let (host_cached_limit, num_disk_blocks) = [(0, 0), (0, 0), (6, 0), (4, 8)][seed as usize / 2 % 4];
+            let of_groups = Geometry { groups: groups.to_vec(), host_cached_limit, num_disk_blocks, ..geometry(12) };
             let (mut bench, mut random) = (Bench::of(of_groups, policy), Random(seed));
             let (with_shares, mut now) = (seed % 2 == 1, 0.0);
             for (lease_id, tenant) in [("a", b"x"), ("b", b"x"), ("c", b"y")] {
@@ -907,6 +932,7 @@ pub(crate) mod tests {
                         report.outcome = [StepOutcome::Failed, StepOutcome::Skipped][random.below(2)];
                     }
                     bench.0.settle(lease_id, &report).unwrap();
+                    end_some_orders(&mut bench.0, &mut Random(random.0.rotate_left(23)));
                 } else if random.below(20) == 0 {
                     bench.0.close_lease(lease_id).unwrap();
                     bench.0.open_lease(lease_id, if lease_id == "c" { b"y" } else { b"x" }, 30.0);
@@ -917,6 +943,9 @@ pub(crate) mod tests {
             }
             assert!(findable.len() > 4, "it gets somewhere: {findable:?} {groups:?}");
             num_accepted += bench.0.counters().accepted_drafts;
+            let shape = SHAPES.iter().position(|shape| *shape == groups).unwrap();
+            found_below[shape][0] += bench.0.counters().found_in_host_tokens;
+            found_below[shape][1] += bench.0.disk().counters().read;
             let accounts = bench.0.pool().accounts();
             let of_tenants = (0..accounts.len()).map(|tenant| accounts.get(tenant as TenantId).tokens.written);
             assert_eq!((bench.0.counters().written_tokens, of_tenants.sum::<u64>()), (written, written));
@@ -924,11 +953,15 @@ pub(crate) mod tests {
             bench.0.advance(now + 1e6).unwrap();
             assert_eq!((bench.0.num_rows(), bench.0.pool().num_allocatable()), (0, 12));
             assert_eq!(bench.0.pool().parking().keeps().map_or(0, |keeps| keeps.len()), 0);
-            assert_eq!((bench.0.num_offloaded(), bench.0.host().counts().free), (0, 6));
+            let counts = bench.0.host().counts();
+            assert_eq!((bench.0.num_offloaded(), counts.held), (0, 0));
+            assert_eq!(counts.free + counts.cached + bench.0.disk().host_blocks().1.len(), 6, "{counts:?}");
             assert_eq!((bench.0.violations(), bench.0.pool().accounts().num_reserved()), (vec![], 0));
         }
         assert!(num_accepted > 400, "{num_accepted} drafts");
         assert!(most_kept.iter().all(|most| *most > 3), "{most_kept:?}");
+        assert!(found_below.iter().all(|[in_host, _]| *in_host > 0), "{found_below:?}");
+        assert!(found_below[..3].iter().all(|[_, on_disk]| *on_disk > 0), "{found_below:?}");
         let of_the_host_tier = ["OUT_OF_HOST_BLOCKS", "SEQUENCE_OFFLOADED", "SEQUENCE_BUSY"];
         for reason in ["OUT_OF_BLOCKS", "QUOTA_EXCEEDED", "SEQUENCE_TOO_LONG", "PREFIX_BEING_COMPUTED"]
             .into_iter()

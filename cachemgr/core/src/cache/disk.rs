@@ -136,30 +136,29 @@ impl DiskTier {
 
     // -- up -----------------------------------------------------------------------------------------------------------
 
-    /// Orders reads of the first of these hashes, for a prompt that has found copies in the host tier, which are not to
-    /// make room for others. True if the block of the first hash is on its way.
+    /// Orders reads of the first of these copies, for a prompt that has found others in the host tier, which are not to
+    /// make room for them. True if the first one is on its way.
     pub fn bring_up(
         &mut self,
-        hashes: &[Hash],
+        copies: &[TierBlockId],
         found: &[TierBlockId],
         host: &mut TierPool,
         accounts: &Accounts,
     ) -> bool {
-        let Some(first) = hashes.first() else { return false };
+        let Some(first) = copies.first() else { return false };
         host.touch(found);
-        let most = host.copies().limit().saturating_sub(found.len());
-        for (hash, disk) in hashes.iter().zip(self.pool.copies().find(hashes)).take(most) {
-            if self.is_being_read(hash) || !host.copies().find(&[*hash]).is_empty() {
+        for disk in copies {
+            if self.is_being_read(*disk) {
                 continue;
             }
-            let Some(content) = self.pool.copies().content(disk).filter(|_| self.num_reads() < MAX_READS) else {
+            let Some(content) = self.pool.copies().content(*disk).filter(|_| self.num_reads() < MAX_READS) else {
                 break;
             };
             let Some(block) = host.keep(content, accounts) else { break };
-            self.pool.begin_use(&[disk]);
-            self.order(DiskOrder::Read { disk, host: block, content });
+            self.pool.begin_use(&[*disk]);
+            self.order(DiskOrder::Read { disk: *disk, host: block, content });
         }
-        self.is_being_read(first)
+        self.is_being_read(*first)
     }
 
     // -- reports ------------------------------------------------------------------------------------------------------
@@ -263,8 +262,8 @@ impl DiskTier {
         self.orders.values().filter(|order| matches!(order, DiskOrder::Read { .. })).count()
     }
 
-    fn is_being_read(&self, hash: &Hash) -> bool {
-        self.orders.values().any(|order| matches!(order, DiskOrder::Read { content, .. } if content.hash == *hash))
+    fn is_being_read(&self, copy: TierBlockId) -> bool {
+        self.orders.values().any(|order| matches!(order, DiskOrder::Read { disk, .. } if *disk == copy))
     }
 
     // -- checks -------------------------------------------------------------------------------------------------------

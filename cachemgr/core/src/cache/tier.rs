@@ -156,7 +156,7 @@ impl TierPool {
         if !self.copies.are_made() {
             return None;
         }
-        if let [copy] = self.copies.find(&[content.hash])[..] {
+        if let Some(copy) = self.copies.lookup(&content.hash) {
             self.touch(&[copy]);
             return None;
         }
@@ -186,7 +186,7 @@ impl TierPool {
         let num_before = self.free.len();
         for (block, content) in found {
             let has_room = !self.copies.is_full() && self.copies.has_share(content.tenant, accounts);
-            let is_known = !self.copies.find(&[content.hash]).is_empty();
+            let is_known = self.copies.lookup(&content.hash).is_some();
             if has_room && !is_known && is_free.get(block as usize) == Some(&true) {
                 is_free[block as usize] = false;
                 self.copies.begin(block, content);

@@ -15,6 +15,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::accounts::Accounts;
+use crate::cache::groups::{Group, identity};
 use crate::cache::journal::Journal;
 use crate::cache::prefix::{BlockId, Hash, PrefixIndex};
 use crate::cache::tenants::TenantId;
@@ -35,34 +36,33 @@ impl fmt::Display for Tier {
 /// A block of a tier below the pool; each tier numbers its own.
 pub type TierBlockId = u32;
 
-/// The hash that a copy can be found by, and its tenant.
+/// The hash that a copy can be found by, the layer group of the block that it is a copy of, and its tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Content {
+    /// See `identity`.
     pub hash: Hash,
+    pub group: Group,
     pub tenant: TenantId,
+}
+
+impl Content {
+    pub fn prefix_hash(&self) -> Hash {
+        identity(&self.hash, self.group)
+    }
 }
 
 /// A block of the pool that was evicted with its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
     pub block: BlockId,
-    /// By which it could be found.
-    pub hash: Hash,
-    pub tenant: TenantId,
+    pub content: Content,
     /// The number of the journal's change with which it could be found.
     pub published_at: u64,
 }
 
-impl Evicted {
-    pub fn content(&self) -> Content {
-        Content { hash: self.hash, tenant: self.tenant }
-    }
-}
-
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct TierCopy {
-    hash: Hash,
-    tenant: TenantId,
+    content: Content,
     is_arriving: bool,
     /// Its place in the order of eviction; None while it is being copied.
     used_at: Option<u64>,
@@ -150,29 +150,26 @@ impl TierCopies {
     /// The content of a copy that can be found.
     pub fn content(&self, block: TierBlockId) -> Option<Content> {
         let copy = self.copy(block).filter(|copy| !copy.is_arriving)?;
-        Some(Content { hash: copy.hash, tenant: copy.tenant })
+        Some(copy.content)
     }
 
-    /// Block, hash and tenant of each copy, and whether it is arriving.
-    pub fn listing(&self) -> impl Iterator<Item = (TierBlockId, Hash, TenantId, bool)> {
+    /// Block and content of each copy, and whether it is arriving.
+    pub fn listing(&self) -> impl Iterator<Item = (TierBlockId, Content, bool)> {
         let copies = self.copies.iter().enumerate();
         copies.filter_map(|(block, copy)| {
             let copy = copy.as_ref()?;
-            Some((block as TierBlockId, copy.hash, copy.tenant, copy.is_arriving))
+            Some((block as TierBlockId, copy.content, copy.is_arriving))
         })
     }
 
-    /// The copies of the longest run of these hashes.
-    pub fn find(&self, hashes: &[Hash]) -> Vec<TierBlockId> {
-        if !self.are_made() {
-            return Vec::new();
-        }
-        self.index.find(hashes).into_iter().map(|number| number - 1).collect()
+    /// The copy that can be found by a hash: see `identity`.
+    pub fn lookup(&self, hash: &Hash) -> Option<TierBlockId> {
+        self.index.lookup(hash).map(|number| number - 1)
     }
 
     /// True if a copy of this content may be made: no reset was about it since it was published.
     pub fn may_keep(&self, evicted: &Evicted) -> bool {
-        let reset_at = self.reset_at.get(evicted.tenant as usize).copied().unwrap_or(0);
+        let reset_at = self.reset_at.get(evicted.content.tenant as usize).copied().unwrap_or(0);
         self.are_made() && evicted.published_at > reset_at
     }
 
@@ -210,31 +207,30 @@ impl TierCopies {
 
     /// Content is being copied to this free block.
     pub fn begin(&mut self, block: TierBlockId, content: Content) {
-        let Content { hash, tenant } = content;
-        self.reach(tenant);
-        self.counts[tenant as usize] += 1;
+        self.reach(content.tenant);
+        self.counts[content.tenant as usize] += 1;
         self.num_copies += 1;
-        self.copies[block as usize] = Some(TierCopy { hash, tenant, is_arriving: true, used_at: None });
+        self.copies[block as usize] = Some(TierCopy { content, is_arriving: true, used_at: None });
     }
 
     /// It was copied here: it can be found, unless another copy can be by this hash. No effect if it
     /// was dropped meanwhile.
     pub fn arrive(&mut self, block: TierBlockId) {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
-        if self.index.lookup(&copy.hash).is_some() {
+        if self.index.lookup(&copy.content.hash).is_some() {
             self.remove(block);
             return;
         }
         copy.is_arriving = false;
-        self.index.publish(&copy.hash, block + 1);
-        self.journal.touch_content(block, copy.tenant);
+        self.index.publish(&copy.content.hash, block + 1);
+        self.journal.touch_content(block, copy.content.tenant);
     }
 
     /// It is being copied elsewhere: it is not evicted meanwhile.
     pub fn begin_use(&mut self, block: TierBlockId) {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
         if let Some(used_at) = copy.used_at.take() {
-            self.evictable[copy.tenant as usize].remove(&used_at);
+            self.evictable[copy.content.tenant as usize].remove(&used_at);
         }
     }
 
@@ -243,7 +239,7 @@ impl TierCopies {
         self.begin_use(block);
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::as_mut) else { return };
         copy.used_at = Some(self.num_uses);
-        self.evictable[copy.tenant as usize].insert(self.num_uses, block);
+        self.evictable[copy.content.tenant as usize].insert(self.num_uses, block);
         self.num_uses += 1;
     }
 
@@ -259,9 +255,9 @@ impl TierCopies {
         let Some(copy) = self.copies.get_mut(block as usize).and_then(Option::take) else { return };
         if !copy.is_arriving {
             self.index.forget(block + 1);
-            self.journal.touch_content(block, copy.tenant);
+            self.journal.touch_content(block, copy.content.tenant);
         }
-        self.counts[copy.tenant as usize] -= 1;
+        self.counts[copy.content.tenant as usize] -= 1;
         self.num_copies -= 1;
     }
 
@@ -273,7 +269,7 @@ impl TierCopies {
         }
         self.reach(tenants.end - 1);
         self.reset_at[tenants.start as usize..tenants.end as usize].fill(num_changes);
-        self.of(|copy| tenants.contains(&copy.tenant))
+        self.of(|copy| tenants.contains(&copy.content.tenant))
     }
 
     /// All copies.
@@ -312,15 +308,15 @@ impl TierCopies {
         for block in 0..self.copies.len() as TierBlockId {
             let (holds, is_arriving) = (holds[block as usize], arriving[block as usize]);
             let Some(copy) = self.copy(block) else { continue };
-            counts[copy.tenant as usize] += 1;
-            let found = self.index.lookup(&copy.hash).map(|number| number - 1);
+            counts[copy.content.tenant as usize] += 1;
+            let found = self.index.lookup(&copy.content.hash).map(|number| number - 1);
             if u32::from(copy.is_arriving) > is_arriving {
                 wrong.push(format!("{tier} block {block} is a copy that nothing makes"));
             }
             if (found == Some(block)) == copy.is_arriving {
                 wrong.push(format!("{tier} block {block} is a copy that is found or arrives, not both or none"));
             }
-            let place = copy.used_at.and_then(|used_at| self.evictable[copy.tenant as usize].get(&used_at));
+            let place = copy.used_at.and_then(|used_at| self.evictable[copy.content.tenant as usize].get(&used_at));
             if copy.used_at.is_some() != (holds == 0) || place.is_some_and(|placed| *placed != block) {
                 wrong.push(format!("{tier} block {block} is a copy with {holds} holds, and in the order at {place:?}"));
             }

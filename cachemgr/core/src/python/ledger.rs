@@ -380,8 +380,9 @@ impl PyLedger {
 
     /// Enters a serialised DiskContent. Raises CallRefused (INVALID_ARGUMENT).
     fn enter_disk_content(&mut self, py: Python<'_>, body: &[u8]) -> PyResult<()> {
-        let num_disk_blocks = self.stored.books().disk().len();
-        let found = requests::disk_content(&decoded(body)?, num_disk_blocks);
+        let books = self.stored.books();
+        let (num_disk_blocks, num_groups) = (books.disk().len(), books.geometry().groups.len());
+        let found = requests::disk_content(&decoded(body)?, num_disk_blocks, num_groups);
         let found = found.map_err(|refused| to_python(py, refused))?;
         self.telling(py, |books| books.enter_found_copies(&found))
     }

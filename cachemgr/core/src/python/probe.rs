@@ -8,8 +8,9 @@ use pyo3::types::PyBytes;
 
 use crate::books::Books;
 use crate::cache::eviction::trial::NUM_CANDIDATES;
+use crate::cache::groups::Group;
 use crate::cache::prefix::{BlockId, Hash};
-use crate::cache::tier_copies::{TierBlockId, TierCopies};
+use crate::cache::tier_copies::{Content, TierBlockId, TierCopies};
 use crate::python::convert::bytes_of;
 use crate::python::ledger::PyProbe;
 use crate::python::views::{StepView, step_view};
@@ -50,14 +51,14 @@ impl PyProbe {
         )
     }
 
-    /// The copies of evicted blocks in the host tier: host block, prefix hash, tenant, and whether a step copies to it.
-    fn host_copies(&self, py: Python<'_>) -> Vec<(TierBlockId, Hash, String, bool)> {
+    /// The copies of evicted blocks in the host tier: see CopyView; the last is whether a step copies to it.
+    fn host_copies(&self, py: Python<'_>) -> Vec<CopyView> {
         let ledger = self.ledger.borrow(py);
         copies(ledger.stored.books(), ledger.stored.books().host().copies())
     }
 
-    /// The copies on the disk: disk block, prefix hash, tenant, and whether it is being written.
-    fn disk_copies(&self, py: Python<'_>) -> Vec<(TierBlockId, Hash, String, bool)> {
+    /// The copies on the disk: see CopyView; the last is whether it is being written.
+    fn disk_copies(&self, py: Python<'_>) -> Vec<CopyView> {
         let ledger = self.ledger.borrow(py);
         copies(ledger.stored.books(), ledger.stored.books().disk().copies())
     }
@@ -109,7 +110,13 @@ impl PyProbe {
     }
 }
 
-fn copies(books: &Books, copies: &TierCopies) -> Vec<(TierBlockId, Hash, String, bool)> {
+/// Block of the tier, prefix hash, layer group, tenant, and whether it is arriving.
+type CopyView = (TierBlockId, Hash, Group, String, bool);
+
+fn copies(books: &Books, copies: &TierCopies) -> Vec<CopyView> {
     let name = |tenant| String::from_utf8_lossy(books.tenants().name(tenant)).into_owned();
-    copies.listing().map(|(block, hash, tenant, is_arriving)| (block, hash, name(tenant), is_arriving)).collect()
+    let view = |(block, content, is_arriving): (TierBlockId, Content, bool)| {
+        (block, content.prefix_hash(), content.group, name(content.tenant), is_arriving)
+    };
+    copies.listing().map(view).collect()
 }

@@ -250,13 +250,15 @@ pub fn encode_disk_orders(stored: &StoredBooks, after: u64) -> Option<Vec<u8>> {
             DiskOrder::Write { host, disk, content } => disk_order::Order::Write(messages::DiskWrite {
                 host_block_id: *host as i32,
                 disk_block_id: *disk as i32,
-                prefix_hash: content.hash.to_vec(),
+                prefix_hash: content.prefix_hash().to_vec(),
                 tenant: name(content.tenant),
+                layer_group: content.group.into(),
             }),
             DiskOrder::Read { disk, host, content } => disk_order::Order::Read(messages::DiskRead {
                 disk_block_id: *disk as i32,
                 host_block_id: *host as i32,
-                prefix_hash: content.hash.to_vec(),
+                prefix_hash: content.prefix_hash().to_vec(),
+                layer_group: content.group.into(),
             }),
             DiskOrder::Erase { tenant } => {
                 let tenant = tenant.as_ref().map(|name| String::from_utf8_lossy(name).into_owned());

@@ -245,6 +245,8 @@ pub struct DiskWrite {
     pub prefix_hash: ::prost::alloc::vec::Vec<u8>,
     #[prost(string, tag="4")]
     pub tenant: ::prost::alloc::string::String,
+    #[prost(int32, tag="5")]
+    pub layer_group: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DiskRead {
@@ -254,6 +256,8 @@ pub struct DiskRead {
     pub host_block_id: i32,
     #[prost(bytes="vec", tag="3")]
     pub prefix_hash: ::prost::alloc::vec::Vec<u8>,
+    #[prost(int32, tag="4")]
+    pub layer_group: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DiskErase {
@@ -277,6 +281,8 @@ pub struct DiskContent {
     pub tenants: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(int32, repeated, tag="4")]
     pub tenant_indexes: ::prost::alloc::vec::Vec<i32>,
+    #[prost(int32, repeated, tag="5")]
+    pub layer_groups: ::prost::alloc::vec::Vec<i32>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -10,6 +10,7 @@ use crate::books::plans::{
     StepRequest, Trim,
 };
 use crate::books::settle::{StepOutcome, StepReport};
+use crate::cache::groups::Group;
 use crate::cache::prefix::Namespace;
 use crate::errors::Result;
 use crate::wire::bounds::{
@@ -180,9 +181,13 @@ pub fn disk_report(message: &messages::DiskReport) -> Result<[Vec<u64>; 2]> {
     ])
 }
 
-/// The copies on a disk of so many blocks.
-pub fn disk_content(message: &messages::DiskContent, num_disk_blocks: usize) -> Result<Vec<FoundCopy>> {
-    let messages::DiskContent { disk_block_ids, prefix_hashes, tenants, tenant_indexes } = message;
+/// The copies on a disk of so many blocks, of a pool with so many layer groups.
+pub fn disk_content(
+    message: &messages::DiskContent,
+    num_disk_blocks: usize,
+    num_groups: usize,
+) -> Result<Vec<FoundCopy>> {
+    let messages::DiskContent { disk_block_ids, prefix_hashes, tenants, tenant_indexes, layer_groups } = message;
     check_count("disk_content.disk_block_ids", disk_block_ids.len(), MAX_FOUND_COPIES)?;
     let (hashes, rest) = prefix_hashes.as_chunks::<32>();
     if hashes.len() != disk_block_ids.len() || !rest.is_empty() {
@@ -190,19 +195,27 @@ pub fn disk_content(message: &messages::DiskContent, num_disk_blocks: usize) -> 
         return refused("disk_content.prefix_hashes", format!("{} bytes", prefix_hashes.len()), limit);
     }
     check_parallel("disk_content.tenant_indexes", tenant_indexes.len(), "disk_block_ids", disk_block_ids.len())?;
+    if !layer_groups.is_empty() {
+        check_parallel("disk_content.layer_groups", layer_groups.len(), "disk_block_ids", disk_block_ids.len())?;
+    }
     for tenant in tenants {
         check_length("disk_content.tenants", tenant, MAX_TENANT_LENGTH)?;
     }
-    let found = |((disk, hash), index): ((&i32, &[u8; 32]), &i32)| {
+    let found = |(((disk, hash), index), group): (((&i32, &[u8; 32]), &i32), &i32)| {
         let Some(tenant) = usize::try_from(*index).ok().and_then(|index| tenants.get(index)) else {
             return refused("disk_content.tenant_indexes", index, format!("0 to {}", tenants.len() as i64 - 1));
         };
-        if usize::try_from(*disk).is_ok_and(|disk| disk < num_disk_blocks) {
-            return Ok(FoundCopy { disk: *disk as u32, hash: *hash, tenant: tenant.clone().into_bytes() });
+        if usize::try_from(*group).is_err() || *group as usize >= num_groups {
+            return refused("disk_content.layer_groups", group, format!("0 to {}", num_groups - 1));
         }
-        refused("disk_content.disk_block_ids", disk, format!("0 to {}", num_disk_blocks as i64 - 1))
+        if usize::try_from(*disk).is_err() || *disk as usize >= num_disk_blocks {
+            return refused("disk_content.disk_block_ids", disk, format!("0 to {}", num_disk_blocks as i64 - 1));
+        }
+        let tenant = tenant.clone().into_bytes();
+        Ok(FoundCopy { disk: *disk as u32, prefix_hash: *hash, group: *group as Group, tenant })
     };
-    disk_block_ids.iter().zip(hashes).zip(tenant_indexes).map(found).collect()
+    let groups = layer_groups.iter().chain(std::iter::repeat(&0));
+    disk_block_ids.iter().zip(hashes).zip(tenant_indexes).zip(groups).map(found).collect()
 }
 
 fn check_tenant(field: &str, tenant: Option<&str>) -> Result<()> {

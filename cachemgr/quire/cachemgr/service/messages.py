@@ -240,11 +240,7 @@ def decode_geometry(message: attach_pb2.PoolGeometry) -> Geometry:
         "vocabulary_size": (message.vocabulary_size, 1, 2**31 - 1),
         "host_block_count": (message.host_block_count, 0, 0 if message.has_recurrent_state else MAX_BLOCKS),
         "max_draft_count": (message.max_draft_count, 0, 0 if message.has_recurrent_state else MAX_DRAFTS),
-        "host_cached_block_limit": (
-            message.host_cached_block_limit,
-            0,
-            0 if message.layer_groups else message.host_block_count,
-        ),
+        "host_cached_block_limit": (message.host_cached_block_limit, 0, message.host_block_count),
         "disk_block_count": (message.disk_block_count, 0, MAX_BLOCKS if message.host_cached_block_limit else 0),
     }
     for name, (value, least, most) in limits.items():

@@ -538,7 +538,7 @@ class PoolGeometry(_message.Message):
     """
     host_cached_block_limit: _builtins.int
     """The limit of host blocks with copies of cached blocks that were evicted: 0 (none
-    are made) to host_block_count. 0 in a pool with layer_groups.
+    are made) to host_block_count.
     """
     disk_block_count: _builtins.int
     """Blocks of the disk, numbered from 0; each has room for a copy of one block. 0 (no
@@ -901,6 +901,7 @@ class DiskWrite(_message.Message):
     DISK_BLOCK_ID_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    LAYER_GROUP_FIELD_NUMBER: _builtins.int
     host_block_id: _builtins.int
     """The host block."""
     disk_block_id: _builtins.int
@@ -909,6 +910,8 @@ class DiskWrite(_message.Message):
     """The prefix hash of the content, 32 bytes."""
     tenant: _builtins.str
     """The tenant that the copy belongs to."""
+    layer_group: _builtins.int
+    """The layer group of the content, an index of PoolGeometry.layer_groups."""
     def __init__(
         self,
         *,
@@ -916,10 +919,11 @@ class DiskWrite(_message.Message):
         disk_block_id: _builtins.int = ...,
         prefix_hash: _builtins.bytes = ...,
         tenant: _builtins.str = ...,
+        layer_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "prefix_hash", b"prefix_hash", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "layer_group", b"layer_group", "prefix_hash", b"prefix_hash", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -936,22 +940,26 @@ class DiskRead(_message.Message):
     DISK_BLOCK_ID_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_ID_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    LAYER_GROUP_FIELD_NUMBER: _builtins.int
     disk_block_id: _builtins.int
     """The disk block."""
     host_block_id: _builtins.int
     """The host block."""
     prefix_hash: _builtins.bytes
     """The prefix hash of the content, 32 bytes."""
+    layer_group: _builtins.int
+    """The layer group of the content, an index of PoolGeometry.layer_groups."""
     def __init__(
         self,
         *,
         disk_block_id: _builtins.int = ...,
         host_block_id: _builtins.int = ...,
         prefix_hash: _builtins.bytes = ...,
+        layer_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "prefix_hash", b"prefix_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_id", b"disk_block_id", "host_block_id", b"host_block_id", "layer_group", b"layer_group", "prefix_hash", b"prefix_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,6 +1033,7 @@ class DiskContent(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     TENANT_INDEXES_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     prefix_hashes: _builtins.bytes
     """The prefix hashes, 32 bytes each, concatenated; parallel to disk_block_ids."""
     @_builtins.property
@@ -1039,6 +1048,12 @@ class DiskContent(_message.Message):
     def tenant_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes of tenants; parallel to disk_block_ids."""
 
+    @_builtins.property
+    def layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The layer groups of the copies, indexes of PoolGeometry.layer_groups; parallel
+        to disk_block_ids. Empty: group 0 for all.
+        """
+
     def __init__(
         self,
         *,
@@ -1046,10 +1061,11 @@ class DiskContent(_message.Message):
         prefix_hashes: _builtins.bytes = ...,
         tenants: _abc.Iterable[_builtins.str] | None = ...,
         tenant_indexes: _abc.Iterable[_builtins.int] | None = ...,
+        layer_groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_ids", b"disk_block_ids", "prefix_hashes", b"prefix_hashes", "tenant_indexes", b"tenant_indexes", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_block_ids", b"disk_block_ids", "layer_groups", b"layer_groups", "prefix_hashes", b"prefix_hashes", "tenant_indexes", b"tenant_indexes", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,6 +137,7 @@ class DiskTier:
                 prefix_hashes=b"".join(record.prefix_hash for _, record in part),
                 tenants=list(indexes),
                 tenant_indexes=tenant_indexes,
+                layer_groups=[record.group for _, record in part],
             )
 
     def take_reads(self) -> tuple[int, float]:
@@ -194,7 +195,13 @@ class DiskTier:
                 return False
             content = self._host.read_host_block(order.host_block_id)
         started = time.monotonic()
-        self._store.write(order.disk_block_id, content, prefix_hash=order.prefix_hash, tenant=order.tenant)
+        self._store.write(
+            order.disk_block_id,
+            content,
+            prefix_hash=order.prefix_hash,
+            group=order.layer_group,
+            tenant=order.tenant,
+        )
         took = time.monotonic() - started
         self.counters.written += 1
         self.counters.write_s += took
@@ -207,7 +214,7 @@ class DiskTier:
 
     def _read(self, epoch: int, order: attach_pb2.DiskRead) -> bool:
         started = time.monotonic()
-        content = self._store.read(order.disk_block_id, prefix_hash=order.prefix_hash)
+        content = self._store.read(order.disk_block_id, prefix_hash=order.prefix_hash, group=order.layer_group)
         took = time.monotonic() - started
         self._begun.wait()
         with self._lock:

@@ -35,7 +35,7 @@ HEADER = np.dtype(
         ("checksum", "<u4"),
     ]
 )
-FIELDS = struct.Struct("<8x4x4x32x32sQII128s28xI")
+FIELDS = struct.Struct("<8x4xI32x32sQII128s28xI")
 """The same without what is checked for all headers together: many times faster for one of them."""
 assert HEADER.itemsize == FIELDS.size == HEADER_BYTES
 CHECKED_BYTES = HEADER_BYTES - 4
@@ -45,10 +45,12 @@ CHECKED_BYTES = HEADER_BYTES - 4
 class Record(NamedTuple):
     """The description of a copy.
 
+    group       the layer group of its content
     number      rises from one written copy to the next
     """
 
     prefix_hash: bytes
+    group: int
     tenant: str
     number: int
     content_checksum: int
@@ -60,6 +62,7 @@ class Record(NamedTuple):
         values = {
             "magic": MAGIC,
             "version": VERSION,
+            "group": self.group,
             "mark": np.void(mark),
             "prefix_hash": np.void(self.prefix_hash),
             "number": self.number,
@@ -132,7 +135,7 @@ def decode_headers(headers: bytes, mark: bytes) -> Headers:
 
 def decode_header(header: bytes) -> Record | None:
     """Return the copy that a header of this version describes; None if the header was changed."""
-    prefix_hash, number, content_checksum, tenant_size, tenant, checksum = FIELDS.unpack(header)
+    group, prefix_hash, number, content_checksum, tenant_size, tenant, checksum = FIELDS.unpack(header)
     if zlib.crc32(header[:CHECKED_BYTES]) != checksum:
         return None
-    return Record(prefix_hash, tenant[:tenant_size].decode(errors="replace"), number, content_checksum)
+    return Record(prefix_hash, group, tenant[:tenant_size].decode(errors="replace"), number, content_checksum)

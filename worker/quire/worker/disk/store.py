@@ -92,13 +92,13 @@ class Store:
 
     # -- one copy
 
-    def write(self, block: int, content: bytes | memoryview, *, prefix_hash: bytes, tenant: str) -> None:
+    def write(self, block: int, content: bytes | memoryview, *, prefix_hash: bytes, group: int, tenant: str) -> None:
         """Write a copy. Raises OSError: then the block has none."""
         if len(tenant.encode()) > MAX_TENANT_BYTES:
             raise OSError(errno.ENAMETOOLONG, f"a tenant's name has more than {MAX_TENANT_BYTES} bytes")
         self.records.pop(block, None)
         self._uncertain.add(block)
-        record = Record(prefix_hash, tenant, self._next_number, zlib.crc32(content))
+        record = Record(prefix_hash, group, tenant, self._next_number, zlib.crc32(content))
         self._next_number += 1
         index, offset = self._place(block)
         with self._opened(block // self._blocks_per_file, makes=True) as file:
@@ -108,10 +108,10 @@ class Store:
         self.records[block] = record
         self._uncertain.discard(block)
 
-    def read(self, block: int, *, prefix_hash: bytes) -> bytes:
+    def read(self, block: int, *, prefix_hash: bytes, group: int) -> bytes:
         """Return the content of a copy. Raises OSError if it can't be read, or is not as it was written."""
         record = self.records.get(block)
-        if record is None or record.prefix_hash != prefix_hash:
+        if record is None or (record.prefix_hash, record.group) != (prefix_hash, group):
             raise OSError(errno.ENODATA, f"disk block {block} has other content")
         index, offset = self._place(block)
         with self._opened(block // self._blocks_per_file) as file:

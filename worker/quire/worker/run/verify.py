@@ -259,6 +259,7 @@ class OwnershipVerifier:
         ):
             table = self._sequences[lease_id, seq_id].tables[group]
             table[:count] = [NULL_BLOCK] * min(count, len(table))
+        self._offload_blocks(grant)
         ids = iter(grant.write_block_ids)
         for index, (seq_id, first, count) in enumerate(
             zip(grant.write_sequence_ids, grant.write_first_indexes, grant.write_block_counts, strict=True)
@@ -354,13 +355,16 @@ class OwnershipVerifier:
                 block.hand_out_anew()
                 block.group = group
 
-    def _copy_blocks(self, grant: grant_pb2.StepGrant) -> None:
+    def _offload_blocks(self, grant: grant_pb2.StepGrant) -> None:
+        """Before the tables are written: an evicted block may be handed out to another layer group by the same grant."""
         handed_out = set(grant.write_block_ids)
         for source, host_id in zip(grant.offload_source_block_ids, grant.offload_target_host_block_ids, strict=True):
             host_block = self._host_block(grant, host_id)
             block = self._blocks[source]
             host_block.slots, host_block.group, host_block.lease_id = list(block.slots), block.group, grant.lease_id
             host_block.was_evicted = source in handed_out
+
+    def _copy_blocks(self, grant: grant_pb2.StepGrant) -> None:
         for source, target in zip(grant.copy_source_block_ids, grant.copy_target_block_ids, strict=True):
             self._copy(grant, self._blocks[source], target)
         for host_id, target in zip(grant.restore_source_host_block_ids, grant.restore_target_block_ids, strict=True):

@@ -67,10 +67,6 @@ def describe_pool(config: WorkerConfig, loaded: Loaded, *, num_disk_blocks: int 
 
 def count_host_copies(config: WorkerConfig, loaded: Loaded) -> int:
     """Return the limit of host blocks with copies of evicted blocks."""
-    if registers_groups(loaded.pool.groups):
-        if config.host_cache_share:
-            log.info("--host-cache-share: evicted blocks are not kept, because the model has several layer groups")
-        return 0
     return int(config.host_cache_share * loaded.host_pool.num_blocks)
 
 

@@ -23,6 +23,7 @@ from quire.worker.disk.store import Store
 from quire.worker.grant.errors import DOMAIN
 from quire.worker.grant.gate import Gate
 from quire.worker.memory.kept_pool import KeptContent, KeptPool, mark_of
+from quire.worker.memory.layer_groups import registers_groups
 from quire.worker.model.paged_model import PagedModel
 from quire.worker.run.executor import Executor
 from quire.worker.run.loading import Loaded, dtype_name, load_warm, make_executor, verifies, why_no_adapters
@@ -129,16 +130,20 @@ def open_disk(
     if config.disk_dir is None:
         return None
     if not count_host_copies(config, loaded):
-        raise CannotStartError("--disk-dir: evicted blocks are not kept, because the model has several layer groups")
+        num_blocks, share = loaded.host_pool.num_blocks, config.host_cache_share
+        raise CannotStartError(
+            f"--disk-dir: the host tier has no room for a copy: --host-cache-share {share} of its {num_blocks} blocks"
+        )
     pool, model = loaded.pool, loaded.model
     fingerprint = f"{model.fingerprint}:{dtype_name(pool.dtype)}"
     shapes = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in pool.tensors()]
+    groups = [pool.groups] if registers_groups(pool.groups) else []
     try:
         store = Store(
             config.disk_dir,
             content_bytes=executor.host_block_bytes,
             memory_bytes=config.disk_memory_bytes,
-            mark=mark_of(fingerprint, pool.block_size, shapes, sys.byteorder, verifies()),
+            mark=mark_of(fingerprint, pool.block_size, shapes, sys.byteorder, verifies(), *groups),
         )
     except (OSError, ValueError) as error:
         raise CannotStartError(f"--disk-dir: {error}" if isinstance(error, OSError) else str(error)) from error

@@ -43,9 +43,9 @@ impl StepPlanner<'_> {
         let Lease { in_flight, .. } = &*self.lease;
         let mut finder = PrefixFinder { geometry, pool: self.pool, table: self.table, in_flight, step: &self.step };
         let (hit, num_published) = finder.find(&hashes[..num_sharable]);
-        let copies = self.find_copies(&hashes[..num_sharable], &hit, num_published);
-        let (num_shared, num_copied) = (hit.num_blocks, copies.len());
-        let num_found = num_shared + num_copied;
+        let num_shared = hit.num_blocks;
+        let hit = self.add_copies(&hashes[..num_sharable], hit, num_published);
+        let num_found = hit.num_blocks;
         refuse_if!(self.refuse_computed_elsewhere(admission, &hashes[..num_sharable], num_found));
         let num_cached = num_found * geometry.block_size;
         let num_left = self.budget.num_within(tokens.len() - num_cached, admission.max_compute);
@@ -56,7 +56,7 @@ impl StepPlanner<'_> {
         let num_parked = self.pool.num_parked(&found);
         refuse_if!(self.room_for(tenant).refuse(seq_id, num_needed + num_guaranteed, num_parked, reserve));
         if num_shared == num_published {
-            refuse_if!(self.refuse_on_disk(admission, &hashes[..num_sharable], num_shared, &copies));
+            refuse_if!(self.refuse_on_disk(admission, &hashes[..num_sharable], &hit));
         }
         let miss = self.explain_miss(admission, tenant, &root, &hashes, num_found);
         self.plan.misses.extend(miss);
@@ -66,15 +66,17 @@ impl StepPlanner<'_> {
         self.pool.acquire(&found, 1)?;
         self.pool.advisor().end_waits(&found);
         let written = self.num_written(&hashes, num_found, cache_use);
-        let tables = allocate_tables(hit.tables, &ends, &self.asker_for(tenant), self.pool)?;
+        let (num_leading, copies) = (hit.num_leading(0), hit.copies.clone());
+        let tables = allocate_tables(hit, &ends, &self.asker_for(tenant), self.pool)?;
         let kept = self.kept_of(admission);
         self.use_prefix(tenant, &kept, &tables, &hashes[..num_shared]);
         if cache_use.writes() {
             self.pool.records.roots.enter(&root, tenant, &admission.namespace);
-            enter_admission(&tables[0], num_shared, &hashes, self.pool);
+            enter_admission(&tables[0], num_leading, &hashes, self.pool);
         }
-        if num_copied > 0 {
-            self.bring_back(copies, tables[0].range(num_shared..num_found));
+        if !copies.is_empty() {
+            self.bring_back(&copies, &tables);
+            self.counters.found_in_host_tokens += ((num_found - num_shared) * geometry.block_size) as u64;
         }
         let new = NewSequence {
             seq_id: seq_id as i32,
@@ -86,7 +88,7 @@ impl StepPlanner<'_> {
             hashes: &hashes,
             num_cached_blocks: num_shared,
             num_published,
-            num_copied,
+            num_copied: num_found - num_shared,
             num_writable: geometry.num_slots(ends.iter().copied().min().unwrap_or(0), admission.reserved_tokens),
             reserved_tokens: admission.reserved_tokens,
             tail_advice: retain(&admission.retention, &tables, geometry.block_size, self.now, self.pool),
@@ -134,7 +136,7 @@ impl StepPlanner<'_> {
         num_published: usize,
     ) -> usize {
         let mut num_guaranteed = self.geometry.num_to_come(reserved_tokens, ends);
-        if hit.num_blocks == num_published {
+        if hit.num_blocks == num_published || !hit.copies.is_empty() {
             return num_guaranteed;
         }
         if reserved_tokens > 0 {
@@ -180,15 +182,18 @@ impl StepPlanner<'_> {
     }
 }
 
-/// Extends tables by fresh blocks up to these indexes. There is room.
-pub(super) fn allocate_tables(
-    mut tables: Tables,
-    ends: &[usize],
-    asker: &Asker,
-    pool: &mut BlockPool,
-) -> Result<Tables> {
+/// The tables of a hit, with fresh blocks in the places of copies, and behind it up to these indexes. There is room.
+pub(super) fn allocate_tables(hit: Hit, ends: &[usize], asker: &Asker, pool: &mut BlockPool) -> Result<Tables> {
+    let Hit { mut tables, copies, .. } = hit;
     for (group, (table, end)) in tables.iter_mut().zip(ends).enumerate() {
-        table.extend(pool.allocate(end - table.end(), group as Group, asker)?);
+        let places: Vec<usize> =
+            copies.iter().filter(|copy| usize::from(copy.group) == group).map(|copy| copy.index).collect();
+        let mut fresh = pool.allocate(places.len() + end - table.end(), group as Group, asker)?;
+        let behind = fresh.split_off(places.len());
+        for (index, block) in places.into_iter().zip(fresh) {
+            table.replace(index, block);
+        }
+        table.extend(behind);
     }
     Ok(tables)
 }

@@ -1,7 +1,7 @@
 //! Moves sequences to the host tier and back, and copies evicted blocks there, and back for admissions.
 
 use crate::books::geometry::Geometry;
-use crate::books::hits::{Hit, Prefix};
+use crate::books::hits::{CopyBack, Hit, Place, Prefix, Tiers};
 use crate::books::planner::admit::{allocate_tables, count_found, enter_admission};
 use crate::books::planner::advise::advise_fresh;
 use crate::books::planner::{Answer, StepPlanner, find_in_pool, sequence_not_found};
@@ -82,7 +82,7 @@ impl StepPlanner<'_> {
         count_found(&hit, self.pool, geometry);
         self.pool.acquire(&found, 1)?;
         let (num_found, firsts) = (hit.num_blocks, hit.tables.iter().map(BlockTable::end).collect::<Vec<_>>());
-        let tables = allocate_tables(hit.tables, &ends, &asker, self.pool)?;
+        let tables = allocate_tables(hit, &ends, &asker, self.pool)?;
         if cache_use.writes() {
             enter_admission(&tables[0], num_found, &hashes, self.pool);
         }
@@ -141,7 +141,7 @@ impl StepPlanner<'_> {
             if !self.host.may_keep(evicted) {
                 continue;
             }
-            let Some(copy) = self.host.keep(evicted.content(), self.pool.accounts()) else { continue };
+            let Some(copy) = self.host.keep(evicted.content, self.pool.accounts()) else { continue };
             self.plan.offload_sources.push(evicted.block);
             self.plan.offload_targets.push(copy);
             self.step.host_holds.push(vec![copy]);
@@ -150,44 +150,66 @@ impl StepPlanner<'_> {
         }
     }
 
-    /// The copies of the blocks behind a prefix that was found. None behind blocks that steps in flight fill: these steps
-    /// may fail. None if the plan makes no copies back.
-    pub(super) fn find_copies(&self, hashes: &[Hash], hit: &Hit, num_published: usize) -> Vec<TierBlockId> {
-        if hit.num_blocks > num_published || self.host_copy_use == HostCopyUse::None {
-            return Vec::new();
-        }
-        self.host.copies().find(&hashes[num_published..])
+    /// A prompt's blocks in the pool, the host tier, and perhaps the disk.
+    pub(super) fn tiers<'a>(&'a self, hashes: &'a [Hash], has_disk: bool) -> Tiers<'a> {
+        let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes };
+        Tiers { prefix, host: self.host.copies(), disk: has_disk.then(|| self.disk.copies()) }
     }
 
-    /// An admission that waits for its prefix, and finds these copies behind what the pool has: refused while the block
-    /// behind them is read from the disk. Orders these reads, and those of the blocks behind it.
-    pub(super) fn refuse_on_disk(
-        &mut self,
-        admission: &Admission,
-        sharable: &[Hash],
-        num_in_pool: usize,
-        copies: &[TierBlockId],
-    ) -> Option<Refusal> {
-        if !admission.waits_for_prefix || self.skips_disk || self.host_copy_use == HostCopyUse::None {
+    /// The longest prefix with copies in the host tier: `hit`, the pool's, if they make it no longer. None behind blocks
+    /// that steps in flight fill: these steps may fail. None if the plan makes no copies back.
+    pub(super) fn add_copies(&self, hashes: &[Hash], hit: Hit, num_published: usize) -> Hit {
+        let may_copy = self.host.copies().num_findable() > 0 && self.host_copy_use != HostCopyUse::None;
+        if !may_copy || hit.num_blocks > num_published || hit.num_blocks == hashes.len() {
+            return hit;
+        }
+        let longer = self.tiers(hashes, false).find(&hit);
+        if longer.num_blocks > hit.num_blocks { longer.into_hit() } else { hit }
+    }
+
+    /// An admission that waits for its prefix, and finds no more than this in the pool and the host tier: refused while a
+    /// block that makes it longer is read from the disk. Orders these reads.
+    pub(super) fn refuse_on_disk(&mut self, admission: &Admission, sharable: &[Hash], hit: &Hit) -> Option<Refusal> {
+        let is_asked = admission.waits_for_prefix && !self.skips_disk && self.host_copy_use != HostCopyUse::None;
+        if !is_asked || self.disk.copies().num_findable() == 0 {
             return None;
         }
-        let num_found = num_in_pool + copies.len();
-        if !self.disk.bring_up(&sharable[num_found..], copies, self.host, self.pool.accounts()) {
+        let copies: Vec<TierBlockId> = hit.copies.iter().map(|copy| copy.copy).collect();
+        let reads = self.find_reads(sharable, hit);
+        if !self.disk.bring_up(&reads, &copies, self.host, self.pool.accounts()) {
             return None;
         }
-        let (seq_id, num_tokens) = (admission.seq_id, num_found * self.geometry.block_size);
+        let (seq_id, num_tokens) = (admission.seq_id, hit.num_blocks * self.geometry.block_size);
         let message = format!("the prefix of sequence {seq_id} behind {num_tokens} tokens is read from the disk");
         let refusal = Refusal::new(Reason::PrefixBeingComputed, message);
         Some(refusal.with("sequence_id", seq_id).with("tokens", num_tokens))
     }
 
+    /// The disk blocks, the first ones in front, that make a prefix longer: as far as there is room in the host tier for
+    /// all copies that it needs together.
+    fn find_reads(&self, sharable: &[Hash], hit: &Hit) -> Vec<TierBlockId> {
+        let limit = self.host.copies().limit();
+        let num_groups = self.geometry.groups.len();
+        let most = hit.num_blocks + limit.saturating_sub(hit.copies.len()) / num_groups;
+        for most in [sharable.len(), most.min(sharable.len())] {
+            let longest = self.tiers(&sharable[..most], true).find(hit);
+            let below = longest.below();
+            if longest.num_blocks > hit.num_blocks && below.len() <= limit {
+                let on_disk = |(_, _, place)| if let Place::Disk(disk) = place { Some(disk) } else { None };
+                return below.into_iter().filter_map(on_disk).collect();
+            }
+        }
+        Vec::new()
+    }
+
     /// Copies from the host tier to blocks that an admission was allocated.
-    pub(super) fn bring_back(&mut self, copies: Vec<TierBlockId>, blocks: &[BlockId]) {
-        self.plan.restore_sources.extend_from_slice(&copies);
-        self.plan.restore_targets.extend_from_slice(blocks);
-        self.counters.found_in_host_tokens += (copies.len() * self.geometry.block_size) as u64;
-        self.host.begin_use(&copies);
-        self.step.host_holds.push(copies);
+    pub(super) fn bring_back(&mut self, copies: &[CopyBack], tables: &[BlockTable]) {
+        let sources: Vec<TierBlockId> = copies.iter().map(|copy| copy.copy).collect();
+        let target_of = |copy: &CopyBack| tables[usize::from(copy.group)].block(copy.index);
+        self.plan.restore_sources.extend_from_slice(&sources);
+        self.plan.restore_targets.extend(copies.iter().map(target_of));
+        self.host.begin_use(&sources);
+        self.step.host_holds.push(sources);
     }
 }
 
@@ -613,12 +635,153 @@ mod tests {
         assert_eq!((copies(&plan).0, all_host_counts(&bench)), (vec![], [4, 0, 0, 2]), "the copies are there already");
     }
 
+    /// Layers that see all, and layers that see three tokens.
+    const WINDOWED: [Span; 2] = [Span::Full, Span::Sliding(3)];
+
+    /// A prefix of four blocks: what its next token sees of them is in the host tier alone.
+    fn kept_in_groups() -> Bench {
+        let mut bench = Bench::with_groups_and_disk(12, &WINDOWED, 0);
+        cache(&mut bench, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        bench.admit(2, &[7; 11]);
+        bench.settle();
+        bench.release(&[2]);
+        bench.settle();
+        bench.0.drop_blocks(&(1..13).collect::<Vec<_>>(), 0.0, b"");
+        bench
+    }
+
+    #[test]
+    fn each_group_comes_back_to_its_own_table() {
+        let mut bench = kept_in_groups();
+        let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        assert_eq!(bench.0.cached_tokens(&tokens, &b"".into(), b""), [0, 8, 0]);
+        let checked = bench.0.check_admission(b"", &admission(1, &tokens), 0);
+        assert_eq!((checked.num_cached_tokens, checked.needed), (8, 7), "4 and 1 of one group, 1 and 1 of the other");
+        let plan = bench.admit(1, &tokens);
+        assert_eq!((plan.admitted_cached_counts, plan.run_starts.clone()), (vec![8], vec![8]));
+        let content_of = |copy: &u32| bench.0.host().copies().content(*copy).unwrap();
+        let contents: Vec<_> = plan.restore_sources.iter().map(content_of).collect();
+        let mut hashes = Vec::new();
+        chain_hashes(root_hash(b"", &b"".into(), b"f"), &tokens, 2, &mut hashes);
+        let tables = bench.sequence(1).tables.clone();
+        for (content, target) in contents.iter().zip(&plan.restore_targets) {
+            let index = hashes.iter().position(|hash| *hash == content.prefix_hash()).unwrap();
+            assert_eq!(tables[usize::from(content.group)].get(index), Some(*target));
+        }
+        assert_eq!(plan.restore_targets.len(), 5);
+        assert_eq!((tables[1].num_passed(), bench.0.counters().found_in_host_tokens), (3, 8));
+        bench.settle();
+        assert_eq!((bench.0.cached_tokens(&tokens, &b"".into(), b""), bench.0.violations()), ([8, 0, 0], vec![]));
+    }
+
+    #[test]
+    fn what_the_pool_still_has_of_a_group_is_shared_and_the_rest_copied() {
+        let mut bench = Bench::with_groups_and_disk(12, &WINDOWED, 0);
+        let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        cache(&mut bench, &tokens);
+        while bench.0.cached_tokens(&tokens, &b"".into(), b"") == [8, 0, 0] {
+            let evicted = bench.admit(2, &[50, 51, 52]).offload_sources.len();
+            bench.settle();
+            assert!(evicted < 4, "a few at a time");
+            bench.plan(StepRequest { releases: vec![2], ..StepRequest::default() });
+            bench.settle();
+            bench.admit(3, &[60 + evicted as i32; 4]);
+            bench.settle();
+            bench.release(&[3]);
+            bench.settle();
+        }
+        let [in_pool, in_host, _] = bench.0.cached_tokens(&tokens, &b"".into(), b"");
+        assert_eq!((in_pool + in_host, in_host > 0), (8, true));
+        let plan = bench.admit(1, &tokens);
+        assert_eq!(plan.admitted_cached_counts, [8]);
+        assert!(!plan.restore_sources.is_empty() && plan.restore_sources.len() < 5, "{:?}", plan.restore_sources);
+        bench.settle();
+        assert_eq!((bench.0.cached_tokens(&tokens, &b"".into(), b""), bench.0.violations()), ([8, 0, 0], vec![]));
+    }
+
+    #[test]
+    fn a_prefix_without_its_window_is_not_found_in_the_host_tier() {
+        let mut bench = kept_in_groups();
+        let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        let copies = bench.0.host().copies();
+        let windows: Vec<u32> =
+            copies.listing().filter(|(_, content, _)| content.group == 1).map(|(copy, ..)| copy).collect();
+        bench.0.host.drop_copies(&windows);
+        assert_eq!(bench.0.cached_tokens(&tokens, &b"".into(), b""), [0; 3]);
+        let told = bench.0.explain(&tokens, &b"".into(), b"", false);
+        assert_eq!((told.num_found, told.missing.map(|(index, group, _)| (index, group))), (0, Some((3, 1))));
+        assert_eq!(bench.admit(1, &tokens).admitted_cached_counts, [0]);
+    }
+
+    #[test]
+    fn what_all_groups_need_is_read_from_the_disk_before_the_prompt_is_admitted() {
+        let mut bench = Bench::with_groups_and_disk(12, &WINDOWED, 20);
+        let tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9];
+        cache(&mut bench, &tokens);
+        bench.admit(2, &[7; 11]);
+        bench.settle();
+        let open = |bench: &Bench| bench.0.disk().orders_after(0).map(|(number, _)| number).collect::<Vec<_>>();
+        while !open(&bench).is_empty() {
+            bench.0.end_disk_orders(&open(&bench), &[]).unwrap();
+        }
+        bench.release(&[2]);
+        bench.settle();
+        bench.0.drop_blocks(&(1..13).collect::<Vec<_>>(), 0.0, b"");
+        bench.0.host.drop_copies(&bench.0.host.copies().all());
+        assert_eq!(bench.0.cached_tokens(&tokens, &b"".into(), b""), [0, 0, 8]);
+        let waiting = Admission { waits_for_prefix: true, ..admission(1, &tokens) };
+        let mut num_read = 0;
+        loop {
+            let plan = bench.plan(StepRequest { admissions: vec![waiting.clone()], ..StepRequest::default() });
+            bench.settle();
+            if plan.refusals.is_empty() {
+                assert_eq!((plan.admitted_cached_counts, num_read), (vec![8], 5));
+                break;
+            }
+            assert_eq!(reasons(&plan), [(PlanItem::Admission, 1, Reason::PrefixBeingComputed)]);
+            let reads = open(&bench);
+            num_read += reads.len();
+            bench.0.end_disk_orders(&reads[..1], &[]).unwrap();
+            bench.0.end_disk_orders(&reads[1..], &[]).unwrap();
+            assert_eq!(bench.0.violations(), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn nothing_is_read_from_the_disk_if_all_of_it_has_no_room_in_the_host_tier() {
+        let mut bench = Bench::with_groups_and_disk(20, &[Span::Full, Span::Sliding(9)], 20);
+        let hashes = {
+            let mut hashes = Vec::new();
+            chain_hashes(root_hash(b"", &b"".into(), b"f"), &[1; 24], 2, &mut hashes);
+            hashes
+        };
+        let copy = |(index, group): (usize, u8)| crate::books::disk_reports::FoundCopy {
+            disk: (index + 12 * usize::from(group)) as u32,
+            prefix_hash: hashes[index],
+            group,
+            tenant: Vec::new(),
+        };
+        let places = (0..12).map(|index| (index, 0)).chain((4..8).map(|index| (index, 1)));
+        bench.0.enter_found_copies(&places.map(copy).collect::<Vec<_>>());
+        let tokens: Vec<i32> = vec![1; 17];
+        assert_eq!(bench.0.cached_tokens(&tokens, &b"".into(), b""), [0, 0, 16]);
+        let waiting = Admission { waits_for_prefix: true, ..admission(1, &tokens) };
+        let plan = bench.plan(StepRequest { admissions: vec![waiting.clone()], ..StepRequest::default() });
+        assert_eq!((reasons(&plan).len(), bench.0.disk().orders_after(0).count()), (1, 12), "8 and 4 just fit");
+        let mut small = Bench::with_groups_and_disk(20, &[Span::Full, Span::Sliding(9)], 20);
+        small.0.host = crate::cache::tier::TierPool::new(crate::cache::tier::Tier::Host, 11, 11);
+        let places = (0..12).map(|index| (index, 0)).chain((4..8).map(|index| (index, 1)));
+        small.0.enter_found_copies(&places.map(copy).collect::<Vec<_>>());
+        let plan = small.plan(StepRequest { admissions: vec![waiting], ..StepRequest::default() });
+        assert_eq!((reasons(&plan), small.0.disk().orders_after(0).count()), (vec![], 0));
+    }
+
     #[test]
     fn a_copy_behind_one_that_is_gone_is_not_found() {
         let mut bench = kept();
         let mut hashes = Vec::new();
         chain_hashes(root_hash(b"", &b"".into(), b"f"), &[1, 2, 3, 4], 2, &mut hashes);
-        let [first, second] = bench.0.host().copies().find(&hashes)[..] else { panic!("both are found") };
+        let [first, second] = [0, 1].map(|index| bench.0.host().copies().lookup(&hashes[index]).unwrap());
         bench.0.host.drop_copies(&[first]);
         assert!(bench.0.host().copies().is_findable(second));
         assert_eq!(bench.0.cached_tokens(&[1, 2, 3, 4, 5], &b"".into(), b""), [0, 0, 0]);

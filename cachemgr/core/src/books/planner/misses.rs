@@ -1,7 +1,6 @@
 //! Why admissions find no more, and those that wait for what other leases compute.
 
 use crate::books::explainer::{Asked, Explainer, is_being_filled};
-use crate::books::hits::Prefix;
 use crate::books::miss::Miss;
 use crate::books::planner::StepPlanner;
 use crate::books::plans::{Admission, AdmissionMiss};
@@ -75,7 +74,8 @@ impl StepPlanner<'_> {
 
     /// The first block and group without which no more is found. Blocks that steps in flight fill count as found.
     fn first_missing(&self, hashes: &[Hash], num_found: usize) -> Option<(usize, Group)> {
-        let missing = Prefix { geometry: self.geometry, index: self.pool.index(), hashes }.first_missing()?;
+        let tiers = self.tiers(hashes, false);
+        let missing = tiers.find(&tiers.prefix.find()).missing?;
         if missing.0 >= num_found || !self.geometry.groups[usize::from(missing.1)].is_full() {
             return Some(missing);
         }

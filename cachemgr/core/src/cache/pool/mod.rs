@@ -39,7 +39,7 @@ use crate::cache::pool::pins::PrefixPins;
 use crate::cache::pool::records::Records;
 use crate::cache::prefix::{BlockId, Hash, Origin, Past, PrefixIndex};
 use crate::cache::tenants::{Asker, TenantId};
-use crate::cache::tier_copies::Evicted;
+use crate::cache::tier_copies::{Content, Evicted};
 use crate::errors::{Result, broken};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -388,9 +388,9 @@ impl BlockPool {
             if let Some(evicted) = &mut self.evicted
                 && !self.parking.was_worth_less(block)
             {
-                let (tenant, published_at) =
-                    (self.owners[block as usize], self.records.journal.content_changed_at(block));
-                evicted.push(Evicted { block, hash: *hash, tenant, published_at });
+                let (group, tenant) = (self.groups.of(block), self.owners[block as usize]);
+                let published_at = self.records.journal.content_changed_at(block);
+                evicted.push(Evicted { block, content: Content { hash: *hash, group, tenant }, published_at });
             }
         }
         let found_by = self.groups.are_several().then(|| self.index.hash(block).copied());

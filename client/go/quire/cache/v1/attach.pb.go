@@ -972,7 +972,7 @@ type PoolGeometry struct {
 	// 64. 0 for a model with has_recurrent_state.
 	MaxDraftCount int32 `protobuf:"varint,12,opt,name=max_draft_count,json=maxDraftCount,proto3" json:"max_draft_count,omitempty"`
 	// The limit of host blocks with copies of cached blocks that were evicted: 0 (none
-	// are made) to host_block_count. 0 in a pool with layer_groups.
+	// are made) to host_block_count.
 	HostCachedBlockLimit int32 `protobuf:"varint,13,opt,name=host_cached_block_limit,json=hostCachedBlockLimit,proto3" json:"host_cached_block_limit,omitempty"`
 	// Blocks of the disk, numbered from 0; each has room for a copy of one block. 0 (no
 	// disk) to 2^24; 0 without host_cached_block_limit, because copies go there and
@@ -1761,7 +1761,9 @@ type DiskWrite struct {
 	// The prefix hash of the content, 32 bytes.
 	PrefixHash []byte `protobuf:"bytes,3,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
 	// The tenant that the copy belongs to.
-	Tenant        string `protobuf:"bytes,4,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Tenant string `protobuf:"bytes,4,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// The layer group of the content, an index of PoolGeometry.layer_groups.
+	LayerGroup    int32 `protobuf:"varint,5,opt,name=layer_group,json=layerGroup,proto3" json:"layer_group,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1824,6 +1826,13 @@ func (x *DiskWrite) GetTenant() string {
 	return ""
 }
 
+func (x *DiskWrite) GetLayerGroup() int32 {
+	if x != nil {
+		return x.LayerGroup
+	}
+	return 0
+}
+
 // Read content from the disk to a host block. It fails if the disk block has other
 // content, or content that is not as it was written.
 type DiskRead struct {
@@ -1833,7 +1842,9 @@ type DiskRead struct {
 	// The host block.
 	HostBlockId int32 `protobuf:"varint,2,opt,name=host_block_id,json=hostBlockId,proto3" json:"host_block_id,omitempty"`
 	// The prefix hash of the content, 32 bytes.
-	PrefixHash    []byte `protobuf:"bytes,3,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
+	PrefixHash []byte `protobuf:"bytes,3,opt,name=prefix_hash,json=prefixHash,proto3" json:"prefix_hash,omitempty"`
+	// The layer group of the content, an index of PoolGeometry.layer_groups.
+	LayerGroup    int32 `protobuf:"varint,4,opt,name=layer_group,json=layerGroup,proto3" json:"layer_group,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1887,6 +1898,13 @@ func (x *DiskRead) GetPrefixHash() []byte {
 		return x.PrefixHash
 	}
 	return nil
+}
+
+func (x *DiskRead) GetLayerGroup() int32 {
+	if x != nil {
+		return x.LayerGroup
+	}
+	return 0
 }
 
 // Remove the copies of a tenant, those of writes that were ordered before included,
@@ -2003,6 +2021,9 @@ type DiskContent struct {
 	Tenants []string `protobuf:"bytes,3,rep,name=tenants,proto3" json:"tenants,omitempty"`
 	// Indexes of tenants; parallel to disk_block_ids.
 	TenantIndexes []int32 `protobuf:"varint,4,rep,packed,name=tenant_indexes,json=tenantIndexes,proto3" json:"tenant_indexes,omitempty"`
+	// The layer groups of the copies, indexes of PoolGeometry.layer_groups; parallel
+	// to disk_block_ids. Empty: group 0 for all.
+	LayerGroups   []int32 `protobuf:"varint,5,rep,packed,name=layer_groups,json=layerGroups,proto3" json:"layer_groups,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2061,6 +2082,13 @@ func (x *DiskContent) GetTenants() []string {
 func (x *DiskContent) GetTenantIndexes() []int32 {
 	if x != nil {
 		return x.TenantIndexes
+	}
+	return nil
+}
+
+func (x *DiskContent) GetLayerGroups() []int32 {
+	if x != nil {
+		return x.LayerGroups
 	}
 	return nil
 }
@@ -2187,30 +2215,35 @@ const file_quire_cache_v1_attach_proto_rawDesc = "" +
 	"\x05write\x18\x02 \x01(\v2\x19.quire.cache.v1.DiskWriteH\x00R\x05write\x12.\n" +
 	"\x04read\x18\x03 \x01(\v2\x18.quire.cache.v1.DiskReadH\x00R\x04read\x121\n" +
 	"\x05erase\x18\x04 \x01(\v2\x19.quire.cache.v1.DiskEraseH\x00R\x05eraseB\a\n" +
-	"\x05order\"\x8c\x01\n" +
+	"\x05order\"\xad\x01\n" +
 	"\tDiskWrite\x12\"\n" +
 	"\rhost_block_id\x18\x01 \x01(\x05R\vhostBlockId\x12\"\n" +
 	"\rdisk_block_id\x18\x02 \x01(\x05R\vdiskBlockId\x12\x1f\n" +
 	"\vprefix_hash\x18\x03 \x01(\fR\n" +
 	"prefixHash\x12\x16\n" +
-	"\x06tenant\x18\x04 \x01(\tR\x06tenant\"s\n" +
+	"\x06tenant\x18\x04 \x01(\tR\x06tenant\x12\x1f\n" +
+	"\vlayer_group\x18\x05 \x01(\x05R\n" +
+	"layerGroup\"\x94\x01\n" +
 	"\bDiskRead\x12\"\n" +
 	"\rdisk_block_id\x18\x01 \x01(\x05R\vdiskBlockId\x12\"\n" +
 	"\rhost_block_id\x18\x02 \x01(\x05R\vhostBlockId\x12\x1f\n" +
 	"\vprefix_hash\x18\x03 \x01(\fR\n" +
-	"prefixHash\"3\n" +
+	"prefixHash\x12\x1f\n" +
+	"\vlayer_group\x18\x04 \x01(\x05R\n" +
+	"layerGroup\"3\n" +
 	"\tDiskErase\x12\x1b\n" +
 	"\x06tenant\x18\x01 \x01(\tH\x00R\x06tenant\x88\x01\x01B\t\n" +
 	"\a_tenant\"l\n" +
 	"\n" +
 	"DiskReport\x12,\n" +
 	"\x12done_order_numbers\x18\x01 \x03(\x03R\x10doneOrderNumbers\x120\n" +
-	"\x14failed_order_numbers\x18\x02 \x03(\x03R\x12failedOrderNumbers\"\x99\x01\n" +
+	"\x14failed_order_numbers\x18\x02 \x03(\x03R\x12failedOrderNumbers\"\xbc\x01\n" +
 	"\vDiskContent\x12$\n" +
 	"\x0edisk_block_ids\x18\x01 \x03(\x05R\fdiskBlockIds\x12#\n" +
 	"\rprefix_hashes\x18\x02 \x01(\fR\fprefixHashes\x12\x18\n" +
 	"\atenants\x18\x03 \x03(\tR\atenants\x12%\n" +
-	"\x0etenant_indexes\x18\x04 \x03(\x05R\rtenantIndexes*\x89\x01\n" +
+	"\x0etenant_indexes\x18\x04 \x03(\x05R\rtenantIndexes\x12!\n" +
+	"\flayer_groups\x18\x05 \x03(\x05R\vlayerGroups*\x89\x01\n" +
 	"\x0eLayerGroupKind\x12 \n" +
 	"\x1cLAYER_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15LAYER_GROUP_KIND_FULL\x10\x01\x12\x1c\n" +
