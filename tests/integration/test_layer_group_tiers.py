@@ -32,9 +32,7 @@ def disk_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[parameter(family, BLOCK_SIZE) for family in KINDS])
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, disk_dir: Path
-) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, disk_dir: Path) -> Iterator[Model]:
     family, _ = request.param
     arguments = ("--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
     tiers = ("--host-memory", "64K", "--host-cache-share", "1", "--disk-dir", str(disk_dir), "--disk-memory", "8M")

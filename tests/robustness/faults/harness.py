@@ -453,7 +453,7 @@ class Harness:
         arguments += ["--cachemgr", self._at(f"{ATTACH_LINK}{slot}"), "--model", str(self._model)]
         arguments += [*self._dtype_flags, "--threads", "1", "--block-size", str(BLOCK_SIZE)]
         arguments += ["--num-blocks", str(NUM_BLOCKS), "--host-memory", "256K", "--host-cache-share", "0.5"]
-        if has_disk(self._num_ranks, has_holder=self.has_holder, has_window=self._has_window):
+        if has_disk(self._num_ranks, has_holder=self.has_holder):
             arguments += ["--disk-dir", str(self._disk_dir(slot)), "--disk-memory", "1M"]
         arguments += ["--max-num-seqs", "16"]
         arguments += ["--max-step-tokens", str(MAX_STEP_TOKENS), "--tensor-parallel-size", str(self._num_ranks)]

@@ -157,18 +157,14 @@ def make_schedule(
     drafting = random.Random(f"drafts {seed}")  # for the same reason
     tasks = {client: replace(task, has_drafts=drafting.random() < 0.5) for client, task in tasks.items()}
     wearing = random.Random(f"bad disk {seed}")
-    if (
-        has_disk(num_ranks, has_holder=has_holder, has_window=has_window)
-        and set(WEIGHTS) <= set(kinds)
-        and wearing.random() < 0.5
-    ):
+    if has_disk(num_ranks, has_holder=has_holder) and set(WEIGHTS) <= set(kinds) and wearing.random() < 0.5:
         faults.append(draw_fault(wearing, [FaultKind.BAD_DISK]))
     return Schedule(seed, tuple(sorted(faults, key=lambda fault: fault.after_message)), tasks)
 
 
-def has_disk(num_ranks: int, *, has_holder: bool, has_window: bool) -> bool:
-    """Return whether workers get a disk for their cache, which they take only with one rank and one layer group."""
-    return num_ranks == 1 and not has_holder and not has_window
+def has_disk(num_ranks: int, *, has_holder: bool) -> bool:
+    """Return whether workers get a disk for their cache, which they take only with one rank."""
+    return num_ranks == 1 and not has_holder
 
 
 def draw_task(generator: random.Random) -> Task:

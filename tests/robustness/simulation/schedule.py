@@ -213,8 +213,7 @@ def draw_features(generator: random.Random) -> Features:
     uses_router = generator.random() < 0.2
     model = generator.choice((ModelKind.FULL, ModelKind.FULL, ModelKind.WINDOW, ModelKind.BOTH, ModelKind.CHUNKS))
     block_size = generator.choice((2, 4, 4, 8))
-    num_groups = 2 if model in (ModelKind.BOTH, ModelKind.CHUNKS) else 1
-    least = num_groups * -(-66 // block_size) + 2
+    least = least_blocks(model, block_size)
     num_blocks = least + int(least * generator.choice((0.0, 0.3, 1.0, 3.0)))
     num_host_blocks = generator.choice((0, 0, least, 3 * least))
     return Features(
@@ -243,9 +242,15 @@ def draw_features(generator: random.Random) -> Features:
     )
 
 
+def least_blocks(model: ModelKind, block_size: int) -> int:
+    """The blocks of a pool that the longest sequence needs, and two more."""
+    num_groups = 2 if model in (ModelKind.BOTH, ModelKind.CHUNKS) else 1
+    return num_groups * -(-66 // block_size) + 2
+
+
 def with_disk(generator: random.Random, features: Features) -> Features:
-    """The same features, where a disk can be: one layer group, one rank, copies of evicted blocks. And little room."""
-    least = -(-66 // features.block_size) + 2
+    """The same features, where a disk can be: one rank, copies of evicted blocks. And little room."""
+    least = least_blocks(features.model, features.block_size)
     num_host_blocks = generator.choice((least // 2, least, 2 * least))
     disk = DiskFeatures(
         num_blocks=generator.choice((3, least, 3 * least, 10 * least)),
@@ -254,7 +259,6 @@ def with_disk(generator: random.Random, features: Features) -> Features:
     )
     return replace(
         features,
-        model=ModelKind.FULL,
         num_blocks=least + generator.choice((0, least // 3, least)),
         num_host_blocks=num_host_blocks,
         host_cache_share=generator.choice((0.5, 1.0, 1.0)),

@@ -79,7 +79,11 @@ def content(number: int) -> bytes:
 
 
 def write(store: ObservedStore, block: int, number: int, tenant: str) -> None:
-    store.write(block, content(number), prefix_hash=bytes([number]) * 32, tenant=tenant)
+    store.write(block, content(number), prefix_hash=bytes([number]) * 32, group=number % 2, tenant=tenant)
+
+
+def read(store: ObservedStore, block: int, record: Record) -> bytes:
+    return store.read(block, prefix_hash=record.prefix_hash, group=record.group)
 
 
 def found(store: ObservedStore) -> dict[int, str]:
@@ -95,7 +99,7 @@ def test_what_was_flushed_is_there_when_power_was_lost(bench: Bench) -> None:
     store = bench.restart(loses_power=True)
     assert found(store) == dict.fromkeys(range(FEATURES.num_blocks), "alice")
     for block in range(FEATURES.num_blocks):
-        assert store.read(block, prefix_hash=bytes([block]) * 32) == content(block)
+        assert store.read(block, prefix_hash=bytes([block]) * 32, group=block % 2) == content(block)
 
 
 def read_all_that_is_left(bench: Bench) -> None:
@@ -105,7 +109,7 @@ def read_all_that_is_left(bench: Bench) -> None:
     store = bench.restart(loses_power=True)
     for block, record in list(store.records.items()):
         try:
-            assert store.read(block, prefix_hash=record.prefix_hash) == content(record.prefix_hash[0])
+            assert read(store, block, record) == content(record.prefix_hash[0])
         except OSError:
             bench.happened["refused"] += 1
 
@@ -146,7 +150,7 @@ def test_a_kill_in_any_call_leaves_copies_that_are_whole(bench: Bench) -> None:
     assert not bench.process.is_alive
     store = bench.restart(loses_power=False)
     for block, record in list(store.records.items()):
-        assert store.read(block, prefix_hash=record.prefix_hash) == content(record.prefix_hash[0])
+        assert read(store, block, record) == content(record.prefix_hash[0])
 
 
 def test_no_wrong_content_is_read_when_power_was_lost() -> None:
@@ -159,7 +163,7 @@ def test_no_wrong_content_is_read_when_power_was_lost() -> None:
     assert happened.keys() >= {"writes lost with the power", "writes torn by a loss of power", "refused"}
 
 
-RECORD = Record(bytes(32), "alice", 1, 0)
+RECORD = Record(bytes(32), 0, "alice", 1, 0)
 WRONG: dict[str, Callable[[Copies], object]] = {
     "disk block 3 is found again after a reset": lambda copies: (
         copies.found({}),

@@ -397,16 +397,16 @@ class ObservedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def write(self, block: int, content: bytes, *, prefix_hash: bytes, tenant: str) -> None:
+    def write(self, block: int, content: bytes, *, prefix_hash: bytes, group: int, tenant: str) -> None:
         """See Store.write."""
-        record = Record(prefix_hash, tenant, self._store._next_number, zlib.crc32(content))
+        record = Record(prefix_hash, group, tenant, self._store._next_number, zlib.crc32(content))
         self._copies.write(block, record, content)
-        self._store.write(block, content, prefix_hash=prefix_hash, tenant=tenant)
+        self._store.write(block, content, prefix_hash=prefix_hash, group=group, tenant=tenant)
 
-    def read(self, block: int, *, prefix_hash: bytes) -> bytes:
+    def read(self, block: int, *, prefix_hash: bytes, group: int) -> bytes:
         """See Store.read."""
         record = self._store.records.get(block)
-        content = self._store.read(block, prefix_hash=prefix_hash)
+        content = self._store.read(block, prefix_hash=prefix_hash, group=group)
         assert record is not None, "else nothing was read"
         self._copies.read(block, record, content)
         return content

@@ -1557,7 +1557,7 @@ class Books:
         return cached
 
     def take_blocks(self, seq_id: int, tables: list[list[int]], ends: list[int], tenant: int) -> list[list[int]]:
-        """Tables with those that were found, and fresh ones of the ledger's choice instead of None and up to the ends."""
+        """Tables with those that were found, and fresh ones of the ledger's choice for None and up to the ends."""
         found = {block for table in tables for block in table if block}
         self.taken = set(found)
         self.lru = [block for block in self.lru if block not in found]

@@ -53,15 +53,20 @@ def hash_of(number: int) -> bytes:
     return bytes([number]) * 32
 
 
+def group_of(number: int) -> int:
+    return number % 64
+
+
 def write(store: Store, block: int, number: int, tenant: str = "acme") -> None:
-    store.write(block, content_of(number), prefix_hash=hash_of(number), tenant=tenant)
+    store.write(block, content_of(number), prefix_hash=hash_of(number), group=group_of(number), tenant=tenant)
 
 
 def found(store: Store) -> dict[int, int]:
     """The numbers of the copies that can be read, by disk block."""
     for block, record in store.records.items():
         number = record.prefix_hash[0]
-        assert store.read(block, prefix_hash=hash_of(number)) == content_of(number)
+        assert record.group == group_of(number)
+        assert store.read(block, prefix_hash=hash_of(number), group=record.group) == content_of(number)
     return {block: record.prefix_hash[0] for block, record in store.records.items()}
 
 
@@ -88,12 +93,12 @@ def test_the_directory_is_this_users_and_one_processes(open_store: OpenStore, tm
         Store(tmp_path / "other", content_bytes=CONTENT_BYTES, memory_bytes=1_255, mark=MARK)
 
 
-def test_a_copy_is_read_by_its_own_hash_alone(open_store: OpenStore) -> None:
+def test_a_copy_is_read_by_its_own_hash_and_group_alone(open_store: OpenStore) -> None:
     store = open_store()
     write(store, 3, 1)
-    for block, number in ((3, 2), (4, 1)):
+    for block, number, group in ((3, 2, 1), (4, 1, 1), (3, 1, 2), (3, 1, 0)):
         with pytest.raises(OSError, match=f"disk block {block} has other content"):
-            store.read(block, prefix_hash=hash_of(number))
+            store.read(block, prefix_hash=hash_of(number), group=group)
 
 
 def flip(path: Path, position: int) -> None:
@@ -121,7 +126,7 @@ def test_a_changed_byte_costs_the_copy_that_has_it_and_no_other(open_store: Open
     store = open_store()
     assert list(store.records) == [1, 0]
     with pytest.raises(OSError, match="disk block 0 is not as it was written"):
-        store.read(0, prefix_hash=hash_of(0))
+        store.read(0, prefix_hash=hash_of(0), group=0)
 
 
 def test_what_is_cut_off_is_refused_and_the_rest_is_found(open_store: OpenStore) -> None:
@@ -298,7 +303,7 @@ def test_a_write_that_stopped_anywhere_is_not_found(open_store: OpenStore) -> No
         numbers = []
         for block, record in store.records.items():
             try:
-                content = store.read(block, prefix_hash=record.prefix_hash)
+                content = store.read(block, prefix_hash=record.prefix_hash, group=record.group)
             except OSError:
                 continue
             numbers.append(record.prefix_hash[0])
@@ -307,7 +312,7 @@ def test_a_write_that_stopped_anywhere_is_not_found(open_store: OpenStore) -> No
 
 
 def test_headers() -> None:
-    record = Record(hash_of(7), "ä" * 64, 2**60, 2**32 - 1)
+    record = Record(hash_of(7), 63, "ä" * 64, 2**60, 2**32 - 1)
     header = record.encode(MARK)
     assert (len(header), decode_header(header), len(record.tenant.encode())) == (HEADER_BYTES, record, MAX_TENANT_BYTES)
     headers = decode_headers(bytes(HEADER_BYTES) + header + b"\1" * HEADER_BYTES + header[:100], MARK)

@@ -85,12 +85,16 @@ def hash_of(number: int) -> bytes:
 
 
 def write(number: int, host: int, disk: int, tenant: str = "acme") -> attach_pb2.DiskOrder:
-    order = attach_pb2.DiskWrite(host_block_id=host, disk_block_id=disk, prefix_hash=hash_of(host), tenant=tenant)
+    order = attach_pb2.DiskWrite(
+        host_block_id=host, disk_block_id=disk, prefix_hash=hash_of(host), layer_group=host, tenant=tenant
+    )
     return attach_pb2.DiskOrder(order_number=number, write=order)
 
 
 def read(number: int, disk: int, host: int, content: int) -> attach_pb2.DiskOrder:
-    order = attach_pb2.DiskRead(host_block_id=host, disk_block_id=disk, prefix_hash=hash_of(content))
+    order = attach_pb2.DiskRead(
+        host_block_id=host, disk_block_id=disk, prefix_hash=hash_of(content), layer_group=content
+    )
     return attach_pb2.DiskOrder(order_number=number, read=order)
 
 
@@ -116,7 +120,10 @@ def test_a_repeated_order_is_reported_again_and_not_carried_out(disk: Disk) -> N
     disk.obey(write(1, 3, 0), write(2, 4, 1))
     disk.obey(write(2, 4, 1))
     assert disk.run(1) == [(1, True), (2, True)]
-    assert (disk.store.read(0, prefix_hash=hash_of(3)), disk.tier.last_order) == (bytes([3]) * CONTENT_BYTES, 2)
+    assert (disk.store.read(0, prefix_hash=hash_of(3), group=3), disk.tier.last_order) == (
+        bytes([3]) * CONTENT_BYTES,
+        2,
+    )
     disk.obey(erase(3, tenant="nobody"))
     assert (disk.run(1), disk.tier.counters.written) == ([(3, True)], 2)
     disk.obey(write(1, 3, 0), first_open=2)
@@ -212,9 +219,9 @@ def test_the_content_is_told_in_parts_with_the_tenants_of_each(disk: Disk, monke
     disk.run(3)
     parts = list(disk.tier.content())
     told = [
-        (block, part.prefix_hashes[32 * index], part.tenants[part.tenant_indexes[index]])
+        (block, part.prefix_hashes[32 * index], part.layer_groups[index], part.tenants[part.tenant_indexes[index]])
         for part in parts
         for index, block in enumerate(part.disk_block_ids)
     ]
-    assert (len(parts), told) == (2, [(0, 3, "acme"), (5, 4, ""), (2, 5, "acme")])
+    assert (len(parts), told) == (2, [(0, 3, 3, "acme"), (5, 4, 4, ""), (2, 5, 5, "acme")])
     assert CONTENT_COPIES == 8_192
