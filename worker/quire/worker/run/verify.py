@@ -356,7 +356,7 @@ class OwnershipVerifier:
                 block.group = group
 
     def _offload_blocks(self, grant: grant_pb2.StepGrant) -> None:
-        """Before the tables are written: an evicted block may be handed out to another layer group by the same grant."""
+        """Before tables are written: the same grant may hand out an evicted block to another layer group."""
         handed_out = set(grant.write_block_ids)
         for source, host_id in zip(grant.offload_source_block_ids, grant.offload_target_host_block_ids, strict=True):
             host_block = self._host_block(grant, host_id)
