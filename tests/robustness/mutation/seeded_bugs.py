@@ -433,8 +433,8 @@ BUGS = [
         "a prefix is found by its full groups alone",
         (
             "limit_to_windows",
-            "hit.num_blocks = self.find_windows(hit.num_blocks, &mut hit.tables).0;",
-            "self.find_windows(hit.num_blocks, &mut hit.tables);",
+            "hit.num_blocks = num_blocks;",
+            "let num_blocks = hit.num_blocks.max(num_blocks);",
         ),
     ),
     rust(
@@ -446,7 +446,7 @@ BUGS = [
             "self.index.publish(hash, block)",
         ),
         (
-            "find_windows",
+            "lookup",
             "self.index.lookup(&identity(&self.hashes[index], group))",
             "self.index.lookup(&self.hashes[index])",
         ),
@@ -881,7 +881,7 @@ BUGS = [
     rust(
         "host tier",
         "a copy of an evicted block makes room while a step copies it back",
-        ("bring_back", "self.host.begin_use(&copies); self.step.host_holds.push(copies);", "drop(copies);"),
+        ("bring_back", "self.host.begin_use(&sources); self.step.host_holds.push(sources);", "drop(sources);"),
     ),
     rust(
         "host tier",
@@ -901,24 +901,43 @@ BUGS = [
     rust(
         "host tier",
         "a copy is found by the hash of the block before it",
-        ("lose", "Evicted { block, hash: *hash,", "Evicted { block, hash: self.index.origin(block).parent,"),
+        ("lose", "Content { hash: *hash, group,", "Content { hash: self.index.origin(block).parent, group,"),
     ),
     rust(
         "host tier",
         "a copy behind a block that is gone is found",
         (
-            "find",
-            "self.index.find(hashes).into_iter().map(|number| number - 1).collect()",
-            "hashes.iter().filter_map(|hash| Some(self.index.lookup(hash)? - 1)).collect()",
+            "find_longest",
+            "(0..num_blocks).map_while(|index| find(index, group)).collect()",
+            "(0..num_blocks).filter_map(|index| find(index, group)).collect()",
         ),
+    ),
+    rust(
+        "host tier",
+        "a copy of one layer group is found as that of another",
+        ("lose", "Content { hash: *hash, group,", "Content { hash: identity(hash, group), group,"),
+    ),
+    rust(
+        "host tier",
+        "a copy comes back to the table of another layer group",
+        (
+            "bring_back",
+            "tables[usize::from(copy.group)].block(copy.index)",
+            "tables[0].get(copy.index).unwrap_or_else(|| tables[usize::from(copy.group)].block(copy.index))",
+        ),
+    ),
+    rust(
+        "host tier",
+        "a full layer group takes blocks of the pool that come behind a copy",
+        ("find", "hit.num_leading(group)", "hashes.len()"),
     ),
     rust(
         "host tier",
         "a plan that makes no copies takes a block from the host tier as found",
         (
-            "find_copies",
-            "hit.num_blocks > num_published || self.host_copy_use == HostCopyUse::None",
-            "hit.num_blocks > num_published",
+            "add_copies",
+            "self.host.copies().num_findable() > 0 && self.host_copy_use != HostCopyUse::None",
+            "self.host.copies().num_findable() > 0",
         ),
     ),
     rust(
@@ -958,7 +977,7 @@ BUGS = [
     rust(
         DISK_IDEA,
         "a copy makes room on the disk while it is read from there",
-        ("bring_up", "self.pool.begin_use(&[disk]);", ""),
+        ("bring_up", "self.pool.begin_use(&[*disk]);", ""),
     ),
     rust(
         DISK_IDEA,
@@ -970,9 +989,37 @@ BUGS = [
         "a plan that skips the disk has copies read from it",
         (
             "refuse_on_disk",
-            "!admission.waits_for_prefix || self.skips_disk || self.host_copy_use == HostCopyUse::None",
-            "!admission.waits_for_prefix || self.host_copy_use == HostCopyUse::None",
+            "admission.waits_for_prefix && !self.skips_disk && self.host_copy_use != HostCopyUse::None",
+            "admission.waits_for_prefix && self.host_copy_use != HostCopyUse::None",
         ),
+    ),
+    rust(
+        DISK_IDEA,
+        "copies are read from the disk though the host tier has no room for all that their prefix needs",
+        ("find_reads", "&& below.len() <= limit", "&& limit > 0"),
+    ),
+    rust(
+        DISK_IDEA,
+        "a copy is written to the disk as one of the first layer group",
+        (
+            "encode_disk_orders",
+            "tenant: name(content.tenant), layer_group: content.group.into(),",
+            "tenant: name(content.tenant), layer_group: 0,",
+        ),
+    ),
+    worker(
+        DISK_IDEA,
+        "the copy of another layer group is read from the disk",
+        (
+            "read",
+            "(record.prefix_hash, record.group) != (prefix_hash, group)",
+            "record.prefix_hash != prefix_hash",
+        ),
+    ),
+    worker(
+        DISK_IDEA,
+        "the copies that a worker finds on its disk are all of the first layer group",
+        ("content", "layer_groups=[record.group for _, record in part],", ""),
     ),
     rust(
         DISK_IDEA,
@@ -1757,7 +1804,7 @@ BUGS = [
         "reliable: nothing is told of a copy that is evicted from its tier",
         (
             "remove",
-            "self.index.forget(block + 1); self.journal.touch_content(block, copy.tenant);",
+            "self.index.forget(block + 1); self.journal.touch_content(block, copy.content.tenant);",
             "self.index.forget(block + 1);",
         ),
     ),
