@@ -734,11 +734,11 @@ class Probe:
     def block(self, block_id: int) -> tuple[str, int, int, bytes | None]:
         """State, references, pins and prefix hash of a block."""
 
-    def host_copies(self) -> list[tuple[int, bytes, str, bool]]:
-        """The copies of evicted blocks: host block, prefix hash, tenant, and whether a step in flight copies to it."""
+    def host_copies(self) -> list[tuple[int, bytes, int, str, bool]]:
+        """The copies of evicted blocks: host block, prefix hash, layer group, tenant, and if a step copies to it."""
 
-    def disk_copies(self) -> list[tuple[int, bytes, str, bool]]:
-        """The copies on the disk: disk block, prefix hash, tenant, and whether it is being written."""
+    def disk_copies(self) -> list[tuple[int, bytes, int, str, bool]]:
+        """The copies on the disk: disk block, prefix hash, layer group, tenant, and if it is being written."""
 
     def num_rows(self) -> int:
         """Rows taken in the worker: sequences that leases hold, and those released that steps in flight still run."""

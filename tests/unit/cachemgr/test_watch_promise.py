@@ -92,7 +92,8 @@ def geometry_of(groups: Sequence[LayerGroup], *, num_blocks: int, num_host_block
         model_fingerprint="f",
         num_host_blocks=num_host_blocks,
         layer_groups=tuple(groups),
-        **({} if groups else {"host_cached_limit": 8, "num_disk_blocks": 10}),
+        host_cached_limit=min(8, num_host_blocks),
+        num_disk_blocks=min(10, num_host_blocks),
     )
 
 
@@ -109,9 +110,11 @@ def copies_of(ledger: Ledger, tenant: str | None, media: Sequence[str]) -> dict[
     probe = ledger.probe
     of_media = {"host": (HOST, probe.host_copies), "disk": (DISK, probe.disk_copies)}
     return {
-        (number, block_id): pb.Block(block_id=block_id, state=pb.BLOCK_STATE_CACHED, prefix_hash=each, tenant=owner)
+        (number, copy): pb.Block(
+            block_id=copy, state=pb.BLOCK_STATE_CACHED, prefix_hash=each, layer_group=group, tenant=owner
+        )
         for number, copies in (of_media[medium] for medium in media[1:])
-        for block_id, each, owner, is_arriving in copies()
+        for copy, each, group, owner, is_arriving in copies()
         if not is_arriving and tenant in (None, owner)
     }
 
@@ -184,6 +187,7 @@ class World:
             prefix_hashes=self.draw.randbytes(32 * len(blocks)),
             tenants=TENANTS,
             tenant_indexes=[self.draw.randrange(len(TENANTS)) for _ in blocks],
+            layer_groups=[self.draw.randrange(max(1, len(self.geometry.layer_groups))) for _ in blocks],
         )
         self.ledger.enter_disk_content(content.SerializeToString())
 
@@ -480,7 +484,7 @@ def test_all_words_hold_whatever_happens(groups: str, seed: int) -> None:
         watchers = all_watchers(world)
 
         async def happen() -> None:
-            for _ in range(NUM_STEPS):
+            for _ in range(NUM_STEPS * (2 if GROUPS[groups] else 1)):  # a prompt needs more blocks
                 world.step()
                 await asyncio.sleep(draw.choice([0.0, 0.0, 0.0, 0.001, 0.03]))
                 if draw.random() < 0.005:
@@ -664,7 +668,7 @@ def test_the_page_finds_what_lookup_finds(groups: str) -> None:
     async def test() -> None:
         world, num_found = World(draw, geometry_of(GROUPS[groups], num_blocks=49)), 0
         geometry = encode_geometry(world.geometry)
-        for _ in range(200):
+        for _ in range(600):
             world.step()
             tenant, salt, tokens = world.prompts[-1] if world.prompts else ("alice", b"", [1])
             found = names["find"](listed(world.ledger, None), [*tokens, 0, 1], geometry, tenant, salt)

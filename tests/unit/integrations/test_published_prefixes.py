@@ -97,7 +97,9 @@ class Index(Consumer):
         return tokens, tenant, salt
 
     def looked_up(self, tokens: list[int], tenant: str, salt: bytes) -> int:
-        return self.world.ledger.inspector.num_cached_tokens(int32_bytes([*tokens, 0]), salt=salt, tenant=tenant)
+        """The tokens that a prompt finds in the pool."""
+        asked = int32_bytes([*tokens, 0])
+        return self.world.ledger.inspector.cached_tokens(asked, salt=salt, tenant=tenant)[0]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -136,7 +138,7 @@ def test_a_copy_that_misses_content_publishes_nothing_that_no_prompt_finds(group
         world = World(draw, geometry_of(GROUPS[groups], num_blocks=draw.choice([17, 29, 49])))
         early, late = Index(world), Index(world)
         async with following(early):
-            for _ in range(NUM_STEPS):
+            for _ in range(NUM_STEPS * 3):
                 world.step()
                 await asyncio.sleep(draw.choice([0.0, 0.001, 0.03]))
             async with following(late):
