@@ -58,7 +58,7 @@ impl Hit {
     }
 }
 
-/// Where a block of a prefix is found.
+/// The place of a block of a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Pool(BlockId),
@@ -66,7 +66,7 @@ pub enum Place {
     Disk(TierBlockId),
 }
 
-/// What is known of the blocks of a layer group from index `first` on.
+/// The known blocks of a layer group from index `first` on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Known<P> {
     first: usize,
