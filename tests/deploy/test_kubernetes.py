@@ -438,7 +438,7 @@ def check_gateway(cluster: Cluster) -> None:
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = f"Bearer {KEY}"
         (model,) = client.get("/v1/models").raise_for_status().json()["data"]
-        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4}
+        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4, "ignore_eos": True}
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 4
     with cluster.dial(8001, None, "quire-gateway.quire.svc") as channel:
@@ -449,6 +449,7 @@ def check_gateway(cluster: Cluster) -> None:
         request = engine_service_pb2.GenerateRequest(model=model["id"])
         request.prompt.text = body["prompt"]
         request.parameters.max_tokens = 4
+        request.parameters.ignore_eos = True
         key = (("authorization", f"Bearer {KEY}"),)
         *_, last = stub.Generate(request, timeout=DEADLINE_S, metadata=key)
         assert last.summary.generated_token_count == 4
@@ -463,7 +464,7 @@ def check_smg(rendered: Rendered, cluster: Cluster) -> None:
     await_that("smg is ready", lambda: cluster.is_ready(container))
     with cluster.http(30000) as client:
         (model,) = client.get("/v1/models").raise_for_status().json()["data"]
-        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4}
+        body = {"model": model["id"], "prompt": "The default value is", "max_tokens": 4, "ignore_eos": True}
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 4
     with httpx.Client(trust_env=False, timeout=DEADLINE_S) as prometheus:

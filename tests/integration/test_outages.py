@@ -20,7 +20,7 @@ from quire.cli.launch import LocalServices
 QUIRE = str(Path(sysconfig.get_path("scripts")) / "quire")
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 # As many tokens as take a while.
-LONG = ("generate", "The", "--max-tokens", "900", "--temperature", "100")
+LONG = ("generate", "The", "--max-tokens", "900", "--temperature", "100", "--ignore-eos")
 
 
 @pytest.fixture(scope="module")
