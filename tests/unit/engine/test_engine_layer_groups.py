@@ -11,6 +11,8 @@ from quire.cache.v1.layer_spans import LayerGroupKind
 from quire.client.engine.messages import limits_of
 from quire.client.engine.scheduling.layer_groups import FULL, BlockTables, LayerGroup
 from quire.client.engine.scheduling.plans import SchedulerLimits
+from quire.client.engine.scheduling.scheduler import Scheduler
+from quire.client.engine.scheduling.tier import HostCopyUse
 from quire.client.errors import ProtocolViolation
 
 SLIDING = LayerGroup(LayerGroupKind.SLIDING, 5)
@@ -128,6 +130,16 @@ def geometry(*groups: pb.LayerGroup) -> pb.PoolGeometry:
 
 def read(*groups: pb.LayerGroup) -> SchedulerLimits:
     return limits_of(geometry(*groups), max_step_tokens=64, max_running_sequences=8)
+
+
+@pytest.mark.parametrize(("groups", "use"), [((), HostCopyUse.THERE_AND_BACK), ((FULL, SLIDING), HostCopyUse.BACK)])
+def test_copies_of_a_blocks_tokens_are_of_all_groups(groups: tuple[LayerGroup, ...], use: HostCopyUse) -> None:
+    """A second computes 4 tokens, or copies 3 blocks."""
+    limits = replace(read(), layer_groups=groups)
+    scheduler = Scheduler(limits)
+    scheduler.costs.prefill.observe(4, 1.0)
+    scheduler.costs.copy.observe(3 * limits.block_bytes, 1.0)
+    assert scheduler.schedule().host_copy_use is use
 
 
 def test_the_groups_of_a_pool_are_read() -> None:

@@ -66,7 +66,7 @@ def test_evicted_blocks_are_copied_as_far_as_that_is_faster_than_computing(num_b
     costs = TierCosts()
     costs.prefill.observe(1000, 1.0)
     costs.copy.observe(2e6, 1.0)
-    assert costs.host_copy_use(block_size=16, block_bytes=num_bytes) is use
+    assert costs.host_copy_use(block_size=16, num_bytes=num_bytes) is use
 
 
 @pytest.mark.parametrize(("read_rate", "skips"), [(0.99e6, True), (1.01e6, False)])
@@ -77,7 +77,7 @@ def test_the_disk_is_skipped_if_reading_and_copying_takes_longer_than_computing(
     costs.observe_step(
         [1], compute_s=1.0, num_copied_bytes=1_000_000, copy_s=1.0, num_read_bytes=1, read_s=1 / read_rate
     )
-    plans = [costs.skips_disk(block_size=16, block_bytes=8_000) for _ in range(2 * TRIAL_EVERY)]
+    plans = [costs.skips_disk(block_size=16, num_bytes=8_000) for _ in range(2 * TRIAL_EVERY)]
     assert plans == ([*[True] * (TRIAL_EVERY - 1), False] * 2 if skips else [False] * 2 * TRIAL_EVERY)
 
 

@@ -74,6 +74,11 @@ class SchedulerLimits:
         object.__setattr__(self, "tables", BlockTables(self.block_size, self.layer_groups))
 
     @property
+    def bytes_of_all_layers(self) -> int:
+        """Bytes that copies of a block's tokens move at most: those of a block of each layer group."""
+        return self.block_bytes * max(1, len(self.layer_groups))
+
+    @property
     def num_places(self) -> int:
         """Sequences that may run at once: all of them may decode, and prompts still get their share of a step."""
         return min(self.max_running_sequences, self.max_decode_tokens)

@@ -216,9 +216,9 @@ class Scheduler:
         elif not self._flight:  # alone means alone: a failure must have one possible cause
             planning.add_alone(queues.suspects[0])
         releases = islice(queues.releases, self.limits.max_running_sequences)
-        limits = self.limits
-        copy_use = self.costs.host_copy_use(block_size=limits.block_size, block_bytes=limits.block_bytes)
-        skips_disk = self.costs.skips_disk(block_size=limits.block_size, block_bytes=limits.block_bytes)
+        block_size, num_bytes = self.limits.block_size, self.limits.bytes_of_all_layers
+        copy_use = self.costs.host_copy_use(block_size=block_size, num_bytes=num_bytes)
+        skips_disk = self.costs.skips_disk(block_size=block_size, num_bytes=num_bytes)
         return planning.plan(
             release_ids=releases, offload_ids=queues.offloads, host_copy_use=copy_use, skips_disk=skips_disk
         )

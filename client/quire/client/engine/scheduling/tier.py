@@ -92,19 +92,19 @@ class TierCosts:
         """True if copying so many bytes there and back takes less than computing so many tokens again."""
         return self._prefers_copies(2 * num_bytes, num_lost_tokens)
 
-    def host_copy_use(self, *, block_size: int, block_bytes: int) -> HostCopyUse:
-        """Return the copies of evicted blocks that take less than computing the tokens of these blocks again.
+    def host_copy_use(self, *, block_size: int, num_bytes: int) -> HostCopyUse:
+        """Return the copies of evicted blocks that take less than computing their tokens again.
 
-        A block that is evicted is worth both copies, as a preempted sequence is. One that is in the host tier needs
-        only the copy back.
+        num_bytes are those of block_size tokens in all layers. A block that is evicted is worth both copies, as a
+        preempted sequence is. One that is in the host tier needs only the copy back.
         """
-        if self.prefers_offload(num_lost_tokens=block_size, num_bytes=block_bytes):
+        if self.prefers_offload(num_lost_tokens=block_size, num_bytes=num_bytes):
             return HostCopyUse.THERE_AND_BACK
-        return HostCopyUse.BACK if self._prefers_copies(block_bytes, block_size) else HostCopyUse.NONE
+        return HostCopyUse.BACK if self._prefers_copies(num_bytes, block_size) else HostCopyUse.NONE
 
-    def skips_disk(self, *, block_size: int, block_bytes: int) -> bool:
-        """True if a plan is to read nothing from the disk: reading and copying a block take more than computing it."""
-        reading_s = block_bytes / self.read.per_s + block_bytes / self.copy.per_s
+    def skips_disk(self, *, block_size: int, num_bytes: int) -> bool:
+        """True if a plan is to read nothing from the disk: so many bytes take more time than so many tokens."""
+        reading_s = num_bytes / self.read.per_s + num_bytes / self.copy.per_s
         if reading_s < block_size / self.prefill.per_s:
             return False
         self._num_skips += 1
