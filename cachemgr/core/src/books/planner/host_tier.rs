@@ -14,7 +14,8 @@ use crate::cache::prefix::{BlockId, Hash, chain_hashes};
 use crate::cache::tier::TierBlockId;
 use crate::errors::{Reason, Refusal, Result};
 
-/// The limit of evicted blocks that one plan copies to the host tier: the copies delay its step.
+/// The limit of evicted blocks that one plan copies to the host tier, for each layer group: the copies delay its step,
+/// and a block has the less layers, the more groups there are.
 const MAX_KEPT_IN_PLAN: usize = 64;
 
 impl StepPlanner<'_> {
@@ -130,14 +131,15 @@ impl StepPlanner<'_> {
         Ok(())
     }
 
-    /// Copies the blocks that this plan has evicted to the host tier, at most MAX_KEPT_IN_PLAN, those worth most; none if
-    /// the plan makes no such copies. The step copies them before it writes any block.
+    /// Copies the blocks that this plan has evicted to the host tier, as many as MAX_KEPT_IN_PLAN says, those worth most;
+    /// none if the plan makes no such copies. The step copies them before it writes any block.
     pub(super) fn keep_evicted(&mut self) {
         let evicted = self.pool.take_evicted();
         if self.host_copy_use != HostCopyUse::ThereAndBack {
             return;
         }
-        for evicted in &evicted[evicted.len().saturating_sub(MAX_KEPT_IN_PLAN)..] {
+        let most = MAX_KEPT_IN_PLAN * self.geometry.groups.len();
+        for evicted in &evicted[evicted.len().saturating_sub(most)..] {
             if !self.host.may_keep(evicted) {
                 continue;
             }
@@ -697,6 +699,25 @@ mod tests {
         assert!(!plan.restore_sources.is_empty() && plan.restore_sources.len() < 5, "{:?}", plan.restore_sources);
         bench.settle();
         assert_eq!((bench.0.cached_tokens(&tokens, &b"".into(), b""), bench.0.violations()), ([8, 0, 0], vec![]));
+    }
+
+    #[test]
+    fn a_plan_copies_no_more_blocks_of_each_group_than_it_may() {
+        for groups in [&[Span::Full][..], &[Span::Full, Span::Full]] {
+            let num_blocks = 3 * 32 * groups.len();
+            let sizes = Geometry { groups: groups.to_vec(), ..crate::books::tests::geometry(num_blocks) };
+            let sizes = Geometry { num_host_blocks: num_blocks, host_cached_limit: num_blocks, ..sizes };
+            let mut bench = Bench(crate::books::Books::new(sizes, "lru").unwrap());
+            bench.0.open_lease("a", b"", 30.0);
+            let admit = |token: i32| admission(i64::from(token), &[token; 64]);
+            let plan = |bench: &mut Bench, admissions| bench.plan(StepRequest { admissions, ..StepRequest::default() });
+            assert_eq!(reasons(&plan(&mut bench, (1..4).map(admit).collect())), []);
+            bench.settle();
+            bench.release(&[1, 2, 3]);
+            bench.settle();
+            let evicting = plan(&mut bench, (4..7).map(admit).collect());
+            assert_eq!((reasons(&evicting), evicting.offload_sources.len()), (vec![], MAX_KEPT_IN_PLAN * groups.len()));
+        }
     }
 
     #[test]
