@@ -36,7 +36,7 @@ from quire.cli.launch import LocalServices
 from quire.client.cache_client import CacheClient
 from quire.client.worker_client import WorkerClient
 from quire.compute.v1 import worker_service_pb2
-from quire.lab.config import Fleet, LabConfig, Load
+from quire.lab.config import Fleet, LabConfig, LayerGroup, Load
 from quire.lab.requests import Request
 from quire.lab.simulation import Simulation
 from quire.lab.step_times import StepTime
@@ -62,7 +62,7 @@ NUM_POLLS = 4
 class Sizes:
     """The requests, the pools, and the steps of the real worker.
 
-    traces         files, and the number of their first requests
+    traces         files, the number of their first requests, and the window of half of the layers, 0 if they have none
     most_output    longer answers are cut
     pool_ratio     blocks of the pool, in those of all prompts; the longest request has room in any case
     host_ratios    blocks of the host tiers, in those of the pool
@@ -73,10 +73,11 @@ class Sizes:
     rounds         of the steps
     """
 
-    traces: tuple[tuple[str, int], ...] = (
-        ("sharegpt128_B16", 400),
-        ("mooncake_conversation_2000", 400),
-        ("mooncake_toolagent_arxiv_1000", 400),
+    traces: tuple[tuple[str, int, int], ...] = (
+        ("sharegpt128_B16", 400, 0),
+        ("sharegpt128_B16", 400, 1024),
+        ("mooncake_conversation_2000", 400, 0),
+        ("mooncake_toolagent_arxiv_1000", 400, 0),
     )
     most_output: int = 32
     pool_ratio: float = 0.1
@@ -89,7 +90,9 @@ class Sizes:
 
 QUICK_STEP = StepTime("additive", 1e-3, 1e-4, copy_s=1e-4, read_s=2e-4, write_s=2e-4)
 """In place of what is measured: on a busy machine copies of so small a model may cost more than computing."""
-QUICK = Sizes(traces=(("sharegpt128_B16", 100),), most_output=2, prompt_blocks=6, rounds=1)
+QUICK = Sizes(
+    traces=(("sharegpt128_B16", 100, 0), ("sharegpt128_B16", 100, 64)), most_output=2, prompt_blocks=6, rounds=1
+)
 
 
 # -- steps of a real worker -------------------------------------------------------------------------------------------
@@ -309,6 +312,7 @@ class Served:
     """A trace in the laboratory, with a host tier and a disk of these sizes; ratios are parts of all prompt tokens."""
 
     trace: str
+    window: int
     block_size: int
     prompt_blocks: int
     pool_blocks: int
@@ -326,15 +330,21 @@ class Served:
     busy_ratio: float
 
 
-def serve(trace: str, most: int, sizes: Sizes, step: StepTime) -> Iterator[Served]:
-    """The first requests of a trace: with the device alone, with each host tier, and with a disk below the first."""
+def serve(trace: str, most: int, window: int, sizes: Sizes, step: StepTime) -> Iterator[Served]:
+    """The first requests of a trace: with the device alone, with each host tier, and with a disk below the first.
+
+    With a window there are two layer groups, blocks of half the layers, and twice as many of them.
+    """
     path = TRACES / f"{trace}.jsonl.gz"
     block_size, prompts = read_prompts(path)
     prompt_blocks = len({block for prompt in prompts[:most] for block in prompt.block_ids})
     requests = [_cut(request, sizes.most_output) for request in read_trace(path, most=most)]
     longest = max(request.num_prompt + request.num_output for request in requests)
-    pool_blocks = max(round(sizes.pool_ratio * prompt_blocks), longest // block_size + 2)
-    times = {name: getattr(step, name) * block_size / BLOCK_SIZE for name in ("copy_s", "read_s", "write_s")}
+    groups = (LayerGroup("full", 1), LayerGroup("sliding", 1, window)) if window else ()
+    num_groups = len(groups) or 1
+    pool_blocks = num_groups * max(round(sizes.pool_ratio * prompt_blocks), longest // block_size + 2)
+    scale = block_size / BLOCK_SIZE / num_groups
+    times = {name: getattr(step, name) * scale for name in ("copy_s", "read_s", "write_s")}
     step = replace(step, **times)
 
     def run(host_blocks: int, disk_blocks: int, requests: Sequence[Request]) -> tuple[dict[str, float], float]:
@@ -346,6 +356,7 @@ def serve(trace: str, most: int, sizes: Sizes, step: StepTime) -> Iterator[Serve
             host_blocks=host_blocks,
             host_cache_share=1.0 if host_blocks else 0.0,
             disk_blocks=disk_blocks,
+            layer_groups=groups,
         )
         config = LabConfig(name=trace, load=Load(trace=path, lengths="known"), fleet=fleet)
         simulation = Simulation(config, 1, requests)
@@ -357,7 +368,7 @@ def serve(trace: str, most: int, sizes: Sizes, step: StepTime) -> Iterator[Serve
     for host_blocks, disk_blocks in ((0, 0), (small, 0), (large, 0), (small, sizes.disk_ratio * pool_blocks)):
         metrics, _ = run(host_blocks, disk_blocks, requests)
         yield Served(
-            *(trace, block_size, prompt_blocks, pool_blocks, host_blocks, disk_blocks, speed),
+            *(trace, window, block_size, prompt_blocks, pool_blocks, host_blocks, disk_blocks, speed),
             device_hit_ratio=metrics["hit_ratio"] - metrics["host_hit_ratio"],
             **{name: metrics[name] for name in Served.__dataclass_fields__ if name in metrics},
         )
@@ -381,9 +392,9 @@ def measure(quick: bool, progress: Progress) -> Findings:
     block_s = BLOCK_SIZE * float(step.token_s)
     task = progress.add_task("", total=len(sizes.traces) * 4)
     served: list[Served] = []
-    for trace, most in sizes.traces:
+    for trace, most, window in sizes.traces:
         progress.update(task, description=trace)
-        for each in serve(trace, most, sizes, step):
+        for each in serve(trace, most, window, sizes, step):
             served.append(each)
             progress.advance(task)
     figures = {
@@ -425,7 +436,7 @@ def trace_table(served: Sequence[Served]) -> Any:
     )
     for each in served:
         made.add_row(
-            f"{each.trace}, {each.block_size}",
+            f"{each.trace}{f', window {each.window}' if each.window else ''}, {each.block_size}",
             f"{each.pool_blocks:,}",
             f"{each.host_blocks:,}",
             f"{each.disk_blocks:,}",
@@ -440,9 +451,9 @@ def trace_table(served: Sequence[Served]) -> Any:
 def plot(served: Sequence[Served]) -> Figure:
     """By trace, a bar for each host tier and for the disk: tokens found, and the time to the first token."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8))
-    traces = list(dict.fromkeys(each.trace for each in served))
+    traces = list(dict.fromkeys((each.trace, each.window) for each in served))
     for index, trace in enumerate(traces):
-        bars = [each for each in served if each.trace == trace]
+        bars = [each for each in served if (each.trace, each.window) == trace]
         for number, each in enumerate(bars):
             at = index + (number - (len(bars) - 1) / 2) * 0.2
             label = {"label": _name(each)} if not index else {}
@@ -455,7 +466,8 @@ def plot(served: Sequence[Served]) -> Figure:
     right.set_ylim(0, 1.4)
     right.legend(fontsize=8)
     for axes in (left, right):
-        axes.set_xticks(range(len(traces)), [trace.replace("_", "\n", 1) for trace in traces])
+        names = [trace.replace("_", "\n", 1) + (f"\nwindow {window}" if window else "") for trace, window in traces]
+        axes.set_xticks(range(len(traces)), names)
         axes.tick_params(axis="x", labelsize=7)
         plain(axes)
     return figure
