@@ -935,9 +935,9 @@ BUGS = [
         "host tier",
         "a plan that makes no copies takes a block from the host tier as found",
         (
-            "add_copies",
-            "self.host.copies().num_findable() > 0 && self.host_copy_use != HostCopyUse::None",
-            "self.host.copies().num_findable() > 0",
+            "tiers",
+            "(self.host_copy_use != HostCopyUse::None).then(|| self.host.copies())",
+            "Some(self.host.copies())",
         ),
     ),
     rust(

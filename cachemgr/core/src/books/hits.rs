@@ -243,13 +243,13 @@ impl Prefix<'_> {
 #[derive(Clone, Copy)]
 pub struct Tiers<'a> {
     pub prefix: Prefix<'a>,
-    pub host: &'a TierCopies,
-    /// None: what is on the disk does not count.
+    /// None: what is there does not count.
+    pub host: Option<&'a TierCopies>,
     pub disk: Option<&'a TierCopies>,
 }
 
 impl Tiers<'_> {
-    /// The longest prefix with blocks of all tiers; `hit` is one that was found, in the pool perhaps. A table of a full group begins
+    /// The longest prefix with blocks of all tiers; `hit` is a shorter one that was found. A table of a full group begins
     /// with the pool's blocks, and has none of them behind a copy.
     pub fn find(&self, hit: &Hit) -> Longest<Place> {
         let Prefix { geometry, hashes, .. } = self.prefix;
@@ -258,14 +258,14 @@ impl Tiers<'_> {
         };
         let nums_in_pool: Vec<usize> = geometry.groups().map(num_in_pool).collect();
         find_longest(geometry, hashes.len(), |index, group| {
-            if index < nums_in_pool[usize::from(group)] {
-                if let Some(block) = hit.in_pool(index, group).or_else(|| self.prefix.lookup(index, group)) {
-                    return Some(Place::Pool(block));
-                }
+            if index < nums_in_pool[usize::from(group)]
+                && let Some(block) = hit.in_pool(index, group).or_else(|| self.prefix.lookup(index, group))
+            {
+                return Some(Place::Pool(block));
             }
             let hash = identity(&hashes[index], group);
-            let on_disk = || Some(Place::Disk(self.disk?.lookup(&hash)?));
-            self.host.lookup(&hash).map(Place::Host).or_else(on_disk)
+            let in_host = self.host.and_then(|copies| copies.lookup(&hash)).map(Place::Host);
+            in_host.or_else(|| Some(Place::Disk(self.disk?.lookup(&hash)?)))
         })
     }
 }
@@ -407,7 +407,7 @@ mod tests {
                 let is_leading = |at, group| (0..=at).all(|before| is_in(before, group));
                 let is_full = |group: Group| spans[usize::from(group)].is_full();
                 for has_disk in [false, true] {
-                    let tiers = Tiers { prefix, host: host.copies(), disk: has_disk.then(|| disk.copies()) };
+                    let tiers = Tiers { prefix, host: Some(host.copies()), disk: has_disk.then(|| disk.copies()) };
                     let is_known = |at: usize, group: Group| {
                         let content = (group, hashes[at]);
                         let below = kept[0].contains(&content) || has_disk && kept[1].contains(&content);

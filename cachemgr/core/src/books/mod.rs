@@ -363,7 +363,7 @@ impl Books {
     /// A prompt's blocks in the pool, the host tier, and perhaps the disk.
     pub(crate) fn tiers<'a>(&'a self, hashes: &'a [Hash], has_disk: bool) -> Tiers<'a> {
         let prefix = Prefix { geometry: &self.geometry, index: self.pool.index(), hashes };
-        Tiers { prefix, host: self.host.copies(), disk: has_disk.then(|| self.disk.copies()) }
+        Tiers { prefix, host: Some(self.host.copies()), disk: has_disk.then(|| self.disk.copies()) }
     }
 
     /// Tokens in active blocks, each block counted once, as its fullest holder fills it. O(sequences), if few share.

@@ -13,7 +13,7 @@ use crate::books::tables::{BlockTable, Tables};
 use crate::cache::accounts::TokenCounts;
 use crate::cache::groups::{Group, identity};
 use crate::cache::pool::BlockPool;
-use crate::cache::prefix::Hash;
+use crate::cache::prefix::{Hash, NULL_BLOCK};
 use crate::cache::tenants::Asker;
 use crate::errors::Result;
 
@@ -215,7 +215,7 @@ fn num_recomputed(hashes: &[Hash], pool: &BlockPool, geometry: &Geometry) -> usi
 pub(super) fn count_found(hit: &Hit, pool: &mut BlockPool, geometry: &Geometry) {
     if pool.groups.are_several() {
         for ((group, _), table) in geometry.groups().zip(&hit.tables) {
-            let num_found = table.blocks().len() as u64;
+            let num_found = table.blocks().iter().filter(|block| **block != NULL_BLOCK).count() as u64;
             pool.groups.count(group, |counters| counters.num_found += num_found);
         }
     }

@@ -152,17 +152,17 @@ impl StepPlanner<'_> {
         }
     }
 
-    /// A prompt's blocks in the pool, the host tier, and perhaps the disk.
+    /// A prompt's blocks in the pool, in the host tier if the plan makes copies back, and perhaps on the disk.
     pub(super) fn tiers<'a>(&'a self, hashes: &'a [Hash], has_disk: bool) -> Tiers<'a> {
         let prefix = Prefix { geometry: self.geometry, index: self.pool.index(), hashes };
-        Tiers { prefix, host: self.host.copies(), disk: has_disk.then(|| self.disk.copies()) }
+        let host = (self.host_copy_use != HostCopyUse::None).then(|| self.host.copies());
+        Tiers { prefix, host, disk: has_disk.then(|| self.disk.copies()) }
     }
 
-    /// The longest prefix with copies in the host tier: `hit`, the pool's, if they make it no longer. None behind blocks
-    /// that steps in flight fill: these steps may fail. None if the plan makes no copies back.
+    /// The longest prefix with copies in the host tier: `hit`, the pool's, if they make it no longer. No copies behind
+    /// blocks that steps in flight fill: these steps may fail.
     pub(super) fn add_copies(&self, hashes: &[Hash], hit: Hit, num_published: usize) -> Hit {
-        let may_copy = self.host.copies().num_findable() > 0 && self.host_copy_use != HostCopyUse::None;
-        if !may_copy || hit.num_blocks > num_published || hit.num_blocks == hashes.len() {
+        if self.host.copies().num_findable() == 0 || hit.num_blocks > num_published || hit.num_blocks == hashes.len() {
             return hit;
         }
         let longer = self.tiers(hashes, false).find(&hit);
@@ -816,9 +816,11 @@ mod tests {
         {
             let mut bench = kept();
             cache(&mut bench, &[8, 8, 8, 8, 8]);
-            let admissions = vec![admission(1, &[1, 2, 3, 4, 5])];
+            let admissions = vec![Admission { explains_miss: true, ..admission(1, &[1, 2, 3, 4, 5]) }];
             let plan = bench.plan(StepRequest { admissions, host_copy_use, ..StepRequest::default() });
             assert_eq!((copies(&plan).0.len(), plan.admitted_cached_counts.clone()), (num_kept, vec![num_found]));
+            let missing = plan.misses.iter().map(|miss| miss.index).collect::<Vec<_>>();
+            assert_eq!(missing, if num_found > 0 { vec![] } else { vec![0] });
             assert_eq!(copies(&plan).1.len() as u32 * 2, num_found);
             bench.settle();
             assert_eq!(bench.0.violations(), [""; 0]);
