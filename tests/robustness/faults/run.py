@@ -103,13 +103,7 @@ async def run_seeds(seeds: list[int], settings: Settings, tell: Any) -> None:
 
 async def run_one(harness: Harness, seed: int, settings: Settings) -> Outcome:
     """One schedule; keeps the logs of one that failed."""
-    schedule = make_schedule(
-        seed,
-        kinds=settings.kinds,
-        num_ranks=settings.num_ranks,
-        has_holder=harness.has_holder,
-        has_window=settings.has_window,
-    )
+    schedule = make_schedule(seed, kinds=settings.kinds, num_ranks=settings.num_ranks, has_holder=harness.has_holder)
     try:
         outcome = await harness.run(schedule)
     except Exception as error:

@@ -137,7 +137,6 @@ def make_schedule(
     kinds: Sequence[FaultKind] = tuple(WEIGHTS),
     num_ranks: int = 1,
     has_holder: bool = False,
-    has_window: bool = False,
 ) -> Schedule:
     """The schedule of a seed, with faults of these kinds only, for workers of one rank or two, or one with a holder.
 

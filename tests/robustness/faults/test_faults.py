@@ -74,7 +74,7 @@ def test_blocks_behind_a_window_and_of_adapters_come_back_and_tokens_are_the_sam
     async def run() -> None:
         async with Harness(folder, state_dir=knows_state_dir(), **asked) as harness:
             for seed in WINDOW_SEEDS:
-                outcome = await harness.run(make_schedule(seed, has_window=True))
+                outcome = await harness.run(make_schedule(seed))
                 assert not outcome.failures, f"seed {seed}: {outcome.failures}"
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
