@@ -227,6 +227,7 @@ LISTS: dict[str, Beyond] = {
     "DiskContent.prefix_hashes": disk_content("prefix_hashes", prefix_hashes=bytes(64)),
     "DiskContent.tenants": disk_content("tenants", tenants=["", "acme"]),
     "DiskContent.tenant_indexes": disk_content("tenant_indexes", tenant_indexes=[0, 0]),
+    "DiskContent.layer_groups": disk_content("layer_groups", layer_groups=[0, 0]),
     "StepReport.sequence_ids": report(sequence_ids=range(2 * NUM_TOO_MANY)),
     "StepReport.computed_token_counts": report(computed_token_counts=[1]),
     "StepReport.sampled_sequence_ids": report(sampled_sequence_ids=range(2 * NUM_TOO_MANY)),
@@ -419,3 +420,11 @@ def test_kept_memory_that_can_not_be_is_refused(beyond: Beyond) -> None:
     with pytest.raises(CallRefused) as refused:
         call()
     assert refused.value.refusal.metadata["field"] == field
+
+
+@pytest.mark.parametrize("group", [1, -1])
+def test_a_copy_of_a_layer_group_that_the_pool_does_not_have_is_refused(group: int) -> None:
+    call, _ = disk_content("layer_groups", layer_groups=[group])
+    with pytest.raises(CallRefused) as refused:
+        call()
+    assert refused.value.refusal.message == f"disk_content.layer_groups is {group}; must be 0 to 0"
