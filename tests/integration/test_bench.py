@@ -124,12 +124,14 @@ def test_pressure_compares_the_four_ways(tmp_path: Path) -> None:
 
 def test_tiers_finds_more_with_a_host_tier(tmp_path: Path) -> None:
     written, printed = run_quick("tiers", tmp_path)
-    alone, small, large, disk = written["served"]
-    assert (alone["host_blocks"], alone["host_hit_ratio"], alone["copied_blocks"]) == (0, 0, 0)
-    assert 0 < small["host_hit_ratio"] <= large["host_hit_ratio"]
-    assert large["computed_tokens"] < small["computed_tokens"] < alone["computed_tokens"]
-    assert (disk["host_blocks"], small["disk_hit_ratio"]) == (small["host_blocks"], 0)
-    assert disk["disk_blocks"] > 0
+    assert [row["window"] for row in written["served"][::4]] == [0, 64]
+    for first in range(0, len(written["served"]), 4):
+        alone, small, large, disk = written["served"][first : first + 4]
+        assert (alone["host_blocks"], alone["host_hit_ratio"], alone["copied_blocks"]) == (0, 0, 0)
+        assert 0 < small["host_hit_ratio"] <= large["host_hit_ratio"]
+        assert large["computed_tokens"] < small["computed_tokens"] < alone["computed_tokens"]
+        assert (disk["host_blocks"], small["disk_hit_ratio"]) == (small["host_blocks"], 0)
+        assert disk["disk_blocks"] > 0
     assert written["steps"]["num_read"] == written["sizes"]["prompt_blocks"]
     assert min(written["steps"]["from_disk_s"] + written["steps"]["beside_reads_s"]) > 0
     assert written["steps"]["num_copied"] == written["sizes"]["prompt_blocks"]
