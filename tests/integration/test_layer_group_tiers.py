@@ -85,7 +85,6 @@ def check_tokens(model: Model, holder: LeaseHolder, plan: pb.PlanStepResponse, p
 def test_a_prompt_finds_its_evicted_prefix_in_the_host_tier(model: Model, pair: Pair, kept: int) -> None:
     """The same prompt, or one that is the same up to a place in the middle, before its window."""
     prompt = PROMPT[:kept] + draw_tokens(len(PROMPT) - kept, seed=4)
-    end(run(pair, PROMPT[:kept]))
     evict(pair, PROMPT[:kept], pb.MEDIUM_HOST)
     expected = found(pair, prompt)[pb.MEDIUM_HOST]
     assert expected == kept // BLOCK_SIZE * BLOCK_SIZE

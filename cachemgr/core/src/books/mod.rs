@@ -346,7 +346,8 @@ impl Books {
         if self.host.copies().are_made() {
             let hashes = self.usable_hashes(tokens, namespace, tenant);
             with_host = self.tiers(&hashes, false).find(&hit).num_blocks;
-            with_disk = self.tiers(&hashes, true).find(&hit).num_blocks;
+            let has_disk = self.disk.copies().num_findable() > 0;
+            with_disk = if has_disk { self.tiers(&hashes, true).find(&hit).num_blocks } else { with_host };
         }
         [in_pool, with_host - in_pool, with_disk - with_host].map(|num_blocks| num_blocks * self.geometry.block_size)
     }
